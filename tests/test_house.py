@@ -1,0 +1,106 @@
+"""The house itself: what is public, what an import may load, what the README promises, what a file may not hold.
+
+Import directions have a tool of their own (import-linter, contracts in pyproject.toml); here is what it cannot see.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parplan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PUBLIC = ("Cluster", "ParplanError", "Plan", "__version__", "analyze", "compile", "verify")
+
+README_COMMANDS = (
+    "pip install -e . && parplan analyze examples/alexnet.py --gpus 4",
+    "pip install -e '.[test]' && pytest",
+)
+
+# (what is imported, what must stay unloaded)
+LIGHT_IMPORTS = (
+    ("parplan", ("torch", "ortools", "networkx", "rich", "numpy")),
+    ("parplan.runtime", ("ortools", "rich")),
+)
+
+LINKS = ("planner", "runtime", "cost_models")
+
+# In pieces, so that this file does not hold what it looks for.
+HOME_FOLDERS = ("home", "root", "work", "farm", "opt", "mnt", "Users")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:" + "|".join(HOME_FOLDERS) + r")/|[A-Z]:\\Users\\")
+REGISTRY_HOST = re.compile("|".join(("py" + r"pi\.org", "python" + r"hosted\.org", "download" + r"\.pytorch\.org")))
+
+
+def project_files() -> list[Path]:
+    """Every file that is, or would be, committed; links are left to their targets."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in listed.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def test_public_names() -> None:
+    assert tuple(sorted(parplan.__all__)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(parplan, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        getattr(parplan, "no_such" + "_name")
+
+
+@pytest.mark.parametrize(("module", "unloaded"), LIGHT_IMPORTS)
+def test_importing_loads_nothing_heavy(module: str, unloaded: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted({set(unloaded)!r} & sys.modules.keys()))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == []
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_root_links_lead_to_the_packages(name: str) -> None:
+    link = ROOT / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("parplan") / name
+    assert (link / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("command", README_COMMANDS)
+@pytest.mark.parametrize("file", ["README.md", ".ci/run"])
+def test_ci_runs_what_the_readme_says(command: str, file: str) -> None:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert any(command in line for line in lines)
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["machine path", "registry host"])
+def test_no_file_names_a_machine(pattern: re.Pattern[str]) -> None:
+    files = project_files()
+    assert Path(__file__).resolve() in files
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("cd /" + "home/someone/x", True),
+        ("see ../" + "work/notes and a/" + "home/b", False),
+        ("#!/usr/bin/env bash", False),
+    ],
+)
+def test_the_machine_path_pattern(text: str, matches: bool) -> None:
+    assert bool(MACHINE_PATH.search(text)) is matches
