@@ -1,0 +1,46 @@
+"""The same training three ways: the plain model, one process on 4 logical devices, torchrun on 2 processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/train_digits.py"
+WAYS = {
+    "plain": [sys.executable, SCRIPT],
+    "one process": [sys.executable, SCRIPT, "--devices", "4"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT],
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Loss of every step, and the share of test digits told right."""
+
+    losses: list[float]
+    accuracy: float
+
+
+def train(way: str, dtype: str, folder: Path) -> Run:
+    history = folder / "history.json"
+    command = [*WAYS[way], "--dtype", dtype, "--history", str(history)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Run(**json.loads(history.read_text()))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
+def test_three_ways_give_one_loss_curve(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    plain = train("plain", dtype, tmp_path)
+    assert plain.accuracy >= 0.97
+    assert len(plain.losses) >= 100
+    for way in ("one process", "torchrun"):
+        run = train(way, dtype, tmp_path)
+        assert run.losses == pytest.approx(plain.losses, rel=tolerance)
+        assert run.accuracy == plain.accuracy
