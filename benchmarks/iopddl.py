@@ -1,0 +1,110 @@
+"""Solve public instances of the planner's core problem (IOPDDL, the ASPLOS / EuroSys 2025 contest) and score them.
+
+    python -m benchmarks.iopddl PATH... [--time-limit S] [--workers N]
+
+PATH is a `.json.gz` (or `.json`) file of github.com/google/iopddl. Costs are whole numbers; 10^18 forbids. Score = best cost
+known from the contest / our cost, at the contest's time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parplan.planner.problem import Edge, FloatArray, Node, Problem, Usage
+from parplan.planner.solve import solve
+
+__all__ = ["read"]
+
+FORBIDDEN = 1e18
+
+
+@dataclass(frozen=True)
+class Known:
+    """The contest's time limit in seconds and best cost for one instance."""
+
+    time_limit_s: float
+    best: float
+
+
+KNOWN = {
+    "A": Known(60, 6_548_641_531),
+    "G": Known(120, 217_039),
+    "M": Known(180, 49_928_460_991),
+    "S": Known(240, 1_534_613_444),
+}
+
+
+def read(path: Path) -> Problem:
+    """The problem in a file of the contest's format: all costs are `ahead`, one memory, no tails."""
+    raw = path.read_bytes()
+    data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["problem"]
+    parts = data["nodes"]
+    rows = zip(parts["intervals"], parts["costs"], parts["usages"], strict=True)
+    nodes = tuple(_node(v, *row) for v, row in enumerate(rows))
+    pairs = zip(data["edges"]["nodes"], data["edges"]["costs"], strict=True)
+    edges = tuple(_edge(nodes, a, b, costs) for (a, b), costs in pairs)
+    return Problem(nodes, edges, (float(data["usage_limit"]),))
+
+
+def _costs(values: list[float]) -> FloatArray:
+    costs = np.array(values, dtype=np.float64)
+    return np.where(costs >= FORBIDDEN, np.inf, costs)
+
+
+def _node(v: int, interval: list[int], costs: list[float], usages: list[float]) -> Node:
+    zeros = np.zeros(len(costs))
+    usage = (Usage(0, interval[0], interval[1], np.array(usages)),) if interval[0] < interval[1] else ()
+    return Node(f"node{v}", _costs(costs), zeros, zeros, usage)
+
+
+def _edge(nodes: tuple[Node, ...], a: int, b: int, values: list[float]) -> Edge:
+    costs = _costs(values).reshape(nodes[a].size, nodes[b].size)
+    costs = costs if a < b else costs.T
+    return Edge(min(a, b), max(a, b), costs, np.zeros_like(costs))
+
+
+def _letter(path: Path) -> str:
+    """`A` of `asplos-2025-iopddl-A.json.gz`."""
+    return path.name.split(".")[0].split("-")[-1]
+
+
+def report(path: Path, time_limit_s: float | None, workers: int | None) -> dict[str, Any]:
+    """Read, solve and score one file."""
+    known = KNOWN.get(_letter(path))
+    limit = time_limit_s or (known.time_limit_s if known else 60.0)
+    found = solve(read(path), limit, workers)
+    best = known.best if known else float("nan")
+    return {
+        "instance": path.name,
+        "status": found.status.value,
+        "cost": found.objective,
+        "bound": found.bound,
+        "best": best,
+        "score": best / found.objective if found.choice else 0.0,
+        "seconds": found.seconds,
+    }
+
+
+def main() -> None:
+    """Print one line per file."""
+    parser = argparse.ArgumentParser(description="Solve and score IOPDDL instances.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("--time-limit", type=float, help="seconds; the contest's limit of each instance by default")
+    parser.add_argument("--workers", type=int)
+    options = parser.parse_args()
+    print(f"{'instance':32} {'status':>8} {'cost':>16} {'bound':>16} {'best known':>16} {'score':>7} {'seconds':>8}")
+    for path in options.paths:
+        r = report(path, options.time_limit, options.workers)
+        figures = f"{r['cost']:16,.0f} {r['bound']:16,.0f} {r['best']:16,.0f} {r['score']:7.4f} {r['seconds']:8.1f}"
+        print(f"{r['instance']:32} {r['status']:>8} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""parplan plans any PyTorch model over several devices, proves the plan, explains it, and runs it.
+
+    parplan analyze model.py --gpus 4        # the report
+    model = parplan.compile(model)           # the running plan
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parplan.api import analyze, compile, verify
+    from parplan.cluster import Cluster
+    from parplan.errors import ParplanError
+    from parplan.plan import Plan
+
+__all__ = ["Cluster", "ParplanError", "Plan", "__version__", "analyze", "compile", "verify"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "parplan.cluster",
+    "ParplanError": "parplan.errors",
+    "Plan": "parplan.plan",
+    "analyze": "parplan.api",
+    "compile": "parplan.api",
+    "verify": "parplan.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name at its first use, so that importing parplan costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'parplan' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

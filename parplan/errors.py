@@ -1,0 +1,59 @@
+"""One tree of errors, so that callers can catch what they can act on.
+
+Every message says what was refused, where, with which numbers, and what would make it work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "ClusterError",
+    "InfeasiblePlan",
+    "ParplanError",
+    "PlanError",
+    "RuleError",
+    "RuntimeFailure",
+    "TargetError",
+]
+
+
+class ParplanError(Exception):
+    """Anything parplan refuses; the text says what would make it work."""
+
+
+class TargetError(ParplanError):
+    """The model named on the command line cannot be found, or is ambiguous."""
+
+
+class CaptureError(ParplanError):
+    """The model cannot be captured as a graph (the text names the line)."""
+
+
+class ClusterError(ParplanError):
+    """The devices or links asked for do not exist or make no sense."""
+
+
+class PlanError(ParplanError):
+    """A plan cannot be read, or does not belong to this model."""
+
+
+class RuleError(PlanError):
+    """A plan breaks a divisibility rule.
+
+    Attributes:
+        rule: the rule's short name, "R1" to "R8".
+        layer: the dotted name of the layer that breaks it.
+    """
+
+    def __init__(self, rule: str, layer: str, message: str) -> None:
+        super().__init__(f"{layer}: {message} ({rule})")
+        self.rule = rule
+        self.layer = layer
+
+
+class InfeasiblePlan(ParplanError):
+    """No plan satisfies the limits (the text names the limit, what is missing and where)."""
+
+
+class RuntimeFailure(ParplanError):
+    """A compiled model was called in a way its plan cannot serve, or a device failed."""

@@ -1,0 +1,142 @@
+"""Put an exported program into canonical form: plain ops, no asserts, updates of buffers set apart."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
+
+from parplan.errors import CaptureError
+from parplan.graph.layer_graph import Constant
+
+__all__ = ["Canonical", "canonicalise"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Canonical:
+    """A graph ready to be cut into layers; see LayerGraph for the fields."""
+
+    graph: fx.Graph
+    outputs: tuple[str | Constant, ...] = ()
+    buffer_updates: dict[str, str] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+def canonicalise(program: ExportedProgram) -> Canonical:
+    """Canonical form of an exported program, whose graph is changed in place.
+
+    Raises:
+        CaptureError: the program changes its own inputs, or holds sub-graphs we do not inline.
+    """
+    graph = program.graph
+    ending = graph.output_node()
+    output = ending.args[0]
+    _refuse_subgraphs(graph)
+    buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
+    found = Canonical(graph)
+    by_name = {node.name: node for node in graph.nodes}
+    running = _batch_norms(graph)
+    leaves: list[Any] = list(output) if isinstance(output, (tuple, list)) else [output]
+    results: list[str | Constant] = []
+    for spec, leaf in zip(program.graph_signature.output_specs, leaves, strict=True):
+        _sort_output(spec, leaf, buffers, running, found, results)
+    found.outputs = tuple(results)
+    _dropouts(graph)
+    graph.erase_node(ending)
+    kept = [by_name[name] for name in (*results, *found.buffer_updates.values()) if isinstance(name, str)]
+    graph.output(tuple(kept))
+    _drop_asserts(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return found
+
+
+def _refuse_subgraphs(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            user = next(iter(node.users), node)
+            raise CaptureError(
+                f"{user.target} holds a sub-graph, which parplan does not plan yet; "
+                "move torch.no_grad, autocast, cond or map out of the model's forward"
+            )
+
+
+def _sort_output(
+    spec: OutputSpec,
+    leaf: Any,
+    buffers: dict[Any, str],
+    running: set[str],
+    found: Canonical,
+    results: list[str | Constant],
+) -> None:
+    if spec.kind is OutputKind.USER_OUTPUT:
+        constant = isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, fx.Node)
+        results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else leaf.name)
+    elif spec.kind is OutputKind.BUFFER_MUTATION:
+        buffer = buffers[spec.target]
+        step = _counter_step(leaf, buffer)
+        if step is not None:
+            found.counters[buffer] = step
+        elif leaf.name not in running:
+            found.buffer_updates[buffer] = leaf.name
+    else:
+        raise CaptureError(
+            f"the model changes {spec.target or spec.arg} in place ({spec.kind.name}); return it instead"
+        )
+
+
+def _counter_step(node: Any, buffer: str) -> int | None:
+    """The step of a counter (`self.steps += 1`): an integer buffer plus a constant."""
+    if node.target is not aten.add.Tensor or node.args[0].name != buffer or not isinstance(node.args[1], int):
+        return None
+    return int(node.args[1])
+
+
+def _batch_norms(graph: fx.Graph) -> set[str]:
+    """Make functionalised batch norms update their statistics in place again; names of the old updates."""
+    running: set[str] = set()
+    for node in list(graph.nodes):
+        if node.target is aten._native_batch_norm_legit_functional.default:
+            results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            with graph.inserting_before(node):
+                plain = _like(graph, node, aten.batch_norm.default, (*node.args, False), results.get(0))
+            if 0 in results:
+                results[0].replace_all_uses_with(plain)
+            running |= {results[index].name for index in (3, 4) if index in results}
+        elif node.target is aten._native_batch_norm_legit_no_training.default:
+            x, weight, bias, mean, var, momentum, eps = node.args
+            first = next((u for u in node.users if u.args[1] == 0), None)
+            args = (x, weight, bias, mean, var, False, momentum, eps, False)
+            with graph.inserting_before(node):
+                plain = _like(graph, node, aten.batch_norm.default, args, first)
+            if first is not None:
+                first.replace_all_uses_with(plain)
+    return running
+
+
+def _like(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...], result: fx.Node | None) -> fx.Node:
+    new = graph.call_function(target, args)
+    new.meta = {**old.meta, "val": result.meta["val"] if result is not None else None}
+    return new
+
+
+def _dropouts(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is aten.native_dropout.default:
+            first = next((user for user in node.users if user.args[1] == 0), None)
+            with graph.inserting_before(node):
+                plain = _like(graph, node, aten.dropout.default, tuple(node.args), first)
+            if first is not None:
+                first.replace_all_uses_with(plain)
+
+
+def _drop_asserts(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and "assert" in str(node.target):
+            graph.erase_node(node)

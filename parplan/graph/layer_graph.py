@@ -1,0 +1,186 @@
+"""The layers of a captured model, as data that planner, cost models and runtime share.
+
+Values are known by the names of their fx nodes ("conv2d", "p_conv1_weight", "x"); parameters and
+buffers are placeholders of the graph like any other input, with their dotted names beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from parplan.layout import Layout
+from parplan.plan import Strategy
+
+__all__ = ["Axis", "Layer", "LayerGraph", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of one whole (uncut) tensor.
+
+    `requires_grad` says whether a gradient flows back through it in training.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named direction in which a layer may be cut.
+
+    Args:
+        name: such as "out-features"; unique within its layer. The batch axis is called "batch".
+        units: what the number of parts must divide (R5); heads and groups count whole.
+        dims: for every tensor that has the axis (inputs, parameters, buffers, intermediates,
+            outputs; by fx name) the dimension that is cut. Tensors not listed are needed whole.
+        partial: outputs that become a term of a sum when this axis is cut.
+        first_only: operands only the first shard may use, so that they count once (a bias).
+    """
+
+    name: str
+    units: int
+    dims: Mapping[str, int]
+    partial: frozenset[str] = frozenset()
+    first_only: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One unit of planning: a leaf module's call, or a run of functional ops.
+
+    Args:
+        name: dotted path of the module, unique ("features.0", "layer1.0.relu@1", "layer1.0.add").
+        kind: "conv", "linear", "batch_norm", "pool", ... (see graph/kinds.py); "loss" for losses.
+        nodes: its fx nodes in execution order.
+        inputs: values it takes from other layers or from the user, in order of first use.
+        outputs: values other layers or the user take from it.
+        parameters: placeholders of parameters it uses.
+        buffers: placeholders of buffers it uses.
+        batch: the batch axis where samples can be spread over replicas, else None.
+        constant: no sample reaches it (positions, masks): every device may compute it redundantly.
+        mixes_batch: training batch norm: replicas must share statistics to keep the numbers.
+        axes: the other axes it may be cut along.
+    """
+
+    name: str
+    kind: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    batch: Axis | None = None
+    constant: bool = False
+    mixes_batch: bool = False
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether rule R7 applies: it is never sharded."""
+        return self.kind == "loss"
+
+    def axis(self, name: str | None) -> Axis | None:
+        """The axis called `name`, or None."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
+    def layout(self, value: str, strategy: Strategy) -> Layout:
+        """How `value` (an input, parameter, buffer or output of this layer) lies under `strategy`."""
+        axis = self.axis(strategy.axis) if strategy.shards > 1 else None
+        batch_dim = self.batch.dims.get(value) if self.batch and strategy.replicas > 1 else None
+        partial = axis is not None and value in axis.partial
+        shard_dim = axis.dims.get(value) if axis and not partial else None
+        return Layout(strategy.grid, batch_dim, shard_dim, partial)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGraph:
+    """A captured model as a directed graph of layers.
+
+    Args:
+        model: the model's class name.
+        digraph: nodes are layer names; edge (a, b) has attribute `values`: tuple of value names.
+        layers: by name, in forward order.
+        values: spec of every tensor in the graph, by fx name (whole sizes at `batch`).
+        producer: layer name that makes a value; user inputs, parameters, buffers are absent.
+        batch: samples in one step the graph was captured at; None when no input has samples.
+        batch_dims: for every value with samples, the dimension they lie along.
+        user_inputs: placeholder per leaf of the flattened call; None for leaves baked in as constants.
+        user_outputs: per leaf of the flattened result, a value name, or a constant wrapped in Constant.
+        in_spec, out_spec: pytree specs of (args, kwargs) and of the result.
+        parameters: dotted name per parameter placeholder; tied names share one placeholder.
+        buffers: dotted name per buffer placeholder (module buffers and lifted constants).
+        constants: lifted constant tensors by placeholder name (not in state_dict).
+        buffer_updates: placeholder of a buffer -> value assigned to it after the step
+            (running statistics of batch norm are updated in place by the layer itself and not listed).
+        counters: placeholders of integer buffers that grow by a constant each training step -> step.
+        training: whether it was captured in training mode.
+        fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+    """
+
+    model: str
+    digraph: nx.DiGraph
+    layers: Mapping[str, Layer]
+    values: Mapping[str, TensorSpec]
+    producer: Mapping[str, str]
+    batch: int | None
+    batch_dims: Mapping[str, int]
+    user_inputs: tuple[str | None, ...]
+    user_outputs: tuple[str | Constant, ...]
+    in_spec: Any
+    out_spec: Any
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    buffer_updates: Mapping[str, str]
+    counters: Mapping[str, int]
+    training: bool
+    fixed_batch: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the layers that have parameters and of their shapes.
+
+        Not of batch, dtype or weights, nor of layers that training and evaluation do not share.
+        """
+        parts = [
+            (name, layer.kind, [(self.parameters[p], self.values[p].shape) for p in layer.parameters])
+            for name, layer in self.layers.items()
+            if layer.parameters
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(self.values[name].elements for name in self.parameters)
+
+    def consumers(self, value: str) -> tuple[str, ...]:
+        """Layers that take `value`, in forward order."""
+        return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A result leaf that is not a tensor (None, a number, a string)."""
+
+    value: Any

@@ -1,0 +1,195 @@
+"""Cut the captured graph into layers and join them into a networkx.DiGraph.
+
+A layer is one call of a leaf module, or one run of functional ops between such calls. Consecutive
+nodes of a topological order are always convex, so no layer can wait for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import networkx as nx
+from torch import fx
+
+from parplan.graph.axis_table import is_tensor
+from parplan.graph.kinds import is_loss_op, kind_of, op_name
+from parplan.graph.layer_axes import layer_axes
+from parplan.graph.layer_graph import Layer
+
+__all__ = ["LayerSet", "Owner", "build_layers", "owner_of"]
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Layers in forward order, how they are joined, who makes which value, where samples lie."""
+
+    layers: dict[str, Layer]
+    digraph: nx.DiGraph
+    producer: dict[str, str]
+    batch_dims: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Run:
+    owner: Owner
+    leaf: bool
+    nodes: tuple[fx.Node, ...]
+
+
+def build_layers(
+    graph: fx.Graph,
+    leaves: frozenset[str],
+    parameters: frozenset[str],
+    buffers: frozenset[str],
+    batch_dims: Mapping[str, int],
+    batch_bound: frozenset[Owner] = frozenset(),
+) -> LayerSet:
+    """The layers of `graph`.
+
+    Args:
+        leaves: dotted paths of modules without children.
+        parameters, buffers: placeholders that are not user inputs.
+        batch_dims: dimension of the samples, by user input.
+        batch_bound: calls whose constants depend on the batch size: they see the batch whole.
+    """
+    names: Counter[str] = Counter()
+    layers: dict[str, Layer] = {}
+    samples = dict(batch_dims)
+    for run in _runs(graph, leaves, parameters):
+        layer = _layer(run, names, parameters, buffers, samples, batch_bound)
+        layers[layer.name] = layer
+    producer = {value: name for name, layer in layers.items() for value in layer.outputs}
+    return LayerSet(layers, _digraph(layers, producer), producer, samples)
+
+
+def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -> Iterable[_Run]:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    for owner, group in groupby(calls, key=owner_of):
+        nodes = tuple(group)
+        if owner.path in leaves and _is_one_layer(owner, nodes, parameters):
+            yield _Run(owner, True, nodes)
+        else:
+            for part in _functional_parts(nodes, parameters):
+                yield _Run(owner, False, part)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The innermost module a node was called in, and which call of it ("", "@1", ...)."""
+
+    path: str
+    call: str
+    kind: str = ""
+
+
+def owner_of(node: fx.Node) -> Owner:
+    """Whose code a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return Owner("", "")
+    key, (path, kind) = list(stack.items())[-1]
+    call = "@" + key.rsplit("@", 1)[1] if "@" in key else ""
+    return Owner(str(path).split("@")[0], call, str(kind))
+
+
+def _is_one_layer(owner: Owner, nodes: Sequence[fx.Node], parameters: frozenset[str]) -> bool:
+    """Whether a leaf module's call is planned whole: torch's own, or one with a single weighted op."""
+    heavy = [node for node in nodes if _stands_alone(node, parameters)]
+    mixes = any(op_name(node) == "batch_norm" for node in nodes)
+    return owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(nodes) > 1))
+
+
+def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> list[tuple[fx.Node, ...]]:
+    """Runs of functional ops: an op with weights and a loss stand alone, the rest by what is connected."""
+    parts: list[tuple[fx.Node, ...]] = []
+    for alone, group in groupby(nodes, key=lambda node: _stands_alone(node, parameters)):
+        members = list(group)
+        if alone:
+            parts += [(node, *_getitems(node, nodes)) for node in members]
+        else:
+            known = {node for part in parts for node in part}
+            parts += _connected([node for node in members if node not in known])
+    return parts
+
+
+def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
+    weighted = any(source.name in parameters for source in node.all_input_nodes)
+    mixes = op_name(node) == "batch_norm"
+    return mixes or (weighted and kind_of([node]) not in ("add", "multiply", "other", "reshape")) or is_loss_op(node)
+
+
+def _getitems(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [user for user in node.users if op_name(user) == "getitem" and user in nodes]
+
+
+def _connected(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    near = nx.Graph()
+    near.add_nodes_from(nodes)
+    near.add_edges_from((source, node) for node in nodes for source in node.all_input_nodes if source in near)
+    order = {node: index for index, node in enumerate(nodes)}
+    parts = [tuple(sorted(part, key=order.__getitem__)) for part in nx.connected_components(near)]
+    return sorted(parts, key=lambda part: order[part[-1]])
+
+
+def _layer(
+    run: _Run,
+    names: Counter[str],
+    parameters: frozenset[str],
+    buffers: frozenset[str],
+    samples: dict[str, int],
+    batch_bound: frozenset[Owner],
+) -> Layer:
+    inside = {node.name for node in run.nodes}
+    outside = list(dict.fromkeys(s.name for n in run.nodes for s in n.all_input_nodes if s.name not in inside))
+    inputs = tuple(name for name in outside if name not in parameters and name not in buffers)
+    outputs = tuple(node.name for node in run.nodes if is_tensor(node) and _leaves(node, inside))
+    own = tuple(name for name in outside if name in parameters)
+    state = tuple(name for name in outside if name in buffers)
+    kind = kind_of(run.nodes)
+    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind)
+    constant = not any(name in samples for name in inputs)
+    samples.update(axes.batch_dims)
+    spread = axes.batch is not None and run.owner not in batch_bound
+    return Layer(
+        name=_name(run, names, kind),
+        kind=kind,
+        nodes=run.nodes,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=own,
+        buffers=state,
+        batch=axes.batch if spread else None,
+        constant=constant,
+        mixes_batch=axes.mixed and spread,
+        axes=() if kind == "loss" else axes.others,
+    )
+
+
+def _leaves(node: fx.Node, inside: set[str]) -> bool:
+    return any(user.name not in inside for user in node.users)
+
+
+def _name(run: _Run, names: Counter[str], kind: str) -> str:
+    if run.leaf:
+        base = run.owner.path + run.owner.call
+    else:
+        own = kind if kind in ("attention", "loss") else op_name(run.nodes[0])
+        base = ".".join(part for part in (run.owner.path + run.owner.call, own) if part)
+    count = names[base]
+    names[base] += 1
+    return base if count == 0 else f"{base}_{count}"
+
+
+def _digraph(layers: Mapping[str, Layer], producer: Mapping[str, str]) -> nx.DiGraph:
+    digraph = nx.DiGraph()
+    digraph.add_nodes_from(layers)
+    for name, layer in layers.items():
+        for value in layer.inputs:
+            if value in producer:
+                source = producer[value]
+                known = digraph.edges[source, name]["values"] if digraph.has_edge(source, name) else ()
+                digraph.add_edge(source, name, values=(*known, value))
+    return digraph

@@ -1,0 +1,168 @@
+"""A layer's own ops at the sizes one device sees: generated code, not an interpreter.
+
+Sizes are baked into a captured graph (`view(2, 1024, 32, 128)`). Given the strategy of each layer
+and the samples a device gets, `local_module` copies the nodes with those sizes put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from parplan.graph import ops
+from parplan.graph.axis_table import Call, overload
+from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.plan import Strategy
+
+__all__ = ["LocalLayer", "local_args", "local_module", "local_shape"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LocalLayer:
+    """One device's part of a layer.
+
+    Args:
+        layer: the whole layer.
+        strategy: how it is spread.
+        column: which shard this device holds.
+        batch: how many samples this device gets (its own, not all).
+    """
+
+    layer: Layer
+    strategy: Strategy
+    column: int
+    batch: int
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis that is cut, None when the layer has one shard."""
+        return self.layer.axis(self.strategy.axis) if self.strategy.shards > 1 else None
+
+
+def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, ...]:
+    """Shape this device sees of `value`: an input, parameter, buffer, intermediate or output."""
+    shape = list(graph.values[value].shape)
+    batch, axis = local.layer.batch, local.axis
+    if batch is not None and value in batch.dims and graph.batch:
+        dim = batch.dims[value]
+        shape[dim] = shape[dim] * local.batch // graph.batch
+    if axis is not None and value in axis.dims and value not in axis.partial:
+        shape[axis.dims[value]] //= local.strategy.shards
+    return tuple(shape)
+
+
+def local_module(
+    graph: LayerGraph, parts: Sequence[LocalLayer], inputs: Sequence[str], outputs: Sequence[str], dropout: bool = True
+) -> fx.GraphModule:
+    """Code for consecutive layers on one device, taking `inputs` in order and returning a tuple of `outputs`.
+
+    `inputs` names every value, parameter and buffer the layers take from outside; tensors are
+    passed already local (cut as the layers need them). Batch norm updates its buffers in place.
+    With `dropout` False nothing is dropped (for verification).
+    """
+    code = fx.Graph()
+    made = {name: code.placeholder(name) for name in inputs}
+    for part in parts:
+        for node in part.layer.nodes:
+            made[node.name] = _copy(graph, part, node, code, made, dropout)
+    code.output(tuple(made[name] for name in outputs))
+    return fx.GraphModule(torch.nn.Module(), code)
+
+
+def _copy(
+    graph: LayerGraph, part: LocalLayer, node: fx.Node, code: fx.Graph, made: dict[str, fx.Node], dropout: bool
+) -> fx.Node:
+    target: Any = node.target
+    args, kwargs = local_args(graph, part, node)
+    axis = part.axis
+    if target is aten.embedding.default and axis is not None and node.name in axis.partial:
+        rows = local_shape(graph, part, args[0].name)[0]
+        target, args = ops.shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
+    if target is aten.dropout.default and not dropout:
+        args = [args[0], 0.0, args[2]]
+    own = {**made, **_dropped(part, node, code, made)}
+    made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])  # type: ignore[arg-type]
+    made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])
+    return code.create_node("call_function", target, made_args, made_kwargs, name=node.name)
+
+
+def _dropped(part: LocalLayer, node: fx.Node, code: fx.Graph, made: Mapping[str, fx.Node]) -> dict[str, fx.Node | None]:
+    """What stands for operands that only the first shard may use: nothing, or zeros where the op needs a tensor."""
+    names = part.axis.first_only if part.axis is not None and part.column > 0 else frozenset()
+    schema = getattr(node.target, "_schema", None)
+    optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)} if schema else set()
+    arguments = Call(node).arguments.items()
+    found = {value.name: name in optional for name, value in arguments if isinstance(value, fx.Node)}
+    return {
+        name: None if found[name] else code.call_function(aten.zeros_like.default, (made[name],))
+        for name in sorted(names & found.keys())
+    }
+
+
+Sizes = Callable[[str], tuple[int, ...]]
+Fix = Callable[[fx.Node, list[Any], Sizes, Sizes], list[Any]]
+
+
+def local_args(graph: LayerGraph, part: LocalLayer, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a node with sizes put right for one device; nodes stand for themselves."""
+    fix = _FIXES.get(node.target)
+    args = list(node.args)
+    if fix is not None:
+        args = fix(node, args, lambda name: graph.values[name].shape, lambda name: local_shape(graph, part, name))
+    return args, dict(node.kwargs)
+
+
+def _size_at(position: int) -> Fix:
+    """The size argument is the shape of the result."""
+
+    def fix(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+        return [*args[:position], list(local(node.name)), *args[position + 1 :]]
+
+    return fix
+
+
+def _unflatten(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+    dim = args[1] % len(whole(args[0].name))
+    return [*args[:2], list(local(node.name)[dim : dim + len(args[2])])]
+
+
+def _groups_at(position: int) -> Fix:
+    """As many groups as the local channels make up: groups count whole."""
+
+    def fix(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+        if len(args) <= position or args[position] == 1:
+            return args
+        channels = args[0].name
+        groups = args[position] * local(channels)[1] // whole(channels)[1]
+        return [*args[:position], groups, *args[position + 1 :]]
+
+    return fix
+
+
+def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+    """A slice that takes all of a dimension goes on doing so; other dimensions are never cut."""
+    dim = args[1] if len(args) > 1 else 0
+    full = whole(args[0].name)[dim] == whole(node.name)[dim]
+    return [*args[:2], 0, local(node.name)[dim], *args[4:]] if full and len(args) > 3 else args
+
+
+def _overloads(fix: Fix, names: str) -> dict[Any, Fix]:
+    return {op: fix for name in names.split() if (op := overload(name)) is not None}
+
+
+# fmt: off
+_FIXES: dict[Any, Fix] = {
+    **_overloads(_size_at(0), "empty.memory_format full ones zeros"),
+    **_overloads(_size_at(1), "expand new_empty new_full new_ones new_zeros reshape _reshape_copy _unsafe_view view"),
+    **_overloads(_unflatten, "unflatten.int"),
+    **_overloads(_groups_at(1), "group_norm"),
+    **_overloads(_groups_at(6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
+    **_overloads(_slice, "slice.Tensor"),
+}
+# fmt: on

@@ -1,0 +1,141 @@
+"""What an axis of one op is, and how a row of the axis table is read.
+
+A row is written like einops: `b.. i+, o i+, o^ -> b.. o`. Each word is one dimension of an operand,
+letters that agree are the same axis. `x..` stands for any number of dimensions. Marks after a name:
+`+` contracted (cutting it gives a term of a sum), `!` cannot be cut, `*` mixed by batch statistics,
+`^` on an operand without that axis: counts once, so only the first shard may use it. What a row does not
+mention cannot be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["Cut", "OpAxis", "parse_row", "read_row"]
+
+
+class Cut(Enum):
+    """What happens when an axis of an op is cut."""
+
+    MAP = "every part computes its part of the output"
+    SUM = "every part computes a term of the output"
+    MIXED = "parts must exchange statistics (batch norm in training)"
+    BLOCKED = "the axis cannot be cut"
+
+
+@dataclass(frozen=True)
+class OpAxis:
+    """One axis of one op call.
+
+    Args:
+        dims: fx name of each operand or output that has the axis -> its dimension.
+        cut: what cutting it does.
+        name: the field's word for it ("out-features"), or "" to name it by position.
+        units: parts must divide this as well as every size (groups, heads); 0 for no further limit.
+        first_only: operands that only the first part may use.
+    """
+
+    dims: Mapping[str, int]
+    cut: Cut = Cut.MAP
+    name: str = ""
+    units: int = 0
+    first_only: frozenset[str] = frozenset()
+
+
+_MARKS = {"+": Cut.SUM, "!": Cut.BLOCKED, "*": Cut.MIXED}
+
+
+@dataclass(frozen=True)
+class _Word:
+    letter: str
+    cut: Cut
+    repeated: bool
+    once: bool
+
+
+def _word(text: str) -> _Word:
+    letter = text.rstrip("^.+!*")
+    marks = text[len(letter) :]
+    cut = next((cut for mark, cut in _MARKS.items() if mark in marks), Cut.MAP)
+    return _Word(letter, cut, repeated=".." in marks, once="^" in marks)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parsed row: the words of every operand, then of every output."""
+
+    operands: tuple[tuple[_Word, ...], ...]
+    outputs: tuple[tuple[_Word, ...], ...]
+
+
+def parse_row(row: str) -> Row:
+    """Read the text of a row.
+
+    >>> parse_row("b.. i+, o i+, o^ -> b.. o").outputs[0][1].letter
+    'o'
+    """
+    left, right = row.split("->")
+    sides = [tuple(tuple(_word(w) for w in operand.split()) for operand in side.split(",")) for side in (left, right)]
+    return Row(*sides)
+
+
+@dataclass
+class _Found:
+    dims: dict[str, int] = field(default_factory=dict)
+    cut: Cut = Cut.MAP
+
+
+def read_row(
+    row: str,
+    operands: Sequence[str | None],
+    outputs: Sequence[str],
+    ranks: Mapping[str, int],
+    names: Mapping[str, str] | None = None,
+    units: Mapping[str, int] | None = None,
+) -> tuple[OpAxis, ...]:
+    """Axes of one call whose tensors are named `operands` -> `outputs`, with these `ranks`.
+
+    An operand that is None (a missing bias) is skipped. `names` gives an axis its word by letter,
+    `units` a further limit by letter. A call that the row does not fit has no axes: a tensor of
+    another rank, or one tensor in two roles that would have to be cut along two of its dimensions.
+    """
+    parsed = parse_row(row)
+    found: dict[str, _Found] = {}
+    once: set[str] = set()
+    sides = [*zip(parsed.operands, operands, strict=False), *zip(parsed.outputs, outputs, strict=True)]
+    for words, tensor in sides:
+        if tensor is None:
+            continue
+        spread = _spread(words, ranks[tensor])
+        if len(spread) != ranks[tensor]:
+            return ()
+        for dim, (letter, word) in enumerate(spread):
+            entry = found.setdefault(letter, _Found())
+            if entry.dims.setdefault(tensor, dim) != dim:
+                return ()
+            entry.cut = word.cut if word.cut is not Cut.MAP else entry.cut
+            if word.once:
+                once.add(tensor)
+    return tuple(
+        OpAxis(
+            dims=entry.dims,
+            cut=entry.cut,
+            name=(names or {}).get(letter, ""),
+            units=(units or {}).get(letter, 0),
+            first_only=frozenset(once) if entry.cut is Cut.SUM else frozenset(),
+        )
+        for letter, entry in found.items()
+    )
+
+
+def _spread(words: tuple[_Word, ...], rank: int) -> list[tuple[str, _Word]]:
+    """One (axis, word) per dimension, with `x..` given as many dimensions as are left over."""
+    left_over = rank - sum(not word.repeated for word in words)
+    spread: list[tuple[str, _Word]] = []
+    for word in words:
+        count = left_over if word.repeated else 1
+        # Counted from the right, so that leading batch dimensions of different operands align.
+        spread += [(f"{word.letter}{count - index}" if word.repeated else word.letter, word) for index in range(count)]
+    return spread

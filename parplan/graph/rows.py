@@ -1,0 +1,63 @@
+"""Rows of the axis table that follow from shapes and dimension arguments: element-wise ops and reductions."""
+
+from __future__ import annotations
+
+from parplan.graph.call import Call, Row, shape_of
+from parplan.graph.op_axes import Cut, OpAxis
+
+__all__ = ["all_but", "leading", "pointwise", "reduction"]
+
+
+def pointwise(call: Call) -> tuple[OpAxis, ...]:
+    """Element by element, operands broadcast from the right."""
+    out = call.out_shape
+    axes = []
+    for dim, size in enumerate(out):
+        dims = dict.fromkeys(call.outputs, dim)
+        for tensor in call.tensors():
+            shape = shape_of(tensor)
+            own = dim - (len(out) - len(shape))
+            if own >= 0 and shape[own] == size:
+                dims[tensor.name] = own
+        axes.append(OpAxis(dims))
+    return tuple(axes)
+
+
+def all_but(argument: str) -> Row:
+    """Maps every dimension of the first operand but those that `argument` lists."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        rank = len(shape_of(source))
+        kept = sorted(set(range(rank)) - call.dims(argument, rank))
+        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in kept)
+
+    return row
+
+
+def leading(kept: int) -> Row:
+    """Maps all but the last `kept` dimensions (pooling, resizing: spatial dimensions stay whole)."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        lead = len(shape_of(source)) - kept
+        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(lead))
+
+    return row
+
+
+def reduction(cut: Cut) -> Row:
+    """Reductions over `dim`: kept dimensions map; contracted ones are `cut`."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        rank = len(shape_of(source))
+        gone = call.dims("dim", rank)
+        axes, position = [], 0
+        for dim in range(rank):
+            kept = dict.fromkeys(call.outputs, position) if dim not in gone else {}
+            axes.append(OpAxis({source.name: dim} | kept, cut=Cut.MAP if kept else cut))
+            position += bool(kept or call["keepdim"])
+        return tuple(axes)
+
+    return row

@@ -1,0 +1,142 @@
+"""Rows of the axis table for ops that only move elements: views, permutations, joins, slices, fills.
+
+A view maps axes through merges and splits: in every smallest group of dimensions with equal products
+the leading ones are the same axis, because cutting memory in equal blocks cuts both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parplan.graph.call import Call, shape_of
+from parplan.graph.op_axes import OpAxis
+
+
+def reshape(call: Call) -> tuple[OpAxis, ...]:
+    """Merges and splits: in every matching group of dimensions the leading ones are the same axis."""
+    source, out = call.tensors()[0], call.outputs[0]
+    # `squeeze(dim)` leaves a dimension alone for its size, which a part of it need not have.
+    kept = call.dims("dim", len(shape_of(source))) if call.is_op("squeeze") else set()
+    groups = _groups(shape_of(source), call.out_shape)
+    return tuple(OpAxis({source.name: own, out: new}) for own, new in groups if own not in kept)
+
+
+def _groups(left: tuple[int, ...], right: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Leading dimensions (of each side) of the smallest groups with equal products.
+
+    >>> _groups((2, 3, 4), (2, 12))
+    [(0, 0), (1, 1)]
+    >>> _groups((6, 4), (2, 3, 4))
+    [(0, 0), (1, 2)]
+    """
+    pairs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, a, b = (i, j), left[i], right[j]
+        i, j = i + 1, j + 1
+        while a != b and (i < len(left) or j < len(right)):
+            if (a < b and i < len(left)) or j >= len(right):
+                a, i = a * left[i], i + 1
+            else:
+                b, j = b * right[j], j + 1
+        if a != b:
+            return []
+        if a == 1:
+            continue
+        # Dimensions of size 1 in front of a group do not carry it.
+        pairs.append((_first_above_one(left, start[0], i), _first_above_one(right, start[1], j)))
+    return pairs
+
+
+def _first_above_one(sizes: tuple[int, ...], start: int, stop: int) -> int:
+    return next((dim for dim in range(start, stop) if sizes[dim] != 1), start)
+
+
+def _ordered(call: Call, order: Sequence[int]) -> tuple[OpAxis, ...]:
+    """Dimension `new` of the result is dimension `order[new]` of the operand."""
+    source = call.tensors()[0]
+    rank = len(shape_of(source))
+    pairs = [(new, call.dim(int(old), rank)) for new, old in enumerate(order)]
+    return tuple(OpAxis({source.name: old, call.outputs[0]: new}) for new, old in pairs)
+
+
+def permute(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in the order of `dims`."""
+    return _ordered(call, call["dims"])
+
+
+def transpose(call: Call) -> tuple[OpAxis, ...]:
+    """Two dimensions change places."""
+    rank = len(call.out_shape)
+    if rank == 0:
+        return ()
+    order = list(range(rank))
+    a, b = call.dim(int(call["dim0"]), rank), call.dim(int(call["dim1"]), rank)
+    order[a], order[b] = order[b], order[a]
+    return _ordered(call, order)
+
+
+def reverse(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in reverse order."""
+    return _ordered(call, list(reversed(range(len(call.out_shape)))))
+
+
+def join(call: Call) -> tuple[OpAxis, ...]:
+    """Concatenation: every dimension but the joined one."""
+    rank = len(call.out_shape)
+    if any(len(shape_of(tensor)) != rank for tensor in call.tensors()):
+        return ()
+    joined = call.dim(int(call["dim"]), rank)
+    names = [tensor.name for tensor in call.tensors()] + call.outputs
+    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(rank) if dim != joined)
+
+
+def stack(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the new one."""
+    rank = len(call.out_shape)
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    tensors = [tensor.name for tensor in call.tensors()]
+    return tuple(OpAxis(dict.fromkeys(tensors, old) | {call.outputs[0]: new}) for old, new in enumerate(kept))
+
+
+def select(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the one of which one index is taken."""
+    source = call.tensors()[0]
+    rank = len(shape_of(source))
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    return tuple(OpAxis({source.name: old, call.outputs[0]: new}) for new, old in enumerate(kept))
+
+
+def slices(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the sliced one; that one too where all of it is taken (`x[:, 1:]` takes all of dim 0)."""
+    source, out = call.tensors()[0], call.outputs[0]
+    shape = shape_of(source)
+    sliced = call.dim(int(call["dim"] or 0), len(shape))
+    # `step` is an argument of slice, not of narrow, whose length is not put right.
+    closed = {sliced} if call["step"] != 1 or shape[sliced] != call.out_shape[sliced] else set()
+    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(len(shape)) if dim not in closed)
+
+
+def expand(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions that are repeated may be cut in the result alone: the size argument is put right."""
+    source, out, shape = call.tensors()[0], call.outputs[0], call.out_shape
+    lead = len(shape) - len(shape_of(source))
+    axes = []
+    for dim, size in enumerate(shape):
+        same = dim >= lead and shape_of(source)[dim - lead] == size
+        axes.append(OpAxis({out: dim} | ({source.name: dim - lead} if same else {})))
+    return tuple(axes)
+
+
+def pad(call: Call) -> tuple[OpAxis, ...]:
+    """The leading dimensions, which are not padded."""
+    source, out = call.tensors()[0], call.outputs[0]
+    untouched = len(call.out_shape) - len(call["pad"]) // 2
+    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(untouched))
+
+
+def filled(call: Call) -> tuple[OpAxis, ...]:
+    """A new tensor of one value: any dimension, by its size argument; a tensor it is modelled on is not read."""
+    made = [OpAxis({call.outputs[0]: dim}) for dim in range(len(call.out_shape))]
+    unread = [OpAxis({tensor.name: dim}) for tensor in call.tensors() for dim in range(len(shape_of(tensor)))]
+    return tuple(made + unread)

@@ -1,0 +1,1 @@
+"""Which strategy every layer gets: rules, strategies, solver, verifier."""

@@ -1,0 +1,214 @@
+"""From layers, strategies and costs to the abstract problem: one node per layer, one edge per pair.
+
+Time points of memory: layer i of n runs forward at i and backward at 2n-1-i; what it saves lives from
+one to the other. Outputs are delivered as inputs came, by a last node that is not a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.layout import Grid, Layout
+from parplan.plan import Strategy
+from parplan.planner.problem import Edge, Linear, Node, Problem, Usage
+
+__all__ = ["Formulation", "Option", "formulate", "input_layout"]
+
+DELIVERY = "(delivery)"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy of one layer with its costs on each of its devices."""
+
+    strategy: Strategy
+    cost: LayerCost
+    statistics_s: float
+    memory: LayerMemory
+    reduce_s: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the layer adds at the moment most is live."""
+        return self.memory.resident_bytes + self.memory.saved_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Formulation:
+    """The abstract problem and what its numbers stand for.
+
+    `options[i][k]` is strategy k of layer i; `names[i]` its layer, the delivery last.
+    """
+
+    problem: Problem
+    names: tuple[str, ...]
+    options: tuple[tuple[Option, ...], ...]
+
+    def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """The choice that stands for these strategies (the delivery has one)."""
+        picked = []
+        for name, options in zip(self.names, self.options, strict=False):
+            picked.append([option.strategy for option in options].index(strategies[name]))
+        return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
+
+
+def formulate(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    candidates: Mapping[str, Sequence[Strategy]],
+    *,
+    strict: bool = False,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Formulation:
+    """Build the problem.
+
+    Args:
+        candidates: legal strategies per layer.
+        strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
+        on_layer: told (done, total) while costs are computed.
+    """
+    names = tuple(graph.layers)
+    options = []
+    for done, name in enumerate(names):
+        options.append(tuple(_option(graph.layers[name], strategy, costs, graph) for strategy in candidates[name]))
+        if on_layer is not None:
+            on_layer(done + 1, len(names))
+    total = len(names) + 1
+    nodes = [
+        _node(name, index, total, own, cluster.count)
+        for index, (name, own) in enumerate(zip(names, options, strict=True))
+    ]
+    nodes.append(Node(DELIVERY, np.zeros(1), np.zeros(1), np.zeros(1)))
+    problem = Problem(
+        nodes=tuple(nodes),
+        edges=tuple(_r4(edge, options) if strict else edge for edge in _edges(graph, cluster, costs, names, options)),
+        limits=(float(cluster.device.memory_bytes),) * cluster.count,
+        linear=tuple(_strict_rules(graph, names, options)) if strict else (),
+        resource_names=tuple(f"device {device}" for device in range(cluster.count)),
+    )
+    return Formulation(problem, (*names, DELIVERY), tuple(options))
+
+
+def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> Option:
+    statistics = _statistics_s(layer, strategy, costs, graph) if layer.mixes_batch and strategy.replicas > 1 else 0.0
+    cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
+    return Option(strategy, cost, statistics, memory, costs.reduction(layer, strategy))
+
+
+def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+    """One way of exchanging batch statistics: count, mean and squared deviations per channel."""
+    value = graph.values[layer.inputs[0]]
+    spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
+    cut = layer.layout(layer.inputs[0], strategy).shard_dim
+    shard_dim = None if cut is None else 2
+    moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
+    return moved.forward_s
+
+
+def _node(name: str, index: int, total: int, options: Sequence[Option], devices: int) -> Node:
+    ahead = [option.cost.forward_s + option.statistics_s for option in options]
+    back = [option.cost.backward_s + option.statistics_s for option in options]
+    return Node(
+        name=name,
+        ahead=np.array(ahead),
+        back=np.array(back),
+        tail=np.array([option.reduce_s for option in options]),
+        usages=tuple(usage for device in range(devices) for usage in _usages(index, total, options, device)),
+    )
+
+
+def _usages(index: int, total: int, options: Sequence[Option], device: int) -> list[Usage]:
+    here = [option.memory if device in option.strategy.devices else None for option in options]
+    end = 2 * total - 1 - index
+    parts = (
+        ("resident_bytes", 0, 2 * total),
+        ("saved_bytes", index, end + 1),
+        ("transient_bytes", index, index + 1),
+        ("transient_bytes", end, end + 1),
+    )
+    found = []
+    for field, start, stop in parts:
+        amounts = np.array([float(getattr(memory, field)) if memory is not None else 0.0 for memory in here])
+        if amounts.any():
+            found.append(Usage(device, start, stop, amounts))
+    return found
+
+
+def _edges(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, names: Sequence[str], options: Sequence[Sequence[Option]]
+) -> list[Edge]:
+    position = {name: index for index, name in enumerate(names)}
+    edges = []
+    for source, target, values in graph.digraph.edges(data="values"):
+        a, b = position[source], position[target]
+        targets = [[_input(graph, target, value, o.strategy) for o in options[b]] for value in values]
+        edges.append(_edge(graph, costs, (a, b), values, options[a], targets))
+    delivered = [value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer]
+    by_layer: dict[str, list[str]] = {}
+    for value in delivered:
+        by_layer.setdefault(graph.producer[value], []).append(value)
+    for source, values in by_layer.items():
+        ends = [[input_layout(graph, cluster.count, value)] for value in values]
+        edges.append(_edge(graph, costs, (position[source], len(names)), values, options[position[source]], ends))
+    return edges
+
+
+def _input(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
+    return graph.layers[layer].layout(value, strategy)
+
+
+def input_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where the user's own samples of `value` are: spread evenly over all devices where they divide."""
+    dim = graph.batch_dims.get(value)
+    if dim is None or graph.values[value].shape[dim] % devices:
+        return Layout(Grid((0,), 1, 1), None)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+
+
+def _edge(
+    graph: LayerGraph,
+    costs: CostModel,
+    ends: tuple[int, int],
+    values: Sequence[str],
+    options: Sequence[Option],
+    targets: Sequence[Sequence[Layout]],
+) -> Edge:
+    ahead = back = np.zeros((len(options), len(targets[0])))
+    for value, wanted in zip(values, targets, strict=True):
+        layer = graph.layers[graph.producer[value]]
+        given = [layer.layout(value, option.strategy) for option in options]
+        moved = costs.transfer_matrix(graph.values[value], given, wanted)
+        ahead, back = ahead + moved.forward_s, back + moved.backward_s
+    return Edge(ends[0], ends[1], ahead, back)
+
+
+def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> list[Linear]:
+    """R2 and R3 as equalities of replica counts between neighbours of one layer."""
+    position = {name: index for index, name in enumerate(names)}
+    counts = {n: np.array([float(o.strategy.replicas) for o in options[position[n]]]) for n in names}
+    rows = []
+    for name in names:
+        if graph.layers[name].constant:
+            continue
+        for rule, near in (("R2", graph.digraph.predecessors(name)), ("R3", graph.digraph.successors(name))):
+            group = [other for other in near if not graph.layers[other].constant]
+            for one, other in zip(group, group[1:], strict=False):
+                terms = {position[one]: counts[one], position[other]: -counts[other]}
+                rows.append(Linear(f"{rule} at {name}: {one} and {other} need equal replicas", terms, 0.0, 0.0))
+    return rows
+
+
+def _r4(edge: Edge, options: Sequence[Sequence[Option]]) -> Edge:
+    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery)."""
+    if edge.target >= len(options):
+        return edge
+    ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
+    broken = ends[0][:, None] % ends[1][None, :] != 0
+    return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.ahead), edge.back)

@@ -1,0 +1,215 @@
+"""Solve a planning problem and keep the proof: reductions, the priced relaxation, then search for what is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from parplan.planner.cpsat import search
+from parplan.planner.presolve import presolve
+from parplan.planner.problem import Infeasibility, Problem, Solution, Status, evaluate
+from parplan.planner.solve_bound import Priced, Relaxation, climb, relax, survivors
+from parplan.planner.solve_infeasible import explain
+from parplan.planner.solve_local import descend, first_choice, settle
+from parplan.planner.solve_reduced import Reduced, restrict
+from parplan.planner.solve_rows import broken_rows, count_terms, some_rows
+
+__all__ = ["GAP", "Progress", "solve"]
+
+GAP = 1e-6
+"""Relative gap below which a solution is called OPTIMAL."""
+
+CUT = 1e-9
+"""A choice has to be better than the best one by this (relative) to be looked for."""
+
+ROUNDS, STEPS = 3, 60
+SHARE = 0.3
+"""Share of the time limit that local search may take where a graph is too wide for elimination."""
+PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
+"""Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
+MOST_STRATEGIES = 100_000
+"""Strategies of all nodes above which no integer program is built: local search alone answers."""
+EXPLAIN_S = 10.0
+
+Progress = Callable[[float, float], None]
+
+
+def solve(
+    problem: Problem,
+    time_limit_s: float = 60.0,
+    workers: int | None = None,
+    hint: Sequence[int] | None = None,
+    on_progress: Progress | None = None,
+) -> Solution:
+    """The best choice with its proof.
+
+    Deterministic for a given number of workers unless the time limit cuts the search off. Ctrl-C raises KeyboardInterrupt.
+
+    Args:
+        workers: threads of the search; all cores if None.
+        hint: a choice to start from, used if it is feasible.
+        on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
+    """
+    run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, on_progress)
+    if hint is not None:
+        run.offer(hint)
+    reduced = presolve(problem)
+    return run.solution(feasible=reduced is not None and run.finish(reduced))
+
+
+class _Run:
+    """The best choice and bound so far, and the time left."""
+
+    def __init__(self, problem: Problem, time_limit_s: float, workers: int, on_progress: Progress | None) -> None:
+        self.problem, self.workers, self.on_progress = problem, workers, on_progress
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit_s
+        self.whole = _whole(problem)
+        self.choice: list[int] | None = None
+        self.objective, self.bound, self.cut = np.inf, 0.0, np.inf
+
+    def offer(self, choice: Sequence[int]) -> bool:
+        """Take a choice if it is feasible and the best; whether it was taken."""
+        found = evaluate(self.problem, choice)
+        better = found.feasible and found.objective < self.objective
+        if better:
+            self.choice, self.objective = [int(k) for k in choice], found.objective
+            self.report(self.objective, self.bound)
+        return better
+
+    def raise_bound(self, bound: float) -> None:
+        """Take a lower bound; where all costs are whole, so is T. What was cut off bounds it, too."""
+        bound = min(bound, self.cut)
+        bound = math.ceil(bound - 1e-3) if self.whole and np.isfinite(bound) else bound
+        if bound > self.bound:
+            self.bound = min(bound, self.objective)
+            self.report(self.objective, self.bound)
+
+    def report(self, objective: float, bound: float) -> None:
+        """Tell the listener, with what a search running now has found."""
+        if self.on_progress is not None:
+            objective = min(objective, self.objective)
+            self.on_progress(objective, min(objective, max(bound, self.bound)))
+
+    def cutoff(self) -> float:
+        """What a choice worth finding stays below."""
+        return self.objective - 0.5 if self.whole else self.objective * (1 - CUT)
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def finish(self, reduced: Reduced) -> bool:
+        """Everything after the reductions; False if it proves that no choice is feasible."""
+        rest = self.tighten(reduced)
+        return (rest is not None and self.search(rest)) or self.choice is not None
+
+    def tighten(self, reduced: Reduced) -> Reduced | None:
+        """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""
+        for _ in range(ROUNDS):
+            before = sum(reduced.problem.sizes)
+            after = self.price(reduced)
+            if after is None:
+                self.raise_bound(self.cut)
+                return None
+            if after is reduced or sum(after.problem.sizes) > 0.8 * before or self.left() < 0:
+                return after
+            reduced = after
+        return reduced
+
+    def price(self, reduced: Reduced) -> Reduced | None:
+        """One climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
+        rows = some_rows(reduced.problem, PRICED_TERMS)
+        for _ in range(ROUNDS):
+            relaxation = relax(reduced.problem, rows)
+            if relaxation is None:
+                return reduced
+            best = self.climb(reduced, relaxation)
+            if not np.isfinite(best.value):
+                return None  # no pairs meet
+            more = broken_rows(reduced.problem, best.choice, rows)
+            rows += more
+            if not more or self.left() < 0:
+                break
+        if self.choice is None:
+            return reduced
+        keep = survivors(relaxation.marginals(best.prices), self.cutoff())
+        self.cut = min(self.cut, self.cutoff())
+        if not all(mask.any() for mask in keep):
+            return None
+        return reduced.then(lambda problem: restrict(problem, keep)).then(presolve)
+
+    def climb(self, reduced: Reduced, relaxation: Relaxation) -> Priced:
+        """The best prices found; every choice on the way is offered, the best one also improved."""
+
+        def seen(point: Priced) -> float:
+            self.offer(reduced.lift(point.choice))
+            return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
+
+        best = climb(relaxation, relaxation.start(), self.objective, STEPS, seen, self.deadline)
+        self.raise_bound(best.value * (1 - 1e-12))
+        if self.objective > self.bound * (1 + CUT):
+            until = min(self.deadline, time.monotonic() + 1)
+            self.offer(reduced.lift(descend(reduced.problem, best.choice, until)))
+        return best
+
+    def search(self, reduced: Reduced) -> bool:
+        """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
+        hint = None if self.choice is not None else self.local(reduced)
+        rows = some_rows(reduced.problem, SEARCHED_TERMS)
+        partial = count_terms(reduced.problem) > SEARCHED_TERMS
+
+        def report(objective: float, bound: float) -> None:
+            self.report(np.inf if partial else objective, min(bound, self.cut))
+
+        while self.left() > 0.05 and sum(reduced.problem.sizes) < MOST_STRATEGIES:
+            cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
+            self.cut = min(self.cut, cutoff)
+            guess = self.objective if np.isfinite(self.objective) else max(self.bound, _guess(reduced.problem))
+            found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
+            self.raise_bound(found.bound)
+            if found.choice is None:
+                return found.status is not Status.INFEASIBLE
+            self.offer(reduced.lift(found.choice))
+            more = broken_rows(reduced.problem, found.choice, rows)
+            if not more:
+                break
+            rows += more
+        return True
+
+    def local(self, reduced: Reduced) -> list[int]:
+        """A choice to start the search from, also offered as it is."""
+        until = time.monotonic() + SHARE * self.left()
+        choice = descend(reduced.problem, first_choice(reduced.problem), until)
+        self.offer(reduced.lift(choice))
+        return choice
+
+    def solution(self, feasible: bool) -> Solution:
+        """What the run ended with; INFEASIBLE with its cause."""
+        if self.choice is None:
+            status = Status.UNKNOWN if feasible else Status.INFEASIBLE
+            cause: Infeasibility | None = None if feasible else explain(self.problem, EXPLAIN_S, self.workers)
+            return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
+        choice = settle(self.problem, self.choice)
+        final = evaluate(self.problem, choice)
+        if final.feasible and final.objective <= self.objective * (1 + 1e-12):
+            self.choice, self.objective = choice, final.objective
+        bound = min(self.bound, self.objective)
+        gap = (self.objective - bound) / self.objective if self.objective > 0 else 0.0
+        status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
+        return Solution(status, tuple(self.choice), self.objective, bound, gap, time.monotonic() - self.began)
+
+
+def _whole(problem: Problem) -> bool:
+    """Whether all costs are whole numbers, so that T is."""
+    parts = [part for node in problem.nodes for part in (node.ahead, node.back, node.tail)]
+    parts += [part for edge in problem.edges for part in (edge.ahead, edge.back)]
+    return all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
+
+
+def _guess(problem: Problem) -> float:
+    return float(sum(node.ahead.max() + node.back.max() for node in problem.nodes)) or 1.0

@@ -1,0 +1,56 @@
+"""Every strategy the rules allow for one layer on a number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parplan.errors import RuleError
+from parplan.graph.layer_graph import Layer
+from parplan.plan import Strategy
+from parplan.planner.rules import divisors, r1_batch, r5_axis, r7_loss
+
+__all__ = ["device_blocks", "strategies"]
+
+
+def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, ...]]:
+    """Blocks of neighbouring devices: the first 1, 2, ... `count`; with `everywhere` aligned ones too.
+
+    >>> list(device_blocks(2, everywhere=True))
+    [(0,), (1,), (0, 1)]
+    """
+    for size in range(1, count + 1):
+        starts = range(0, count - size + 1, size) if everywhere else (0,)
+        for start in starts:
+            yield tuple(range(start, start + size))
+
+
+def strategies(layer: Layer, batch: int, devices: int, everywhere: bool = False) -> tuple[Strategy, ...]:
+    """All legal (replicas, shards, axis, devices) of `layer`, in a fixed order.
+
+    With `everywhere` False layers sit on the first devices: on equal devices another block of the
+    same size costs the same, so one stands for all. Pass True when memory has to be spread.
+    """
+    found = []
+    for block in device_blocks(devices, everywhere):
+        for replicas in divisors(len(block)):
+            shards = len(block) // replicas
+            axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
+            found += [Strategy(replicas, shards, axis, block) for axis in axes if _legal(layer, batch, replicas, shards, axis)]
+    return tuple(found)
+
+
+def _legal(layer: Layer, batch: int, replicas: int, shards: int, axis: str | None) -> bool:
+    try:
+        r1_batch(layer.name, batch, batch_units(layer, batch), replicas)
+        r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
+        r7_loss(layer.name, layer.is_loss, shards)
+    except RuleError:
+        return False
+    return True
+
+
+def batch_units(layer: Layer, batch: int) -> int | None:
+    """What replicas must divide; None when samples cannot be split. Without samples anything goes."""
+    if layer.constant:
+        return batch
+    return layer.batch.units if layer.batch is not None else None

@@ -1,0 +1,81 @@
+"""Checks a plan against a model, whoever wrote the plan. It knows nothing of solver or costs."""
+
+from __future__ import annotations
+
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan
+from parplan.planner import rules
+from parplan.planner.strategies import batch_units
+
+__all__ = ["bends", "check"]
+
+
+def check(plan: Plan, graph: LayerGraph) -> None:
+    """Refuse a plan that is not for this model or breaks a rule.
+
+    Raises:
+        PlanError: other layers, another model.
+        RuleError: the first rule broken, with layer and numbers.
+    """
+    _same_model(plan, graph)
+    for name, strategy in plan.layers.items():
+        layer = graph.layers[name]
+        rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
+        rules.r7_loss(name, layer.is_loss, strategy.shards)
+        rules.r5_axis(name, strategy.axis, {axis.name: axis.units for axis in layer.axes}, strategy.shards)
+        units = batch_units(layer, plan.batch)
+        rules.r1_batch(name, plan.batch, units if graph.batch == plan.batch else units and plan.batch, strategy.replicas)
+        rules.r8_update_period(name, strategy.update_period, plan.passes)
+    if plan.rules == "strict":
+        for name in plan.layers:
+            _strict(plan, graph, name)
+
+
+def _same_model(plan: Plan, graph: LayerGraph) -> None:
+    missing = [name for name in graph.layers if name not in plan.layers]
+    unknown = [name for name in plan.layers if name not in graph.layers]
+    if missing or unknown:
+        parts = [f"has no layer {name!r}" for name in missing[:3]] + [f"has {name!r}, the model has not" for name in unknown[:3]]
+        count = len(missing) + len(unknown)
+        raise PlanError(
+            f"the plan is for another model: it {'; it '.join(parts)} ({count} layers differ); "
+            "make a plan for this model with `parplan analyze --out`"
+        )
+    if plan.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for a {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
+            f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
+        )
+
+
+def _neighbours(plan: Plan, graph: LayerGraph, name: str, ahead: bool) -> dict[str, int]:
+    near = graph.digraph.successors(name) if ahead else graph.digraph.predecessors(name)
+    return {other: plan.layers[other].replicas for other in near if not graph.layers[other].constant}
+
+
+def _strict(plan: Plan, graph: LayerGraph, name: str) -> None:
+    if graph.layers[name].constant:
+        return
+    fed = _neighbours(plan, graph, name, ahead=True)
+    rules.r2_feeders(name, _neighbours(plan, graph, name, ahead=False))
+    rules.r3_fed(name, fed)
+    rules.r4_divides(name, plan.layers[name].replicas, fed)
+
+
+def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
+    """The strict rules that a transfer stands in for at this layer, as messages."""
+    if graph.layers[name].constant:
+        return ()
+    fed = _neighbours(plan, graph, name, ahead=True)
+    found = []
+    for rule, arguments in (
+        (rules.r2_feeders, (name, _neighbours(plan, graph, name, ahead=False))),
+        (rules.r3_fed, (name, fed)),
+        (rules.r4_divides, (name, plan.layers[name].replicas, fed)),
+    ):
+        try:
+            rule(*arguments)  # type: ignore[operator]
+        except PlanError as error:
+            found.append(str(error))
+    return tuple(found)

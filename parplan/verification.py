@@ -1,0 +1,173 @@
+"""Runs a plan on logical CPU devices in float64 and compares it with the plain model, tensor by tensor.
+
+The plain model is the oracle: same weights, same inputs, no graph, no plan. Dropout is off on both
+sides, because no two ways of splitting a batch draw the same random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan
+from parplan.runtime.compiled import Compiled
+
+__all__ = ["TOLERANCE", "Verification", "VerificationRow", "verify_plan"]
+
+TOLERANCE = 1e-9
+# A tensor far smaller than its group's largest one is rounding noise (the gradient of a bias in front
+# of a batch norm is zero but for rounding), so it is measured against this share of the largest.
+_FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class VerificationRow:
+    """Largest relative difference in one group of tensors, and the tensor that has it."""
+
+    group: str
+    count: int
+    max_relative_difference: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found: passed when no difference exceeds the tolerance."""
+
+    plan: Plan
+    rows: tuple[VerificationRow, ...]
+    tolerance: float = TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        """Whether every group is within the tolerance (a NaN is not)."""
+        return all(row.max_relative_difference <= self.tolerance for row in self.rows)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Tensors of one run by group and name."""
+
+    groups: dict[str, dict[str, Tensor]]
+
+
+def verify_plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    planner: Callable[[LayerGraph], Plan],
+    *,
+    devices: int,
+    seed: int = 0,
+) -> Verification:
+    """Run `model` plainly and under the plan of `planner`, on `devices` logical CPU devices in float64.
+
+    Inputs that hold one repeated sample (zeros, say) are replaced by random ones of the same shape,
+    so that a wrong order of samples shows. The user's model is copied, not changed.
+    """
+    args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
+    plain, compiled_model = (copy.deepcopy(model).cpu().double().train() for _ in range(2))
+    with _NoDropout():
+        reference = _run(plain, plain, args, kwargs, seed)
+    compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False)
+    found = _run(compiled, compiled_model, args, kwargs, seed)
+    return Verification(compiled.plan, _compare(reference, found))
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout functions return their input; attention drops nothing."""
+
+    _NAMES = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") in self._NAMES:
+            return args[0] if args else kwargs["input"]
+        if kwargs.get("dropout_p"):
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def _doubled(tree: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def double(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.is_floating_point():
+            return leaf.cpu()
+        flat = leaf.numel() > 1 and bool((leaf == leaf.flatten()[0]).all())
+        values = torch.randn(leaf.shape, generator=generator, dtype=torch.float64) if flat else leaf.detach().cpu().double()
+        return values.clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(double, tree)
+
+
+def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> _Results:
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    for leaf in inputs:
+        leaf.grad = None
+    leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    loss = _loss(leaves, seed)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    groups = {
+        "outputs": {f"output {index}": leaf.detach() for index, leaf in enumerate(leaves)},
+        "loss": {"loss": loss.detach()},
+        "gradients": {name: _gradient(parameter) for name, parameter in owner.named_parameters()},
+        "input gradients": {f"input {index}": _gradient(leaf) for index, leaf in enumerate(inputs)},
+        "buffers": {name: buffer.detach().clone() for name, buffer in owner.named_buffers()},
+    }
+    return _Results(groups)
+
+
+def _loss(leaves: Sequence[Tensor], seed: int) -> Tensor:
+    """A loss that weighs every element of every output differently."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros((), dtype=torch.float64)
+    for leaf in leaves:
+        weights = torch.rand(leaf.shape, generator=generator, dtype=torch.float64)
+        if leaf.is_floating_point():
+            loss = loss + (leaf * weights).sum()
+    return loss
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return tensor.grad.detach().clone() if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def _compare(reference: _Results, found: _Results) -> tuple[VerificationRow, ...]:
+    rows = []
+    for group, expected in reference.groups.items():
+        if not expected:
+            continue
+        actual = found.groups[group]
+        largest = max((_size(tensor) for tensor in expected.values()), default=0.0)
+        worst, difference = "", -1.0
+        for name, tensor in expected.items():
+            here = _difference(tensor, actual[name], _FLOOR * largest)
+            if not here <= difference:
+                worst, difference = name, here
+        rows.append(VerificationRow(group, len(expected), difference, worst))
+    return tuple(rows)
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+def _difference(expected: Tensor, actual: Tensor, floor: float) -> float:
+    """Largest absolute difference relative to the largest element; infinite where shapes differ."""
+    if expected.shape != actual.shape:
+        return float("inf")
+    scale = max(_size(expected), floor)
+    difference = _size(expected.double() - actual.double())
+    return difference / scale if scale > 0 else difference

@@ -1,0 +1,125 @@
+"""The whole planner against brute force: every combination of strategies, priced by `evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from parplan.cluster import Cluster
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan, PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.planner.decide import Request, decide
+from parplan.planner.formulate import Formulation, formulate
+from parplan.planner.problem import evaluate
+from parplan.planner.strategies import strategies
+from parplan.planner.verifier import check
+from parplan.planner.what_if import WhatIf
+from tests.planner.graphs import classifier, perceptron
+
+SLOW = "k20"
+
+
+def formulated(graph: LayerGraph, cluster: Cluster, strict: bool = False) -> Formulation:
+    candidates = {name: strategies(layer, graph.batch or 1, cluster.count) for name, layer in graph.layers.items()}
+    return formulate(graph, cluster, RooflineCosts(graph, cluster), candidates, strict=strict)
+
+
+def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None):  # type: ignore[no-untyped-def]
+    return decide(graph, cluster, RooflineCosts(graph, cluster), request or Request())
+
+
+def small_memory(cluster: Cluster, nbytes: int) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, memory_bytes=nbytes))
+
+
+@pytest.mark.parametrize("rules", ["default", "strict"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, devices)
+    formulation = formulated(graph, cluster, rules == "strict")
+    costs = [evaluate(formulation.problem, c) for c in product(*(range(n) for n in formulation.problem.sizes))]
+    best = min(found.objective for found in costs if found.feasible)
+    decision = decided(graph, cluster, Request(rules=rules))
+    assert decision.proof.status == "OPTIMAL"
+    assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> None:
+    decision = decided(classifier(), cluster_preset(SLOW, devices))
+    assert decision.proof.status == "OPTIMAL"
+    check(decision.plan, classifier())
+    parts = decision.prediction
+    assert parts.step_s == pytest.approx(parts.forward_s + parts.backward_s + parts.transfer_s + parts.exposed_reduce_s)
+    legal = [rival.step_s for rival in decision.baselines if rival.step_s is not None and rival.fits]
+    assert all(parts.step_s <= step_s * (1 + 1e-6) for step_s in legal)
+
+
+def test_strict_plans_obey_r2_to_r4() -> None:
+    decision = decided(classifier(), cluster_preset(SLOW, 4), Request(rules="strict"))
+    assert decision.plan.rules == "strict"
+    check(decision.plan, classifier())
+    assert all(not layer.bends for layer in decision.layers)
+
+
+def test_what_if_equals_a_full_evaluation() -> None:
+    formulation = formulated(classifier(), cluster_preset(SLOW, 4))
+    generator, problem = np.random.default_rng(3), formulation.problem
+    for _ in range(20):
+        choice = [int(generator.integers(size)) for size in problem.sizes]
+        base, what_if = evaluate(problem, choice), WhatIf(problem, choice)
+        index = int(generator.integers(len(problem.nodes)))
+        for change in what_if.changes(index):
+            tried = [*choice]
+            tried[index] = change.strategy
+            assert base.objective + change.total_s == pytest.approx(evaluate(problem, tried).objective)
+
+
+def test_what_does_not_fit_says_which_layers_and_how_much_is_missing() -> None:
+    with pytest.raises(InfeasiblePlan, match=r"device 0.*bytes|device 0.*iB") as caught:
+        decided(perceptron(), small_memory(cluster_preset(SLOW, 2), 4096))
+    assert "possible remedies" in str(caught.value)
+    assert any(name in str(caught.value) for name in ("0", "2", "3"))
+
+
+def test_memory_that_one_device_lacks_is_found_on_several() -> None:
+    free = decided(perceptron(), cluster_preset(SLOW, 1))
+    cluster = small_memory(cluster_preset(SLOW, 4), int(free.prediction.memory_bytes[0] * 0.6))
+    decision = decided(perceptron(), cluster)
+    assert max(decision.prediction.memory_bytes) <= cluster.device.memory_bytes
+    assert not next(rival for rival in decision.baselines if rival.name == "one device").fits
+
+
+def test_a_given_plan_is_priced_not_replaced() -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, 2)
+    mine = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
+    decision = decided(graph, cluster, Request(plan=mine))
+    assert decision.plan == mine
+    best = decided(graph, cluster)
+    assert decision.prediction.step_s >= best.prediction.step_s * (1 - 1e-6)
+
+
+def test_a_given_plan_for_another_model_is_refused() -> None:
+    other = Plan("Other", "0" * 16, 12, 2, {"a": Strategy()})
+    with pytest.raises(PlanError, match="another model"):
+        decided(perceptron(), cluster_preset(SLOW, 2), Request(plan=other))
+
+
+def test_every_layer_has_a_reason() -> None:
+    decision = decided(classifier(), cluster_preset(SLOW, 4))
+    assert all(layer.why for layer in decision.layers)
+    loss = next(layer for layer in decision.layers if layer.kind == "loss")
+    assert loss.why == "a loss is never sharded, and it needs all samples"
+
+
+def test_data_parallel_is_not_legal_when_the_batch_does_not_divide() -> None:
+    decision = decided(perceptron(), cluster_preset(SLOW, 5))
+    rival = next(rival for rival in decision.baselines if rival.name == "pure data parallel")
+    assert rival.step_s is None
+    assert rival.why_not == "R1: a batch of 12 does not divide by 5"
