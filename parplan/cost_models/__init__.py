@@ -1,0 +1,1 @@
+"""What layers, transfers and memory cost, and where each number comes from."""

@@ -1,0 +1,111 @@
+"""One op of a layer at the sizes one device sees: what the tables of work and saved tensors are functions of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer, local_shape
+
+__all__ = ["SLICES", "VIEWS", "OpCall", "Operand", "op_calls", "total_bytes"]
+
+# Ops that run no kernel: their result shares the storage of their first input.
+VIEWS = frozenset({
+    "view", "reshape", "flatten", "unflatten", "unsafe_view", "reshape_alias", "t", "transpose", "permute", "unsqueeze",
+    "squeeze", "expand", "expand_as", "alias", "detach", "getitem", "movedim", "swapaxes", "lift_fresh_copy",
+})  # fmt: skip
+
+# Views whose backward has to write the gradient of all of their input.
+SLICES = frozenset({
+    "select", "slice", "split", "split_with_sizes", "chunk", "unbind", "narrow", "diagonal", "unfold", "tensor_split",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor an op reads or writes, at local size.
+
+    `state` says that it is a parameter or buffer, which stays anyway.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    state: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An op with its tensors.
+
+    Args:
+        op: bare name, such as "conv2d".
+        inputs: tensors it reads, in order of its arguments, each once.
+        outputs: tensors it makes; of an op with several results those that are used.
+        arguments: positional arguments as captured (sizes not localised), tensors as fx nodes.
+    """
+
+    op: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    arguments: tuple[Any, ...] = ()
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether the op takes part in the backward pass."""
+        return any(out.requires_grad for out in self.outputs)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result shares the storage of the first input."""
+        return self.op in VIEWS or self.op in SLICES or self.is_idle_dropout
+
+    @property
+    def is_idle_dropout(self) -> bool:
+        """Whether it is a dropout that drops nothing."""
+        return "dropout" in self.op and (self.argument(1) == 0 or self.argument(2) is False)
+
+    def argument(self, position: int, default: Any = None) -> Any:
+        """A positional argument, or `default` where the call leaves it out."""
+        return self.arguments[position] if len(self.arguments) > position else default
+
+
+def total_bytes(operands: Iterable[Operand]) -> int:
+    """Bytes of several tensors."""
+    return sum(operand.nbytes for operand in operands)
+
+
+def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
+    """The ops of one device's part of a layer, in execution order."""
+    return tuple(_op_call(graph, local, node) for node in local.layer.nodes)
+
+
+def _op_call(graph: LayerGraph, local: LocalLayer, node: fx.Node) -> OpCall:
+    results = [node] if node.name in graph.values else [user for user in node.users if op_name(user) == "getitem"]
+    inputs = tuple(_operand(graph, local, source) for source in node.all_input_nodes if source.name in graph.values)
+    outputs = tuple(_operand(graph, local, result) for result in results if result.name in graph.values)
+    return OpCall(op_name(node), inputs, outputs, node.args)
+
+
+def _operand(graph: LayerGraph, local: LocalLayer, node: fx.Node) -> Operand:
+    spec = graph.values[node.name]
+    state = node.name in graph.parameters or node.name in graph.buffers or node.name in graph.constants
+    return Operand(node.name, local_shape(graph, local, node.name), spec.dtype, spec.requires_grad, state)

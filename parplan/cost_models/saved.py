@@ -1,0 +1,145 @@
+"""What autograd keeps of an op from its forward to its backward.
+
+One row per op, after the formulas of torch's derivatives.yaml; an op without a row is taken to keep its inputs. Where
+kernels differ between devices the row is that of CUDA (attention: the fused kernels; dropout: a byte per element).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from parplan.cost_models.op_calls import OpCall, Operand
+
+__all__ = ["Saved", "saved_by"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Values an op keeps, by name, and bytes it keeps of its own (masks, indices, statistics)."""
+
+    values: frozenset[str] = frozenset()
+    inner_bytes: int = 0
+
+
+Rule = Callable[[OpCall], Saved]
+
+
+def saved_by(call: OpCall) -> Saved:
+    """What `call` keeps for its backward; nothing when it has none, and never parameters or buffers."""
+    if not call.differentiated or call.is_view:
+        return Saved()
+    saved = _RULES.get(call.op, _inputs)(call)
+    state = {operand.name for operand in call.inputs if operand.state}
+    return Saved(saved.values - state, saved.inner_bytes)
+
+
+def _names(*operands: Operand) -> frozenset[str]:
+    return frozenset(operand.name for operand in operands)
+
+
+def _nothing(call: OpCall) -> Saved:
+    return Saved()
+
+
+def _inputs(call: OpCall) -> Saved:
+    return Saved(_names(*call.inputs))
+
+
+def _output(call: OpCall) -> Saved:
+    return Saved(_names(*call.outputs))
+
+
+def _first(call: OpCall) -> Saved:
+    return Saved(_names(*call.inputs[:1]))
+
+
+def _factors(call: OpCall) -> Saved:
+    """Of a product, each factor is kept for the gradient of the other; a square keeps its one factor."""
+    first, *others = call.inputs[:2]
+    if not others:
+        return _inputs(call) if call.argument(0) is call.argument(1) else Saved()
+    second = others[0]
+    kept = [a for a, b in ((first, second), (second, first)) if b.requires_grad]
+    return Saved(_names(*kept))
+
+
+def _addmm(call: OpCall) -> Saved:
+    return _factors(OpCall(call.op, call.inputs[1:], call.outputs, call.arguments[1:]))
+
+
+def _quotient(call: OpCall) -> Saved:
+    return Saved(_names(*call.inputs)) if len(call.inputs) > 1 else Saved()
+
+
+def _max_pool(call: OpCall) -> Saved:
+    return Saved(_names(*call.inputs), 8 * call.outputs[0].elements)
+
+
+def _statistics(call: OpCall) -> Saved:
+    """Batch norm: its input, and mean and inverse deviation per channel in float32."""
+    shape = call.inputs[0].shape
+    return Saved(_names(call.inputs[0]), 8 * (shape[1] if len(shape) > 1 else 1))
+
+
+def _row_statistics(call: OpCall) -> Saved:
+    """Layer norm: its input, and two float32 for every row it normalises."""
+    normalised = call.argument(1)
+    width = prod(normalised) if isinstance(normalised, (list, tuple)) else call.inputs[0].shape[-1]
+    return Saved(_names(call.inputs[0]), 8 * call.inputs[0].elements // max(1, width))
+
+
+def _group_statistics(call: OpCall) -> Saved:
+    groups = call.argument(1)
+    samples = call.inputs[0].shape[0] if call.inputs[0].shape else 1
+    return Saved(_names(call.inputs[0]), 8 * samples * (groups if isinstance(groups, int) else 1))
+
+
+def _mask(call: OpCall) -> Saved:
+    return Saved(inner_bytes=call.outputs[0].elements)
+
+
+def _attention(call: OpCall) -> Saved:
+    """Fused attention: queries, keys, values, the result, and one float32 per query."""
+    rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
+    return Saved(_names(*call.inputs, *call.outputs), 4 * rows)
+
+
+def _log_probabilities(call: OpCall) -> Saved:
+    """Cross entropy: the log-probabilities it makes inside, and its targets."""
+    return Saved(_names(*call.inputs[1:]), call.inputs[0].nbytes)
+
+
+def _recurrent(call: OpCall) -> Saved:
+    """Recurrent layers: inputs and results, and four gates and a state per step."""
+    return Saved(_names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
+
+
+def _condition(call: OpCall) -> Saved:
+    return Saved(_names(*(operand for operand in call.inputs if not operand.dtype.is_floating_point)))
+
+
+_ROWS: tuple[tuple[Rule, str], ...] = (
+    (_nothing, "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat "
+               "pad constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add"),
+    (_output, "relu sigmoid tanh softmax safe_softmax log_softmax exp sqrt rsqrt reciprocal"),
+    (_first, "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d gelu silu "
+             "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp"),
+    (_factors, "linear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d mul mm bmm "
+               "matmul"),
+    (_addmm, "addmm baddbmm"),
+    (_quotient, "div"),
+    (_max_pool, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d"),
+    (_statistics, "batch_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_functional "
+                  "native_batch_norm_legit_no_training cudnn_batch_norm instance_norm"),
+    (_row_statistics, "layer_norm native_layer_norm rms_norm"),
+    (_group_statistics, "group_norm native_group_norm"),
+    (_mask, "dropout native_dropout feature_dropout alpha_dropout"),
+    (_attention, "scaled_dot_product_attention"),
+    (_log_probabilities, "cross_entropy_loss cross_entropy"),
+    (_recurrent, "lstm gru rnn_tanh rnn_relu"),
+    (_condition, "where masked_fill embedding shard_embedding index index_select gather"),
+)  # fmt: skip
+
+_RULES: dict[str, Rule] = {op: rule for rule, ops in _ROWS for op in ops.split()}

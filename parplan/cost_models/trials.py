@@ -1,0 +1,144 @@
+"""Parts of layers made ready to be timed: their code at local sizes, with random inputs that make sense to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parplan.cost_models.op_calls import op_calls
+from parplan.cost_models.sampling import Trial
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer, local_module, local_shape
+
+__all__ = ["empty_trial", "layer_trial", "part_signature", "step_trial"]
+
+
+def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
+    """Text that is equal for parts that do the same work: ops, constants, local shapes, types, gradients."""
+    lines = []
+    seen: dict[str, int] = {}
+    for call in op_calls(graph, part):
+        for operand in (*call.inputs, *call.outputs):
+            seen.setdefault(operand.name, len(seen))
+        tensors = [
+            f"{seen[o.name]}:{o.dtype}{list(o.shape)}{'g' if o.requires_grad else ''}"
+            for o in (*call.inputs, *call.outputs)
+        ]
+        constants = fx.node.map_arg(call.arguments, lambda node: seen.get(node.name, "-"))
+        lines.append(f"{call.op} {' '.join(tensors)} {constants}")
+    return "\n".join(lines)
+
+
+def layer_trial(graph: LayerGraph, part: LocalLayer, device: torch.device) -> Trial:
+    """One device's part of a layer, forward and backward, on random inputs on `device`."""
+    layer = part.layer
+    names = (*layer.inputs, *layer.parameters, *layer.buffers)
+    module = local_module(graph, [part], names, layer.outputs)
+    return _trial(module, [_tensor(graph, part, name, device) for name in names])
+
+
+def empty_trial(device: torch.device) -> Trial:
+    """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
+    code = fx.Graph()
+    code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))
+    return _trial(fx.GraphModule(torch.nn.Module(), code), [torch.zeros(1, device=device, requires_grad=True)])
+
+
+def step_trial(graph: LayerGraph, parts: Sequence[LocalLayer], device: torch.device) -> Trial:
+    """All layers of a model on one device, from user inputs to user outputs and back."""
+    outputs = tuple(value for value in graph.user_outputs if isinstance(value, str))
+    names = tuple(dict.fromkeys(n for part in parts for n in _outside(graph, part)))
+    first = {name: part for part in reversed(parts) for name in _outside(graph, part)}
+    module = local_module(graph, parts, names, outputs)
+    return _trial(module, [_tensor(graph, first[name], name, device) for name in names])
+
+
+def _outside(graph: LayerGraph, part: LocalLayer) -> list[str]:
+    layer = part.layer
+    return [n for n in (*layer.inputs, *layer.parameters, *layer.buffers) if n not in graph.producer]
+
+
+def _trial(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Trial:
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+
+    def forward() -> Any:
+        return module(*inputs)
+
+    def backward(outputs: Sequence[Any]) -> None:
+        ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        if ends and leaves:
+            torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+
+    return Trial(forward, backward)
+
+
+def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device) -> Tensor:
+    spec = graph.values[name]
+    shape = local_shape(graph, part, name)
+    if name in graph.constants and tuple(graph.constants[name].shape) == shape:
+        return graph.constants[name].to(device)
+    if not spec.dtype.is_floating_point:
+        return torch.randint(0, _index_bound(part.layer.nodes, name), shape, device=device).to(spec.dtype)
+    order = _memory_order(part.layer.nodes, name, len(shape))
+    back = [order.index(dim) for dim in range(len(shape))]
+    # Between 0.5 and 1.5: right for variances, harmless for the rest, and no denormal numbers.
+    tensor = torch.rand([shape[dim] for dim in order], device=device).add_(0.5).to(spec.dtype).permute(back)
+    return tensor.detach().requires_grad_(spec.requires_grad)
+
+
+def _memory_order(nodes: Iterable[fx.Node], name: str, rank: int) -> list[int]:
+    """Dimensions from the widest stride to the narrowest, as captured: views and kernels depend on it."""
+    source = next(s for node in nodes for s in node.all_input_nodes if s.name == name)
+    strides = source.meta["val"].stride()
+    return sorted(range(rank), key=lambda dim: -strides[dim]) if all(strides) else list(range(rank))
+
+
+def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
+    """How large integers in value `name` may be for the ops that use it as an index, through views of it."""
+    names, bounds = {name}, []
+    for node in nodes:
+        if not any(source.name in names for source in node.all_input_nodes):
+            continue
+        bound = _BOUNDS.get(op_name(node))
+        if bound is not None:
+            bounds.append(bound(node))
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+            names.add(node.name)
+    return min(bounds, default=_FLAGS)
+
+
+_FLAGS = 2  # integers nothing is known about
+
+
+def _rows_of(node: fx.Node) -> int:
+    return _extent(node, 0)
+
+
+def _classes_of(node: fx.Node) -> int:
+    return _extent(node, 1)
+
+
+def _along(node: fx.Node) -> int:
+    return _extent(node, node.args[1])
+
+
+def _extent(node: fx.Node, dim: Any) -> int:
+    """Extent of the first operand along `dim`; of vectors the only one."""
+    shape = node.all_input_nodes[0].meta["val"].shape
+    return int(shape[dim if len(shape) > 1 else 0])
+
+
+# How many different indices an op takes.
+_BOUNDS: dict[str, Callable[[fx.Node], int]] = {
+    "embedding": _rows_of,
+    "cross_entropy_loss": _classes_of,
+    "nll_loss": _classes_of,
+    "nll_loss_nd": _classes_of,
+    "gather": _along,
+    "index_select": _along,
+}
