@@ -138,9 +138,8 @@ def _report(decision: Decision, options: argparse.Namespace) -> str:
     def written(console: Console) -> None:
         render(decision, console, options.all_layers)
         if options.out:
-            check = f"parplan verify {options.target} --plan {options.out}"
-            console.print(f"Plan written to {options.out}; `{check}` checks its numbers.",
-                          markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+            lines = f"Plan written to {options.out}; this checks its numbers:\n  parplan verify {options.target} "
+            console.print(f"{lines}--plan {options.out}", markup=False, highlight=False, soft_wrap=True)
 
     return _printed(written)
 

@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         command = commands[options.command]
         known = [string for action in command._actions for string in action.option_strings]
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]}?" if close else ""
         command.error(f"{unknown[0]} is not known{hint}")
     return options

@@ -1,0 +1,1 @@
+"""What people read: the report on the terminal, and the same facts as JSON."""

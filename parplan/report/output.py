@@ -1,0 +1,62 @@
+"""Files that are whole or as they were: written beside their place, then moved there in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from parplan.errors import ParplanError
+
+__all__ = ["check_writable", "write_files"]
+
+
+def check_writable(path: str, option: str) -> None:
+    """Refuse a place that cannot be written, before the work that would be lost.
+
+    Raises:
+        ParplanError: a folder, or no folder there, or not allowed.
+    """
+    place = Path(os.path.realpath(path))
+    if place.is_dir():
+        raise ParplanError(f"{option} {path}: that is a folder; name a file in it")
+    if not place.parent.is_dir():
+        raise ParplanError(f"{option} {path}: there is no folder {place.parent}; make it first")
+    if not os.access(place if _is_special(place) else place.parent, os.W_OK):
+        raise ParplanError(f"{option} {path}: writing there is not allowed; choose another place")
+
+
+def write_files(texts: Mapping[str, str]) -> None:
+    """Write each text to its path; no file is touched before all are on disk beside their places.
+
+    Raises:
+        ParplanError: the disk is full, a folder is gone.
+    """
+    written: dict[Path, Path] = {}
+    path = ""
+    try:
+        for path, text in texts.items():
+            place = Path(os.path.realpath(path))
+            if _is_special(place):
+                place.write_text(text, encoding="utf-8")
+                continue
+            beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+            written[beside] = place
+            beside.write_text(text, encoding="utf-8")
+        for beside, place in written.items():
+            if place.exists():
+                shutil.copymode(place, beside)
+            os.replace(beside, place)
+    except OSError as error:
+        raise ParplanError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        for beside in written:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+
+
+def _is_special(place: Path) -> bool:
+    """A pipe or a device: there is nothing to replace."""
+    return place.exists() and not place.is_file()

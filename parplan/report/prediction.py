@@ -1,0 +1,75 @@
+"""The predicted step: its time with the parts that add up to it, and the memory of every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from parplan.planner.decision import Decision, Prediction
+from parplan.report import units
+from parplan.report.page import Page, Span
+
+__all__ = ["print_prediction"]
+
+
+def print_prediction(page: Page, decision: Decision) -> None:
+    """Print step time, parts, speedup and memory."""
+    step = decision.prediction
+    scale = units.step(step.step_s)
+    page.section("Predicted step")
+    _print_line(page, "step", scale.text(step.step_s), "", _headline(decision), "bold")
+    for name, value, remark in _parts(step):
+        share = units.percent(value / step.step_s) if value > 0 else ""
+        _print_line(page, name, scale.text(value), share, remark)
+    _print_memory(page, decision)
+
+
+def _print_line(page: Page, name: str, figure: str, share: str, remark: str, style: str = "") -> None:
+    lead = f"  {name:<10}{figure:>10}"
+    first, *rest = page.wrap(remark, page.prose - len(lead) - 10)
+    page.line(f"  {name:<10}", Span(f"{figure:>10}", style), Span(f"{share:>8}  {first}", style or "dim"))
+    for line in rest:
+        page.line(" " * (len(lead) + 10), Span(line, style or "dim"))
+
+
+def _headline(decision: Decision) -> str:
+    step_s, parts = decision.prediction.step_s, []
+    if step_s > 0:
+        parts.append(f"{decision.plan.batch / step_s:,.0f} samples/s")
+    if decision.speedup and decision.cluster.count > 1:
+        fits = next(rival.fits for rival in decision.baselines if rival.name == "one device")
+        parts.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
+    if decision.plan.passes > 1:
+        parts.append(f"{decision.plan.passes} passes")
+    return ", ".join(parts)
+
+
+def _parts(step: Prediction) -> Iterator[tuple[str, float, str]]:
+    yield "forward", step.forward_s, ""
+    yield "backward", step.backward_s, ""
+    yield "transfer", step.transfer_s, ""
+    yield "reduce", step.exposed_reduce_s, _hidden(step)
+
+
+def _hidden(step: Prediction) -> str:
+    """What became of the gradient reductions that the step does not wait for."""
+    if step.reduce_s <= 0:
+        return ""
+    links = units.time(step.reduce_s).text(step.reduce_s)
+    hidden = max(0.0, step.reduce_s - step.exposed_reduce_s)
+    return f"of {links} on the links; {units.percent(hidden / step.reduce_s)} is hidden behind backward"
+
+
+def _print_memory(page: Page, decision: Decision) -> None:
+    """One line per run of devices whose figures read the same."""
+    used, limit = decision.prediction.memory_bytes, decision.cluster.device.memory_bytes
+    scale, most = units.size(used), units.size(limit).text(limit)
+    name = "memory"
+    for text, run in groupby(enumerate(used), key=lambda entry: scale.text(entry[1])):
+        members = dict(run)
+        where = f"on {'each of ' if len(members) > 1 else ''}{units.devices(list(members))}"
+        excess = max(members.values()) - limit
+        over = f": {scale.text(excess)} TOO MUCH" if excess > 0 else ""
+        remark = f"of {most}{f' {where}' if len(used) > 1 else ''}{over}"
+        _print_line(page, name, text, units.percent(max(members.values()) / limit), remark, "bold red" if over else "")
+        name = ""

@@ -1,0 +1,115 @@
+"""What is going on while capture, costs and solver run: one line on standard error, gone when they are done.
+
+Nothing at all is written where standard error is not a terminal.
+
+    with Progress() as progress:
+        progress.phase("capture")
+        progress.phase("costs")
+        progress.advance(12, 96)
+        progress.phase("solve")
+        progress.solver(0.0812, 0.0798)
+"""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from parplan.report import units
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
+
+__all__ = ["PHASES", "Progress"]
+
+PHASES = {
+    "load": "Loading the model",
+    "capture": "Capturing the model",
+    "measure": "Measuring layers on this device",
+    "costs": "Pricing layers and transfers",
+    "solve": "Solving",
+    "verify": "Verifying the plan",
+}
+
+
+class _Counted(MofNCompleteColumn):
+    """`12/96`, and nothing for a phase that counts nothing."""
+
+    def render(self, task: Task) -> Text:
+        """The text for one phase."""
+        text = super().render(task)
+        return text if task.total is not None else text[:0]
+
+
+class Progress:
+    """A context manager with three callbacks, which any thread may call; outside the context they do nothing."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar: Bar | None = None
+        self._name = ""
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._bar = Bar(*_columns(self._console), console=self._console, transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def phase(self, name: str) -> None:
+        """Begin a phase: one of PHASES, or words of your own."""
+        self._name = PHASES.get(name, name)
+        if self._bar is not None:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(self._name, total=None)
+
+    def advance(self, done: int, total: int) -> None:
+        """Say that `done` of `total` parts of the phase are done."""
+        self._update(self._name, done, total)
+
+    def solver(self, objective: float, bound: float) -> None:
+        """Say the best step time found so far and the proven bound, in seconds; infinite when there is none yet."""
+        self._update(f"{self._name}: {_standing(objective, bound)}", None, None)
+
+    def _update(self, text: str, done: int | None, total: int | None) -> None:
+        bar = self._bar
+        if bar is None:
+            return
+        if not bar.task_ids:
+            bar.add_task(text, total=None)
+        bar.update(bar.task_ids[-1], description=text, completed=done, total=total)
+
+
+def _columns(console: Console) -> list[ProgressColumn]:
+    unicode = (console.encoding or "").startswith("utf")
+    return [
+        SpinnerColumn("dots" if unicode else "line"),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=24),
+        _Counted(),
+        TimeElapsedColumn(),
+    ]
+
+
+def _standing(objective: float, bound: float) -> str:
+    if not math.isfinite(objective):
+        return "no plan yet"
+    scale = units.step(objective)
+    best = f"best {scale.text(objective)}"
+    if not math.isfinite(bound) or objective <= 0:
+        return best
+    return f"{best}, bound {scale.text(bound)}, gap {units.percent(max(0.0, 1 - bound / objective))}"

@@ -1,0 +1,178 @@
+"""Which lines the layer table has. A deep network has hundreds of layers and a person reads a few dozen lines.
+
+Adjacent layers of one strategy share a heading. Where there would be too many lines, the layers of a module become one
+line with the sum of their figures, and equal modules in a row one line too; names say where to cut.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from parplan.plan import Strategy
+from parplan.planner.decision import LayerFacts
+
+__all__ = ["LIMIT", "Group", "Row", "group_layers"]
+
+LIMIT = 50  # lines of layers that a person still reads; AlexNet has 21, the two-tower net 48
+_RULE = re.compile(r"\bR[1-8]\b")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a layer, or the layers of a module, or those of `repeats` equal modules in a row.
+
+    `prefix` is what the names in the (first) module have in common.
+    """
+
+    label: str
+    layers: tuple[LayerFacts, ...]
+    repeats: int = 1
+    prefix: str = ""
+
+    def total(self, figure: Callable[[LayerFacts], float]) -> float:
+        """The sum of one figure over the layers."""
+        return sum(figure(layer) for layer in self.layers)
+
+    @property
+    def count(self) -> str:
+        """How many layers: `10`, `2 x 10`, nothing for one."""
+        count, each = len(self.layers), len(self.layers) // self.repeats
+        if count == 1:
+            return ""
+        return f"{self.repeats} x {each}" if 1 < each < count else str(count)
+
+    @property
+    def why(self) -> str:
+        """The layers' common reason, else that of the one that takes longest, with its name."""
+        module = self.layers[: len(self.layers) // self.repeats]
+        heaviest = max(module, key=lambda f: f.forward_s + f.backward_s + f.transfer_s + f.reduce_s)
+        shared = len({layer.why for layer in self.layers}) == 1
+        return heaviest.why if shared else f"{heaviest.name.removeprefix(f'{self.prefix}.')}: {heaviest.why}"
+
+    @property
+    def bends(self) -> str:
+        """The strict rules bent here: the text for one layer, names and counts for several."""
+        texts = [text for layer in self.layers for text in layer.bends]
+        if len(self.layers) == 1 or len(texts) == 1:
+            return "; ".join(texts)
+        rules = [found.group() if (found := _RULE.search(text)) else text for text in texts]
+        return ", ".join(f"{rule} x {rules.count(rule)}" for rule in sorted(set(rules)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Adjacent layers of one strategy on the same devices."""
+
+    strategy: Strategy
+    rows: tuple[Row, ...]
+
+    @property
+    def label(self) -> str:
+        """Which layers, `conv1 .. pool5 (13 layers)`; nothing for one, its line says it."""
+        layers = [layer for row in self.rows for layer in row.layers]
+        if len(layers) == 1:
+            return ""
+        return f": {layers[0].name} .. {layers[-1].name} ({len(layers)} layers)"
+
+
+def group_layers(layers: Sequence[LayerFacts], limit: int | None = LIMIT) -> tuple[Group, ...]:
+    """The table's lines, as detailed as `limit` lines allow; None gives every layer its own line."""
+    runs = [tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy)]
+    if limit is None or len(layers) <= limit:
+        return tuple(Group(run[0].strategy, tuple(Row(layer.name, (layer,)) for layer in run)) for run in runs)
+    deepest = max(layer.name.count(".") + 1 for layer in layers)
+    finer: tuple[Group, ...] = ()
+    for depth in range(deepest, -1, -1):
+        groups = tuple(Group(run[0].strategy, tuple(_rows(run, depth))) for run in runs)
+        if _line_count(groups) <= limit:
+            break
+        finer = groups
+    if finer and any(row.repeats == 1 and 2 * len(row.layers) > len(layers) for group in groups for row in group.rows):
+        groups = _joined(finer, limit)
+    return _with_distinct_labels(groups)
+
+
+def _line_count(groups: Sequence[Group]) -> int:
+    return sum(len(group.rows) for group in groups)
+
+
+def _joined(groups: Sequence[Group], limit: int) -> tuple[Group, ...]:
+    """Adjacent lines made one, so many that about `limit` are left: names gave no place to cut."""
+    size = math.ceil(_line_count(groups) / limit)
+
+    def join(rows: Sequence[Row]) -> Row:
+        layers = tuple(layer for row in rows for layer in row.layers)
+        return rows[0] if len(rows) == 1 else Row(_span(layers[0].name, layers[-1].name), layers)
+
+    def joined(rows: Sequence[Row]) -> tuple[Row, ...]:
+        return tuple(join(rows[start : start + size]) for start in range(0, len(rows), size))
+
+    return tuple(Group(group.strategy, joined(group.rows)) for group in groups)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Adjacent layers whose names begin alike."""
+
+    prefix: str
+    layers: tuple[LayerFacts, ...]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for blocks that a reader would call equal: kinds, names inside, sources, figures to three digits."""
+        return tuple(
+            (f.name.removeprefix(self.prefix), f.kind, f.source, *(f"{value:.2e}" for value in _figures(f)))
+            for f in self.layers
+        )
+
+
+def _figures(facts: LayerFacts) -> tuple[float, ...]:
+    return (facts.forward_s, facts.backward_s, facts.transfer_s, facts.reduce_s, facts.memory_bytes)
+
+
+def _prefix(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
+def _rows(run: Sequence[LayerFacts], depth: int) -> Iterator[Row]:
+    by_prefix = groupby(run, key=lambda layer: _prefix(layer.name, depth))
+    blocks = [_Block(prefix, tuple(layers)) for prefix, layers in by_prefix]
+    for _, equal in groupby(blocks, key=lambda block: block.signature):
+        same = list(equal)
+        layers = tuple(layer for block in same for layer in block.layers)
+        yield Row(_label(same), layers, len(same), same[0].prefix)
+
+
+def _label(blocks: Sequence[_Block]) -> str:
+    first, last = blocks[0], blocks[-1]
+    if len(blocks) > 1:
+        return _span(first.prefix, last.prefix)
+    if len(first.layers) == 1:
+        return first.layers[0].name
+    return first.prefix or _span(first.layers[0].name, first.layers[-1].name)
+
+
+def _span(first: str, last: str) -> str:
+    """`h.0` and `h.11` are `h.0-11`, other names `first .. last`."""
+    head, _, start = first.rpartition(".")
+    same, _, stop = last.rpartition(".")
+    if head == same and start.isdigit() and stop.isdigit():
+        return f"{first}-{stop}"
+    return f"{first} .. {last}"
+
+
+def _with_distinct_labels(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """A module whose layers fall on several lines is named by the first and last layer of each."""
+    labels = [row.label for group in groups for row in group.rows]
+    twice = {label for label in labels if labels.count(label) > 1}
+
+    def renamed(row: Row) -> Row:
+        if row.label not in twice or len(row.layers) == 1:
+            return row
+        return replace(row, label=_span(row.layers[0].name, row.layers[-1].name))
+
+    return tuple(Group(group.strategy, tuple(renamed(row) for row in group.rows)) for group in groups)

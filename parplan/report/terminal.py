@@ -1,0 +1,43 @@
+"""The report: what a person needs to believe a plan, or not to.
+
+Order: what was planned for, the layers and why, the step it predicts, the plans people would write by hand, the proof.
+Every figure has its unit, every time its source; what is not known is said.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from parplan.planner.decision import Decision
+from parplan.report import units
+from parplan.report.layer_table import print_layers
+from parplan.report.origin import print_origin
+from parplan.report.page import Page
+from parplan.report.prediction import print_prediction
+from parplan.report.verdict import print_baselines, print_proof, print_seconds
+
+__all__ = ["render"]
+
+
+def render(decision: Decision, console: Console, all_layers: bool = False) -> None:
+    """Print the report on `console`; `all_layers` unfolds repeated blocks."""
+    page = Page(console)
+    _print_head(page, decision)
+    mixed = print_layers(page, decision.layers, all_layers)
+    print_origin(page, decision, mixed)
+    print_prediction(page, decision)
+    print_baselines(page, decision)
+    print_proof(page, decision.proof)
+    print_seconds(page, decision.seconds)
+
+
+def _print_head(page: Page, decision: Decision) -> None:
+    for note in decision.notes:
+        page.paragraph(note, style="yellow")
+    if decision.notes:
+        page.blank()
+    plan, cluster = decision.plan, decision.cluster
+    facts = f": {decision.parameters:,} parameters, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
+    page.paragraph(facts, first=plan.model, first_style="bold")
+    memory = units.size(cluster.device.memory_bytes).text(cluster.device.memory_bytes)
+    page.paragraph(f"{cluster.describe()}; {memory}{' each' if cluster.count > 1 else ''}; {plan.rules} rules")

@@ -1,0 +1,102 @@
+"""The plan against the ones people would write by hand, what to do, and what the solver vouches for."""
+
+from __future__ import annotations
+
+import math
+
+from parplan.planner.decision import Baseline, Decision, Proof, Seconds
+from parplan.report import units
+from parplan.report.page import Column, Page, Span
+
+__all__ = ["print_baselines", "print_proof", "print_seconds"]
+
+
+def print_baselines(page: Page, decision: Decision) -> None:
+    """Print the plan and its rivals under the same costs, then the advice."""
+    step = decision.prediction
+    plan = Baseline("this plan", step.step_s, max(step.memory_bytes, default=0), True)
+    rivals = (plan, *decision.baselines)
+    page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
+    name_width = 2 + max(len(rival.name) for rival in rivals)
+    columns = _columns(rivals)
+    page.headings(name_width, columns)
+    limit = decision.cluster.device.memory_bytes
+    for index, rival in enumerate(rivals):
+        figures = "".join(column.place(column.cells[index]) for column in columns)
+        _print_rival(page, f"  {rival.name}".ljust(name_width), figures, _verdict(rival, limit), bold=index == 0)
+    page.blank()
+    page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
+
+
+def _columns(rivals: tuple[Baseline, ...]) -> list[Column]:
+    sizes = units.size([rival.memory_bytes for rival in rivals if rival.memory_bytes is not None])
+    plan_s = rivals[0].step_s or 0.0
+    times = units.step(plan_s)
+
+    def ratio(rival: Baseline) -> str:
+        return f"{rival.step_s / plan_s:.2f} x" if rival.step_s is not None and plan_s > 0 else ""
+
+    return [
+        Column("step", tuple("" if r.step_s is None else times.text(r.step_s) for r in rivals)),
+        Column("vs this", tuple(ratio(rival) for rival in rivals)),
+        Column("memory", tuple("" if r.memory_bytes is None else sizes.text(r.memory_bytes) for r in rivals)),
+    ]
+
+
+def _verdict(rival: Baseline, limit_bytes: int) -> str:
+    if rival.step_s is None:
+        return f"not legal: {rival.why_not}" if rival.why_not else "not legal"
+    if not rival.fits:
+        reason = f": {rival.why_not}" if rival.why_not else f" in {units.size(limit_bytes).text(limit_bytes)}"
+        return f"does not fit{reason}"
+    return rival.why_not
+
+
+def _print_rival(page: Page, name: str, figures: str, verdict: str, bold: bool) -> None:
+    style = "bold" if bold else ""
+    beside = page.width - len(name) - len(figures) - 2
+    if len(verdict) <= beside:
+        page.line(Span(name, style), Span(figures, style), "  ", Span(verdict, "red"))
+        return
+    if figures.strip():
+        page.line(Span(name, style), Span(figures, style))
+        page.paragraph(verdict, 4, "red")
+        return
+    first, *rest = page.wrap(verdict, page.prose - len(name) - 2)
+    page.line(name, "  ", Span(first, "red"))
+    for line in rest:
+        page.line(" " * (len(name) + 2), Span(line, "red"))
+
+
+def print_proof(page: Page, proof: Proof) -> None:
+    """Print what the solver vouches for, in plain words."""
+    claim = {
+        "OPTIMAL": "no plan of this model is faster under these costs",
+        "FEASIBLE": _feasible(proof),
+    }.get(proof.status, "the solver makes no claim about other plans")
+    style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
+    known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
+    evidence = [f"bound {units.step(proof.objective).text(proof.bound)}", f"gap {units.percent(proof.gap)}"] * known
+    if proof.seconds > 0:
+        evidence.append(f"solved in {units.time(proof.seconds).text(proof.seconds)}")
+    brackets = f" ({', '.join(evidence)})" if evidence else ""
+    page.paragraph(f": {claim}{brackets}.", first=proof.status, first_style=style)
+
+
+def _feasible(proof: Proof) -> str:
+    if not math.isfinite(proof.gap):
+        return "the best plan found in the time; how much faster another one could be is not known"
+    return (
+        f"the best plan found in the time; another one could be faster by up to {units.percent(proof.gap)}; "
+        "a longer `--time-limit` may find it or rule it out"
+    )
+
+
+def print_seconds(page: Page, seconds: Seconds) -> None:
+    """Print how long parplan itself took."""
+    parts = {"capture": seconds.capture, "costs": seconds.costs, "solve": seconds.solve}
+    rest = seconds.total - sum(parts.values())
+    if rest >= 0.05:
+        parts["the rest"] = rest
+    listed = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    page.paragraph(f"parplan took {seconds.total:.1f} s ({listed}).", style="dim")

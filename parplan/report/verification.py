@@ -1,0 +1,87 @@
+"""What a verification found: the largest difference per group of tensors, and whether it is rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console
+
+from parplan.plan import Plan
+from parplan.report.page import Column, Page, Span
+
+__all__ = ["DifferenceRow", "Verified", "render_verification"]
+
+
+class DifferenceRow(Protocol):
+    """A group of tensors ("outputs", "gradients"), how many, their largest relative difference, and whose it is."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def max_relative_difference(self) -> float: ...
+    @property
+    def worst(self) -> str: ...
+
+
+class Verified(Protocol):
+    """The result of `parplan.verify`."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def rows(self) -> Sequence[DifferenceRow]: ...
+    @property
+    def passed(self) -> bool: ...
+    @property
+    def tolerance(self) -> float: ...
+
+
+def render_verification(found: Verified, console: Console) -> None:
+    """Print the differences as a table, then the verdict."""
+    page = Page(console)
+    count = found.plan.devices
+    where = f"{count} logical CPU device{'s' if count > 1 else ''}"
+    facts = f": batch {found.plan.batch:,}, on {where} against the plain model, in float64"
+    page.paragraph(facts, first=found.plan.model, first_style="bold")
+    page.blank()
+    columns = [
+        Column("tensors", tuple(str(row.count) for row in found.rows)),
+        Column("relative difference", tuple(_difference(row) for row in found.rows)),
+        Column("largest in", tuple(row.worst for row in found.rows), words=True),
+    ]
+    width = 2 + max((len(row.group) for row in found.rows), default=0)
+    page.headings(width, columns)
+    for index, row in enumerate(found.rows):
+        figures = "".join(column.place(column.cells[index]) for column in columns)
+        style = "bold red" if _fails(row, found.tolerance) else ""
+        page.line(f"  {row.group}".ljust(width), Span(figures, style))
+    page.blank()
+    _print_verdict(page, found)
+
+
+def _difference(row: DifferenceRow) -> str:
+    if row.count == 0:
+        return "-"
+    value = row.max_relative_difference
+    return "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
+
+
+def _print_verdict(page: Page, found: Verified) -> None:
+    limit = f"{found.tolerance:.0e}"
+    if found.passed:
+        page.paragraph(
+            f": every tensor agrees to {limit}, which is rounding.", first="PASSED", first_style="bold green"
+        )
+        return
+    failing = [row.group for row in found.rows if _fails(row, found.tolerance)]
+    verb = "differs" if len(failing) == 1 else "differ"
+    page.paragraph(f": {', '.join(failing)} {verb} by more than {limit}.", first="FAILED", first_style="bold red")
+
+
+def _fails(row: DifferenceRow, tolerance: float) -> bool:
+    """Whether it differs too much; a difference that is no number does."""
+    return row.count > 0 and not row.max_relative_difference <= tolerance

@@ -1,0 +1,118 @@
+"""Example inputs: from a file's `example_inputs`, or from shapes on the command line; and their batch.
+
+Planning needs shapes and types, not values, so a batch is one sample's memory seen many times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from parplan.errors import TargetError
+
+__all__ = ["DTYPES", "Inputs", "from_example", "from_options", "with_batch"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool)
+}  # fmt: skip
+_OPTION = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def from_example(value: Any, where: str) -> Inputs:
+    """What a file gives: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+
+    Raises:
+        TargetError: it is something else, with `where` it stood.
+    """
+    if isinstance(value, Inputs):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return Inputs((), dict(value))
+    if isinstance(value, tuple | list):
+        return Inputs(tuple(value), {})
+    if isinstance(value, Tensor):
+        return Inputs((value,), {})
+    raise TargetError(f"{where}: {type(value).__name__} is not inputs; give a tensor, a tuple of arguments or a dict "
+                      "of keyword arguments")  # fmt: skip
+
+
+def from_options(options: Sequence[str]) -> Inputs | None:
+    """Inputs of the shapes given, such as `64x3x224x224`, `64x128:int64` or `mask=64x128:bool`; None without any.
+
+    Floats are random numbers (the same every time), whole numbers zeros, which index every table.
+
+    Raises:
+        TargetError: a shape, a type or a name that is none.
+    """
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for option in options:
+        found = _OPTION.fullmatch(option)
+        if not found:
+            raise TargetError(f"--input {option}: write sizes with x between them, then a type if it is not float32: "
+                              "64x3x224x224, 64x128:int64, mask=64x128:bool")  # fmt: skip
+        tensor = _tensor(option, [int(size) for size in found["shape"].split("x")], found["dtype"] or "float32")
+        name = found["name"]
+        if name in kwargs:
+            raise TargetError(f"--input {option}: {name} is given twice")
+        if name:
+            kwargs[name] = tensor
+        else:
+            args.append(tensor)
+    return Inputs(tuple(args), kwargs) if options else None
+
+
+def _tensor(option: str, shape: list[int], dtype: str) -> Tensor:
+    if dtype not in DTYPES:
+        raise TargetError(f"--input {option}: there is no type {dtype}; use {', '.join(DTYPES)}")
+    if min(shape) < 1:
+        raise TargetError(f"--input {option}: a size of 0 leaves nothing to compute; use 1 or more")
+    one = (1, *shape[1:])
+    if DTYPES[dtype].is_floating_point:
+        generator = torch.Generator().manual_seed(_SEED)
+        return torch.randn(one, generator=generator).to(DTYPES[dtype]).expand(shape)
+    return torch.zeros(one, dtype=DTYPES[dtype]).expand(shape)
+
+
+def with_batch(inputs: Inputs, batch: int) -> Inputs:
+    """The same call with `batch` samples, in the memory it has now.
+
+    The examples' batch is dimension 0 of their first tensor; every tensor of that size in dimension 0 is changed.
+
+    Raises:
+        TargetError: there is no such tensor.
+    """
+    leaves, spec = pytree.tree_flatten((inputs.args, inputs.kwargs))
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:
+        raise TargetError(f"--batch {batch}: the example inputs hold no tensor with a batch dimension")
+    changed = [
+        _resized(leaf, batch) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0] else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(changed, spec)
+    return Inputs(args, kwargs)
+
+
+def _resized(tensor: Tensor, batch: int) -> Tensor:
+    """The first samples, or the first one seen `batch` times."""
+    if batch <= tensor.shape[0]:
+        return tensor[:batch]
+    return tensor[:1].expand(batch, *tensor.shape[1:])

@@ -1,0 +1,200 @@
+"""The model and the inputs named on a command line: `model.py`, `model.py:name`, `package.module:name`.
+
+A person's file is run here, so whatever it does wrong becomes one error that names the line; it sees no arguments of
+ours, and what it prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from parplan.errors import TargetError
+from parplan.target.candidates import Built, build, choose
+from parplan.target.inputs import Inputs, from_example, from_options, with_batch
+from parplan.target.trouble import trouble
+
+__all__ = ["Target", "load"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and one call of it.
+
+    Args:
+        name: the model's class name, or the file's name where the class is one of torch.nn's containers.
+        module: the model.
+        args, kwargs: the example inputs of one training step.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a target names: a file or a module, and a name inside it (empty: look for one)."""
+
+    text: str
+    file: Path | None
+    module: str
+    name: str
+
+    @property
+    def stem(self) -> str:
+        """The file's or the module's own name."""
+        return self.file.stem if self.file else self.module.rpartition(".")[2]
+
+    @property
+    def folder(self) -> Path:
+        """What the import path begins with: the file's folder, for a module the current one."""
+        return self.file.resolve().parent if self.file else Path.cwd()
+
+
+def load(target: str, inputs: Sequence[str] = (), batch: int | None = None) -> Target:
+    """The model and the example inputs that a command line names.
+
+    Args:
+        target: `model.py` (its `model` or `build()`, else the only candidate), `model.py:name` or
+            `package.module:name`; a name is a model, a class or a function that needs no arguments.
+        inputs: `256x3x224x224`, `8x128:int64`, `mask=8x128:bool`; they replace the file's `example_inputs`.
+        batch: samples in dimension 0 of every example tensor that has the examples' batch there.
+
+    Raises:
+        TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
+    """
+    place = _place(target)
+    given = from_options(inputs)
+    with _quiet_import(place):
+        source = _import(place)
+        found = _built(place, source)
+        examples = given or found.inputs or _examples(place, source)
+    examples = with_batch(examples, batch) if batch is not None else examples
+    return Target(_name(found.module, place), found.module, examples.args, examples.kwargs)
+
+
+def _place(target: str) -> _Place:
+    if target.endswith(".py") or Path(target).is_file():
+        return _file(target, target, "")
+    head, colon, name = target.rpartition(":")
+    if not colon:
+        return _without_name(target)
+    if not head or not name:
+        raise TargetError(f"{target}: a name is missing; write model.py:name or package.module:name")
+    if head.endswith(".py") or Path(head).is_file():
+        return _file(target, head, name)
+    if not all(part.isidentifier() for part in head.split(".")):
+        raise TargetError(f"{target}: {head} is neither a .py file nor a module; write model.py:name")
+    return _Place(target, None, head, name)
+
+
+def _without_name(target: str) -> _Place:
+    path = Path(target)
+    if Path(f"{target}.py").is_file():
+        raise TargetError(f"{target} is not a file; did you mean {target}.py?")
+    if path.is_dir():
+        files = sorted(entry.name for entry in path.glob("*.py"))
+        inside = f"; it holds {', '.join(files[:8])}" if files else ""
+        raise TargetError(f"{target} is a folder; name a file in it{inside}")
+    if "." in target and all(part.isidentifier() for part in target.split(".")):
+        return _Place(target, None, target, "")
+    raise TargetError(f"{target}: no such file; a target is model.py, model.py:name or package.module:name")
+
+
+def _file(target: str, path: str, name: str) -> _Place:
+    file = Path(path)
+    if file.is_file():
+        return _Place(target, file, "", name)
+    if file.is_dir():
+        raise TargetError(f"{path} is a folder; name a .py file in it")
+    raise TargetError(f"{path}: no such file{_suggestion(file)}")
+
+
+def _suggestion(file: Path) -> str:
+    """Files of a like name nearby, else what is in the folder."""
+    if not file.parent.is_dir():
+        return f"; there is no folder {file.parent}"
+    names = sorted(entry.name for entry in file.parent.glob("*.py"))
+    close = difflib.get_close_matches(file.name, names, n=3) or names[:5]
+    return f"; did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
+
+
+@contextlib.contextmanager
+def _quiet_import(place: _Place) -> Iterator[None]:
+    """The folder on the import path, no arguments of ours, and prints on standard error."""
+    path, argv = list(sys.path), sys.argv
+    sys.path.insert(0, str(place.folder))
+    sys.argv = [str(place.file or place.module)]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.path[:], sys.argv = path, argv
+
+
+def _import(place: _Place) -> ModuleType:
+    def run() -> ModuleType:
+        return _run_file(place.file) if place.file else importlib.import_module(place.module)
+
+    return _guarded(run, place, f"{place.text}: importing it failed")
+
+
+def _run_file(file: Path) -> ModuleType:
+    """Import a file under a name that hides no installed module of the same name."""
+    name = f"parplan_target_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{file} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _guarded(run: Callable[[], T], place: _Place, what: str) -> T:
+    """The result of somebody's code; an exception of theirs (an exit too) becomes an error that names the line."""
+    try:
+        return run()
+    except TargetError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{what}: {trouble(error, place.folder)}") from error
+
+
+def _built(place: _Place, source: ModuleType) -> Built:
+    chosen = choose(source, place.text, place.name)
+    return build(chosen, lambda run: _guarded(run, place, f"{place.text}: {chosen.words} failed"))
+
+
+def _examples(place: _Place, source: ModuleType) -> Inputs:
+    example = getattr(source, "example_inputs", None)
+    if example is None:
+        raise TargetError(f"{place.text} has no example_inputs; add them (a tensor, a tuple of tensors, a dict, or a "
+                          "function that returns one), or say the shapes: --input 64x3x224x224")  # fmt: skip
+    if callable(example):
+        example = _guarded(example, place, f"{place.text}: example_inputs() failed")
+    return from_example(example, f"{place.text}: example_inputs")
+
+
+def _name(module: nn.Module, place: _Place) -> str:
+    """Containers of torch.nn say nothing: their name is the file's."""
+    kind = type(module)
+    return place.stem if kind.__module__.startswith("torch.nn.") else kind.__name__

@@ -1,0 +1,58 @@
+"""The JSON report holds the promised keys, and the same facts as the decision."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from parplan.plan import Plan
+from parplan.report.facts import to_dict, to_json
+from tests.report.decisions import DECISIONS, alexnet, alone, crowded
+
+TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}
+LAYER = ["name", "kind", "replicas", "shards", "axis", "devices", "forward_s", "backward_s", "transfer_s", "reduce_s",
+         "memory_bytes", "source", "why"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DECISIONS))
+def test_promised_keys(name: str) -> None:
+    found = json.loads(to_json(DECISIONS[name]()))
+    assert found["schema"] == "parplan.report/1"
+    assert set(found) >= TOP
+    assert {tuple(layer) for layer in found["layers"]} == {tuple(LAYER)}
+    assert {"step_s", "memory_bytes"} <= set(found["predicted"])
+    assert all({"name", "step_s", "fits"} <= set(baseline) for baseline in found["baselines"])
+    assert set(found["proof"]) == {"status", "objective", "bound", "gap", "seconds"}
+    assert set(found["seconds"]) == {"capture", "costs", "solve", "total"}
+
+
+def test_figures_are_the_decisions_own() -> None:
+    decision = alexnet()
+    found = to_dict(decision)
+    layer, facts = found["layers"][14], decision.layers[14]
+    assert (layer["name"], layer["shards"], layer["axis"], layer["devices"]) == ("fc6", 4, "out-features", [0, 1, 2, 3])
+    assert (layer["forward_s"], layer["source"], layer["why"]) == (facts.forward_s, "estimated", facts.why)
+    assert found["predicted"]["step_s"] == decision.prediction.step_s
+    assert found["predicted"]["memory_bytes"] == list(decision.prediction.memory_bytes)
+    assert found["bends"] == {"fc6": ["R2: 4 replicas feed 1 through an all-gather"]}
+    assert (found["batch"], found["passes"], found["model"]) == (512, 4, "AlexNet")
+
+
+def test_the_plan_inside_can_be_read_back() -> None:
+    decision = crowded()
+    assert Plan.from_json(json.dumps(to_dict(decision)["plan"])) == decision.plan
+
+
+def test_what_is_not_known_is_null() -> None:
+    found = json.loads(to_json(alone()))
+    assert found["proof"]["bound"] is None
+    assert found["proof"]["gap"] is None
+    (illegal,) = (entry for entry in to_dict(crowded())["baselines"] if entry["name"] == "pure data parallel")
+    assert (illegal["step_s"], illegal["fits"]) == (None, False)
+
+
+def test_equal_decisions_give_equal_text() -> None:
+    assert to_json(alexnet()) == to_json(alexnet())
+    assert to_json(alexnet()) != to_json(replace(alexnet(), precision="bf16"))

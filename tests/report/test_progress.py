@@ -1,0 +1,86 @@
+"""A progress display where there is a terminal, nothing at all where there is none."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from parplan.report.progress import Progress
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def run(progress: Progress) -> None:
+    """Every callback once."""
+    progress.phase("capture")
+    progress.phase("costs")
+    progress.advance(12, 96)
+    progress.phase("solve")
+    progress.solver(math.inf, 0.0)
+    progress.solver(0.0812, 0.0798)
+    progress.phase("words of my own")
+
+
+def console(terminal: bool, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+    """A console and the bytes that are written to it."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding, errors="strict", write_through=True)
+    return Console(file=stream, force_terminal=terminal, width=120, color_system=None), written
+
+
+def test_nothing_without_a_terminal() -> None:
+    screen, written = console(terminal=False)
+    with Progress(screen) as progress:
+        run(progress)
+    assert written.getvalue() == b""
+
+
+def test_nothing_outside_the_context() -> None:
+    screen, written = console(terminal=True)
+    run(Progress(screen))
+    assert written.getvalue() == b""
+
+
+def states(callback: str, *values: float) -> str:
+    """What stands on the terminal after one callback."""
+    screen, written = console(terminal=True)
+    with Progress(screen) as progress:
+        progress.phase("solve" if callback == "solver" else "costs")
+        getattr(progress, callback)(*values)
+        assert progress._bar is not None
+        progress._bar.refresh()
+    return written.getvalue().decode()
+
+
+@pytest.mark.parametrize(
+    ("callback", "values", "words"),
+    [
+        ("advance", (12, 96), "Pricing layers and transfers"),
+        ("advance", (12, 96), "12/96"),
+        ("solver", (0.0812, 0.0798), "Solving: best 81.20 ms, bound 79.80 ms, gap 1.7 %"),
+        ("solver", (0.0812, -math.inf), "Solving: best 81.20 ms "),
+        ("solver", (math.inf, 0.01), "Solving: no plan yet"),
+    ],
+)
+def test_a_terminal_shows_where_it_stands(callback: str, values: tuple[float, ...], words: str) -> None:
+    assert words in states(callback, *values)
+
+
+def interrupted(shown: Progress) -> None:
+    """Ctrl-C while the display is there."""
+    with shown as progress:
+        run(progress)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_interrupt_leaves_the_terminal_clean(encoding: str) -> None:
+    screen, written = console(terminal=True, encoding=encoding)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Progress(screen))
+    text = written.getvalue().decode()
+    assert text.index(HIDE_CURSOR) < text.index(SHOW_CURSOR)
+    assert text.endswith("\x1b[2K")  # the line is erased

@@ -1,0 +1,112 @@
+"""Reports against text files, and what holds for every report at every width and on every stream."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from parplan.planner.decision import Proof
+from parplan.report.terminal import render
+from tests.report.decisions import DECISIONS, alexnet, crowded, resnet
+from tests.report.golden import CASES, golden, printed
+
+ESCAPE = "\x1b"
+
+
+@pytest.mark.parametrize(("name", "width"), CASES)
+def test_report_is_the_golden_one(name: str, width: int) -> None:
+    assert printed(DECISIONS[name](), width) == golden(name, width).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("all_layers", [False, True])
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("name", sorted(DECISIONS))
+def test_no_line_is_wider_than_the_page_and_none_ends_in_blanks(name: str, width: int, all_layers: bool) -> None:
+    lines = printed(DECISIONS[name](), width, all_layers=all_layers).splitlines()
+    assert [line for line in lines if len(line) > width or line != line.rstrip()] == []
+
+
+def test_a_long_name_is_never_cut() -> None:
+    (name,) = (layer.name for layer in crowded().layers if len(layer.name) > 50)
+    lines = printed(crowded(), 80).splitlines()
+    assert f"  {name}" in lines
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", sorted(DECISIONS))
+def test_a_pipe_gets_the_terminals_text_without_colours(name: str) -> None:
+    coloured, piped = (printed(DECISIONS[name](), 80, terminal=terminal) for terminal in (True, False))
+    assert ESCAPE in coloured
+    assert ESCAPE not in piped
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == piped
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_stream_that_is_not_utf8_gets_what_it_can_show(encoding: str) -> None:
+    bytes_ = io.BytesIO()
+    stream = io.TextIOWrapper(bytes_, encoding=encoding, errors="strict")
+    decision = replace(
+        DECISIONS["alone"](), advice="use one GPU \N{EN DASH} 3 µs → 2 \N{MULTIPLICATION SIGN} faster, \N{SNOWMAN}."
+    )
+    render(decision, Console(file=stream, width=80))
+    stream.flush()
+    text = bytes_.getvalue().decode(encoding)
+    assert "use one GPU - 3 us -> 2 x faster, ?." in text
+    assert ("times in us" in text) is (encoding == "ascii")
+
+
+def test_names_are_not_markup() -> None:
+    decision = alexnet()
+    layers = (replace(decision.layers[0], name="[red]0[/red]", why=":smile: [bold]"), *decision.layers[1:])
+    text = printed(replace(decision, layers=layers), 80)
+    assert "  [red]0[/red]" in text
+    assert ":smile: [bold]" in text
+
+
+def test_every_layer_has_its_line_and_reason_when_asked() -> None:
+    decision = resnet()
+    lines = printed(decision, 120, all_layers=True).splitlines()
+    for layer in decision.layers:
+        (line,) = (line for line in lines if line.startswith(f"  {layer.name} "))
+        assert layer.why.split()[0] in line
+
+
+def test_a_long_model_is_folded() -> None:
+    folded, unfolded = (printed(resnet(), 80, all_layers=every).splitlines() for every in (False, True))
+    assert len(folded) < 80 < 175 < len(unfolded)
+    assert "175 layers on 15 lines, figures summed; `--all-layers` prints each." in folded
+
+
+PROOFS = [
+    pytest.param("OPTIMAL", 0.0, "OPTIMAL: no plan of this model is faster under these costs", id="optimal"),
+    pytest.param("FEASIBLE", 0.032, "another one could be faster by up to 3.2 %", id="feasible"),
+    pytest.param("FEASIBLE", float("inf"), "how much faster another one could be is not known", id="no bound"),
+    pytest.param("CHECKED", float("inf"), "CHECKED: the solver makes no claim about other plans", id="given"),
+]
+
+
+@pytest.mark.parametrize(("status", "gap", "words"), PROOFS)
+def test_the_proof_in_words(status: str, gap: float, words: str) -> None:
+    decision = alexnet()
+    bound = decision.prediction.step_s * (1 - gap)
+    text = printed(replace(decision, proof=Proof(status, decision.prediction.step_s, bound, gap, 1.0)), 100)
+    assert words in " ".join(text.split())
+    assert ("inf" in text) is False
+
+
+def test_too_much_memory_is_said() -> None:
+    decision = alexnet()
+    memory = (16 * 2**30, *decision.prediction.memory_bytes[1:])
+    text = printed(replace(decision, prediction=replace(decision.prediction, memory_bytes=memory)), 100)
+    assert "  memory      16.0 GiB   107 %  of 15.0 GiB on device 0: 1.0 GiB TOO MUCH" in text.splitlines()
+
+
+def test_parts_add_up_to_the_step() -> None:
+    lines = printed(alexnet(), 80).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("  step"))
+    step, *parts = (float(line.split()[1]) for line in lines[start:] if re.match(r"  \w+ +[\d.]+ ms", line))
+    assert sum(parts[:4]) == pytest.approx(step, abs=0.021)

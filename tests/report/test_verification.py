@@ -1,0 +1,73 @@
+"""The table of a verification."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from parplan.plan import Plan
+from parplan.report.verification import render_verification
+from tests.report.decisions import alexnet
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a verification says of one group of tensors."""
+
+    group: str
+    count: int
+    max_relative_difference: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verification."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    tolerance: float = 1e-9
+
+    @property
+    def passed(self) -> bool:
+        """Whether every difference is small."""
+        return all(row.max_relative_difference <= self.tolerance for row in self.rows)
+
+
+def printed(*rows: Row) -> str:
+    """The table of these rows."""
+    stream = io.StringIO()
+    render_verification(Found(alexnet().plan, rows), Console(file=stream, width=80))
+    return stream.getvalue()
+
+
+def test_passed() -> None:
+    rows = (Row("outputs", 1, 2.5e-16, "output 0"), Row("gradients", 16, 0.0, "fc6.weight"), Row("buffers", 0, 0.0, ""))
+    assert printed(*rows) == (
+        "AlexNet: batch 512, on 4 logical CPU devices against the plain model, in float64\n"
+        "\n"
+        "             tensors  relative difference  largest in\n"
+        "  outputs          1              2.5e-16  output 0\n"
+        "  gradients       16                    0  fc6.weight\n"
+        "  buffers          0                    -\n"
+        "\n"
+        "PASSED: every tensor agrees to 1e-09, which is rounding.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("differences", "words"),
+    [
+        ((1e-3, 0.0), "FAILED: outputs differs by more than 1e-09."),
+        ((math.nan, 0.0), "FAILED: outputs differs by more than 1e-09."),
+        ((1.0, math.inf), "FAILED: outputs, loss differ by more than 1e-09."),
+    ],
+)
+def test_failed(differences: tuple[float, float], words: str) -> None:
+    text = printed(*(Row(group, 1, value, "x") for group, value in zip(("outputs", "loss"), differences, strict=True)))
+    assert words in text
+    assert "PASSED" not in text

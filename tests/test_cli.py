@@ -1,0 +1,351 @@
+"""The command line: what reaches the planner, what is written where, and one message for everything refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parplan import __version__, api
+from parplan.cli import main
+from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
+from parplan.plan import Plan
+from parplan.planner.decision import Decision
+from tests.report.decisions import alexnet
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = """
+import torch
+from torch import nn
+print("a print of the model's file")
+class Net(nn.Linear):
+    pass
+model = Net(6, 2)
+example_inputs = torch.randn(8, 6)
+"""
+
+
+@dataclass
+class Calls:
+    """What the planner was asked, and what it does."""
+
+    arguments: dict[str, Any]
+    result: Callable[[], Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "net.py").write_text(MODEL)
+    return "net.py"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A planner and a verifier that answer at once."""
+    seen = Calls({}, alexnet)
+
+    def answer(module: Any, inputs: Any = None, **options: Any) -> Any:
+        seen.arguments = {"module": type(module).__name__, "shape": tuple(inputs[0].shape), **options}
+        print("a print of the model while it runs")
+        return seen.result()
+
+    monkeypatch.setattr(api, "analyze", answer)
+    monkeypatch.setattr(api, "verify", answer)
+    return seen
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    """A planner that fails."""
+
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def test_analyze_prints_the_report_and_nothing_else_on_stdout(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", model, "--gpus", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("No GPU here and no --gpu")
+    assert "OPTIMAL: no plan of this model is faster" in out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert err.splitlines() == ["a print of the model's file", "a print of the model while it runs"]
+
+
+def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
+    assert main(["analyze", model]) == 0
+    given = calls.arguments
+    assert given.pop("progress") is not None
+    assert given == {
+        "module": "Net", "shape": (8, 6), "kwargs": {}, "gpus": None, "gpu": None, "link": None, "rules": "default",
+        "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "time_limit_s": 60.0,
+        "plan": None, "name": "Net",
+    }  # fmt: skip
+
+
+OPTIONS = [
+    ("--gpus 8", "gpus", 8),
+    ("--gpus 0", "gpus", 0),
+    ("--gpu v100-sxm2", "gpu", "v100-sxm2"),
+    ("--link pcie3", "link", "pcie3"),
+    ("--rules strict", "rules", "strict"),
+    ("--precision bf16", "precision", "bf16"),
+    ("--optimizer sgd", "optimizer", "sgd"),
+    ("--memory 1.5", "memory_bytes", 3 * 2**29),
+    ("--measure", "measure", True),
+    ("--time-limit 2.5", "time_limit_s", 2.5),
+    ("--batch 64", "shape", (64, 6)),
+    ("--input 5x6 --batch 10", "shape", (10, 6)),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "value"), OPTIONS)
+def test_options_reach_the_planner(model: str, calls: Calls, words: str, name: str, value: object) -> None:
+    assert main(["analyze", model, *words.split()]) == 0
+    assert calls.arguments[name] == value
+
+
+def test_a_plan_is_read_before_the_model(model: str, calls: Calls, tmp_path: Path) -> None:
+    plan = alexnet().plan
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert main(["analyze", model, "--plan", "plan.json"]) == 0
+    assert calls.arguments["plan"] == plan
+
+
+def test_all_layers(model: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.report.decisions import resnet
+
+    calls.result = resnet
+    lengths = []
+    for more in ([], ["--all-layers"]):
+        assert main(["analyze", model, *more]) == 0
+        lengths.append(len(capsys.readouterr().out.splitlines()))
+    assert lengths[0] < 80 < 175 < lengths[1]
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_out_and_json_are_written(model: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", model, "--out", "plan.json", "--json", "report.json"]) == 0
+    assert Plan.load(tmp_path / "plan.json") == alexnet().plan
+    assert json.loads((tmp_path / "report.json").read_text())["schema"] == "parplan.report/1"
+    out = capsys.readouterr().out
+    assert out.endswith(
+        "Plan written to plan.json; this checks its numbers:\n  parplan verify net.py --plan plan.json\n"
+    )
+
+
+def test_json_on_stdout_is_alone(model: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", model, "--json", "-", "--out", "plan.json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "AlexNet"
+    assert Path("plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        pytest.param(KeyboardInterrupt(), 130, "parplan: interrupted", id="interrupt"),
+        pytest.param(InfeasiblePlan("no"), 2, "parplan: error: no", id="refusal"),
+        pytest.param(ZeroDivisionError(), 70, "a bug of parplan, ZeroDivisionError", id="bug"),
+    ],
+)
+def test_a_failure_leaves_files_as_they_were(
+    model: str, calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, code: int,
+    words: str,
+) -> None:  # fmt: skip
+    calls.result = raising(error)
+    (tmp_path / "plan.json").write_text("as it was")
+    assert main(["analyze", model, "--out", "plan.json", "--json", "report.json"]) == code
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "plan.json").read_text() == "as it was"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["net.py", "plan.json"]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+USAGE = [
+    ("", "say what to do: parplan analyze TARGET or parplan verify TARGET"),
+    ("plan net.py", "argument COMMAND: invalid choice: 'plan'"),
+    ("analyze", "the following arguments are required: TARGET (see `parplan analyze --help`)"),
+    ("analyze net.py --gps 4", "--gps is not known; did you mean --gpus? (see `parplan analyze --help`)"),
+    ("analyze net.py --gpu=x --bach=3", "--bach=3 is not known; did you mean --batch?"),
+    ("analyze net.py --zzz", "--zzz is not known (see"),
+    ("analyze net.py other.py", "other.py is not known"),
+    ("analyze net.py --prec fp16", "--prec is not known; did you mean --precision?"),
+    ("analyze net.py --gpus four", "argument --gpus: invalid int value: 'four'"),
+    ("analyze net.py --precision fp8", "argument --precision: invalid choice: 'fp8'"),
+    ("analyze net.py --batch 0", "argument --batch: 0 is not a whole number of at least 1"),
+    ("analyze net.py --batch 1.5", "argument --batch: 1.5 is not a whole number of at least 1"),
+    ("analyze net.py --memory 0", "argument --memory: 0 is not a number above 0"),
+    ("analyze net.py --time-limit inf", "argument --time-limit: inf is not a number above 0"),
+    ("analyze net.py --out nowhere/plan.json", "--out nowhere/plan.json: there is no folder"),
+    ("analyze net.py --json .", "--json .: that is a folder; name a file in it"),
+    ("analyze net.py --out x --json x", "--out and --json both name x; give each a file of its own"),
+    ("analyze net.py --plan none.json", "cannot read the plan none.json"),
+    ("analyze net.py --plan net.py", "net.py is not a plan"),
+    ("analyze nett.py", "nett.py: no such file; did you mean net.py?"),
+    ("analyze net.py --input 3,4", "--input 3,4: write sizes with x between them"),
+    ("verify net.py --gpus 4", "--gpus is not known (see `parplan verify --help`)"),
+    ("verify net.py --devices 0", "argument --devices: 0 is not a whole number of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), USAGE)
+def test_what_is_typed_wrong_is_one_message(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    (message,) = (text for text in err.splitlines() if text.startswith("parplan: "))
+    assert message.startswith(f"parplan: error: {words}")
+    assert "Traceback" not in err
+    assert out == ""
+    assert calls.arguments == {}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ClusterError("0 devices: a plan needs at least 1"),
+        CaptureError("net.py:12: data-dependent branch"),
+        InfeasiblePlan("fc6 is 3.2 GiB short"),
+        RuleError("R1", "conv1", "batch 10 cannot be cut in 4"),
+    ],
+)
+def test_what_the_planner_refuses_is_one_message(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    calls.result = raising(error)
+    assert main(["analyze", model]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1]) == ("", f"parplan: error: {error}")
+    assert "Traceback" not in err
+
+
+def test_verbose_says_where(model: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    calls.result = raising(InfeasiblePlan("no"))
+    assert main(["analyze", model, "--verbose"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One group of tensors."""
+
+    group: str
+    count: int
+    max_relative_difference: float
+    worst: str = "weight"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verification."""
+
+    rows: tuple[Row, ...]
+    passed: bool
+    tolerance: float = 1e-9
+    plan: Plan = alexnet().plan
+
+
+@pytest.mark.parametrize(("difference", "passed", "code"), [(1e-16, True, 0), (1e-3, False, 1)])
+def test_verify(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str], difference: float, passed: bool, code: int
+) -> None:
+    calls.result = lambda: Found((Row("gradients", 2, difference),), passed)
+    assert main(["verify", model, "--devices", "3", "--batch", "12", "--seed", "7"]) == code
+    out = capsys.readouterr().out
+    assert ("PASSED" in out, "FAILED" in out) == (passed, not passed)
+    given = calls.arguments
+    assert (given["shape"], given["devices"], given["seed"], given["plan"]) == ((12, 6), 3, 7, None)
+
+
+# ---- as a process ---------------------------------------------------------------------------------------------------
+
+
+def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """One command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "parplan.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        ("--version", f"parplan {__version__}\n"),
+        ("--help", "usage: parplan "),
+        ("analyze --help", "usage: parplan analyze"),
+    ],
+)
+def test_help_and_version(words: str, starts: str) -> None:
+    done = run(*words.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(starts)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", [["--version"], ["analyze", "--help"], ["analyze", "--gps"]])
+def test_answers_without_loading_anything_heavy(words: list[str]) -> None:
+    code = (
+        "import sys, contextlib\nfrom parplan.cli import main\n"
+        f"with contextlib.suppress(SystemExit):\n    main({words!r})\n"
+        "print(*sorted({'torch', 'ortools', 'networkx', 'numpy', 'rich'} & sys.modules.keys()), 'loaded')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == ["loaded"]
+
+
+def test_a_refusal_as_a_process(tmp_path: Path) -> None:
+    done = run("analyze", "model.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "parplan: error: model.py: no such file\n")
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """The reader is gone before the report is printed."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\nfrom parplan import api\nfrom parplan.cli import main\n"
+        "from tests.report.decisions import alexnet\n"
+        "api.analyze = lambda *args, **options: alexnet()\n"
+        "sys.exit(main(['analyze', 'net.py', '--out', 'plan.json']))\n"
+    )
+    (tmp_path / "net.py").write_text(MODEL)
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, env=environment,
+        check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "a print of the model's file\n")
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_the_decision_is_what_the_real_signature_gives() -> None:
+    """The stand-ins above take any keyword; the real functions have to know those that the commands use."""
+    import inspect
+
+    used = {"kwargs", "gpus", "gpu", "link", "rules", "precision", "optimizer", "memory_bytes", "measure",
+            "time_limit_s", "plan", "name", "progress"}  # fmt: skip
+    assert used <= set(inspect.signature(api.analyze).parameters)
+    assert {"kwargs", "plan", "devices", "seed"} <= set(inspect.signature(api.verify).parameters)
+    assert inspect.signature(api.analyze).return_annotation == Decision.__name__
