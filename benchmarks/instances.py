@@ -1,8 +1,8 @@
 """Problems of the shape real networks give, and small random ones: for benchmarks and tests, drawn from a seed.
 
 `network` imitates planning a convolutional network: a layout is (batch cut, channel cut, first device); a strategy is
-an input and an output layout; transfers cost latency and bytes over bandwidth where layouts differ; gradients of weights
-are reduced over the batch cut; weights live throughout, activations from forward to backward.
+an input and an output layout; transfers cost latency and bytes over bandwidth where layouts differ; gradients of
+weights are reduced over the batch cut; weights live throughout, activations from forward to backward.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _random_node(rng: np.random.Generator, v: int, size: int, levels: int, count
         start = int(rng.integers(0, count))
         end = start + int(rng.integers(0, count + 1))
         usages.append(Usage(int(rng.integers(0, 2)), start, end, rng.integers(0, 8, size).astype(float)))
-    return Node(f"n{v}", *parts, tuple(usages))
+    return Node(f"n{v}", parts[0], parts[1], parts[2], tuple(usages))
 
 
 def _random_edge(rng: np.random.Generator, a: int, b: int, shape: tuple[int, int], levels: int) -> Edge:

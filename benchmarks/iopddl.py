@@ -2,8 +2,8 @@
 
     python -m benchmarks.iopddl PATH... [--time-limit S] [--workers N]
 
-PATH is a `.json.gz` (or `.json`) file of github.com/google/iopddl. Costs are whole numbers; 10^18 forbids. Score = best cost
-known from the contest / our cost, at the contest's time limit.
+PATH is a `.json.gz` (or `.json`) file of github.com/google/iopddl. Costs are whole numbers; 10^18 forbids.
+Score = best cost known from the contest / our cost, at the contest's time limit.
 """
 
 from __future__ import annotations

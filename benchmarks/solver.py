@@ -1,6 +1,6 @@
 """Time the planner's solver on problems of the shape real networks give.
 
-    python benchmarks/solver.py [--json FILE] [--time-limit S] [--workers N]
+python benchmarks/solver.py [--json FILE] [--time-limit S] [--workers N]
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def main() -> None:
     for case in cases():
         r = measure(case, options.time_limit, options.workers)
         results.append(r)
-        print(f"{r.name:34} {r.nodes:5} {r.strategies:10} {r.status:>10} {r.objective:10.6f} {r.gap:8.1e} {r.seconds:8.2f}")
+        figures = f"{r.objective:10.6f} {r.gap:8.1e} {r.seconds:8.2f}"
+        print(f"{r.name:34} {r.nodes:5} {r.strategies:10} {r.status:>10} {figures}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
 

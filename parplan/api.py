@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.errors import ClusterError, ParplanError, PlanError
+from parplan.errors import ClusterError, PlanError
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
     from parplan.cluster import Cluster
     from parplan.cost_models.costs import CostModel
+    from parplan.cost_models.roofline import RooflineCosts
     from parplan.graph.layer_graph import LayerGraph
-    from parplan.planner.decide import Progress
+    from parplan.planner.decide import Progress, Request
     from parplan.planner.decision import Decision
     from parplan.runtime.compiled import Compiled
     from parplan.verification import Verification
@@ -68,10 +70,11 @@ def analyze(
     from parplan.planner.decide import Request, decide
 
     started = time.perf_counter()
-    cluster, notes = _cluster(gpus, gpu, link, memory_bytes)
+    cluster, notes = _cluster(gpus, gpu, link, memory_bytes, measure)
     if progress is not None:
         progress.phase("capture")
     graph = capture(model, _arguments(example_inputs), kwargs)
+    graph = replace(graph, model=name) if name else graph
     capture_s = time.perf_counter() - started
     costs, more = _costs(graph, cluster, precision, optimizer, measure, progress)
     request = Request(
@@ -118,13 +121,14 @@ def compile(  # the name users know from torch.compile
     Raises:
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
     """
+    from parplan.planner.decide import Request
     from parplan.runtime.compiled import Compiled
 
     def planner(graph: LayerGraph) -> Plan:
         count = compiled.device_count
         if plan is not None:
             return _given(plan, graph, count)
-        return _agreed(lambda: _searched(graph, compiled.devices[0], count, rules, precision, optimizer, time_limit_s))
+        return _searched(graph, compiled.device, count, Request(precision, optimizer, rules, None, time_limit_s))
 
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm
@@ -145,34 +149,14 @@ def _given(plan: Plan | str | Path, graph: LayerGraph, devices: int) -> Plan:
     return found
 
 
-def _searched(
-    graph: LayerGraph, device: torch.device, count: int, rules: str, precision: str, optimizer: str, time_limit_s: float
-) -> Plan:
+def _searched(graph: LayerGraph, device: torch.device, count: int, request: Request) -> Plan:
+    """The fastest plan for `count` devices like `device`."""
     from parplan.cost_models.here import this_cluster
-    from parplan.planner.decide import Request, decide
+    from parplan.planner.decide import decide
 
     cluster = this_cluster(count, device)
-    costs, _ = _costs(graph, cluster, precision, optimizer, False, None)
-    return decide(graph, cluster, costs, Request(precision, optimizer, rules, None, time_limit_s)).plan
-
-
-def _agreed(search: Any) -> Plan:
-    """One plan for all processes: the first one searches, the others take its answer (or its error)."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return search()  # type: ignore[no-any-return]
-    answer: list[str] = ["", ""]
-    failure: ParplanError | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = search().to_json()
-        except ParplanError as error:
-            failure, answer[1] = error, str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1]:
-        raise failure or ParplanError(answer[1])
-    return Plan.from_json(answer[0], "the first process's plan")
+    costs, _ = _costs(graph, cluster, request.precision, request.optimizer, False, None)
+    return decide(graph, cluster, costs, request).plan
 
 
 def verify(
@@ -182,6 +166,7 @@ def verify(
     kwargs: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     devices: int | None = None,
+    batch: int | None = None,
     seed: int = 0,
 ) -> Verification:
     """Run a plan on logical CPU devices in float64 and compare it with the plain model.
@@ -189,23 +174,31 @@ def verify(
     Args:
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
         devices: how many logical devices; default: the plan's, else 2.
+        batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
+            numbers a plan gives do not depend on the batch it was made for.
 
     Raises:
         ParplanError: the plan is not for this model, or breaks a rule.
     """
-    from parplan.verification import verify_plan
+    from parplan.graph.capture import capture
+    from parplan.verification import first_samples, verify_plan
 
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     count = devices if devices is not None else (given.devices if given is not None else 2)
+    args, kwargs = _arguments(example_inputs), dict(kwargs or {})
+    graph = capture(model, args, kwargs)
+    found = _given(given, graph, count) if given is not None else _for_cpu(graph, count)
+    few = 2 * max(strategy.replicas for strategy in found.layers.values()) if batch is None else batch
+    args, kwargs = first_samples((args, kwargs), graph.batch, few)
+    return verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
 
-    def planner(graph: LayerGraph) -> Plan:
-        import torch
 
-        if given is not None:
-            return _given(given, graph, count)
-        return _searched(graph, torch.device("cpu"), count, "default", "fp32", "adam", 60.0)
+def _for_cpu(graph: LayerGraph, count: int) -> Plan:
+    import torch
 
-    return verify_plan(model, _arguments(example_inputs), kwargs, planner, devices=count, seed=seed)
+    from parplan.planner.decide import Request
+
+    return _searched(graph, torch.device("cpu"), count, Request())
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:
@@ -214,22 +207,26 @@ def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
-def _cluster(gpus: int | None, gpu: str | None, link: str | None, memory_bytes: int | None) -> tuple[Cluster, tuple[str, ...]]:
+def _cluster(
+    gpus: int | None, gpu: str | None, link: str | None, memory_bytes: int | None, measure: bool
+) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster asked for, and what the reader must know about it."""
-    from dataclasses import replace
-
     import torch
 
-    from parplan.cost_models.presets import cluster_preset
     from parplan.cost_models.here import this_cluster
+    from parplan.cost_models.presets import cluster_preset
 
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = gpus if gpus is not None else max(here, 1)
     if count < 1:
         raise ClusterError(f"--gpus {count}: a plan needs at least 1 device")
+    if measure and gpu is not None:
+        raise ClusterError(f"--measure times the devices of this machine, which cannot stand for a {gpu}; leave out --gpu")
     notes: tuple[str, ...] = ()
-    if gpu is None and here:
-        cluster = this_cluster(count)
+    if measure or (gpu is None and here):
+        cluster = this_cluster(count, calibrate=measure)
+        if measure and not here:
+            notes = (f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine.",)
     else:
         cluster = cluster_preset(gpu or DEFAULT_GPU, count, link)
         if gpu is None:
@@ -239,9 +236,43 @@ def _cluster(gpus: int | None, gpu: str | None, link: str | None, memory_bytes: 
     return cluster, notes
 
 
+# Longest that --measure takes; what is left is interpolated, and the report says so.
+MEASURE_S = 120.0
+
+
 def _costs(
     graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str, measure: bool, progress: Progress | None
 ) -> tuple[CostModel, tuple[str, ...]]:
+    """The cost model asked for, and what the reader must know about its figures."""
     from parplan.cost_models.roofline import RooflineCosts
 
-    return RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer), ()
+    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
+    return _measured(graph, cluster, roofline, progress) if measure else (roofline, ())
+
+
+def _measured(
+    graph: LayerGraph, cluster: Cluster, roofline: RooflineCosts, progress: Progress | None
+) -> tuple[CostModel, tuple[str, ...]]:
+    """Costs of every part a plan could use, timed on the device that is here."""
+    import torch
+
+    from parplan.cost_models.measure import MeasuredCosts, Request
+    from parplan.planner.strategies import strategies
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    costs = MeasuredCosts(roofline, device)
+    if progress is not None:
+        progress.phase("measure")
+    requests = [
+        Request(layer, strategy)
+        for layer in graph.layers.values()
+        for strategy in strategies(layer, graph.batch or 1, cluster.count)
+    ]
+    outcome = costs.measure(requests, MEASURE_S, progress.advance if progress is not None else None)
+    step = costs.measure_step()
+    factor = costs.correct(step.forward_s + step.backward_s)
+    notes = [f"Layer times are scaled by {factor:.2f}, so that on one device they add up to a measured step."]
+    if outcome.left:
+        notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
+    notes += [f"Not measured: {why}" for why in outcome.failed[:3]]
+    return costs, tuple(notes)

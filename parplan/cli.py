@@ -167,14 +167,16 @@ def _verify(options: argparse.Namespace) -> int:
         target = load(options.target, options.input, options.batch)
         progress.phase("verify")
         found = api.verify(
-            target.module, target.args, kwargs=target.kwargs, plan=plan, devices=options.devices, seed=options.seed
+            target.module,
+            target.args,
+            kwargs=target.kwargs,
+            plan=plan,
+            devices=options.devices,
+            batch=options.batch,
+            seed=options.seed,
         )
     sys.stdout.write(_printed(lambda console: render_verification(found, console)))
     return DONE if found.passed else DIFFERS
 
 
 _COMMANDS = {"analyze": _analyze, "verify": _verify}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -50,8 +50,9 @@ more than 1e-9.
 {TARGETS}
 
 examples:
-  parplan verify model.py --batch 12 --devices 3         the plan parplan chooses
-  parplan verify model.py --batch 12 --plan plan.json"""
+  parplan verify model.py --devices 3         the plan parplan chooses
+  parplan verify model.py --plan plan.json    a plan of yours
+A few of the example samples are run (two for every replica), or --batch of them."""
 
 
 class _Parser(argparse.ArgumentParser):

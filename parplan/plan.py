@@ -108,7 +108,7 @@ class Plan:
         """
         try:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{where} is not a plan: {error}; write one with `parplan analyze --out`") from error
         return _plan_from(data, where)
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from parplan.graph.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.runtime.compiled import Compiled
 
-__all__ = ["TOLERANCE", "Verification", "VerificationRow", "verify_plan"]
+__all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "verify_plan"]
 
 TOLERANCE = 1e-9
 # A tensor far smaller than its group's largest one is rounding noise (the gradient of a bias in front
@@ -40,9 +41,10 @@ class VerificationRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found: passed when no difference exceeds the tolerance."""
+    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance."""
 
     plan: Plan
+    batch: int
     rows: tuple[VerificationRow, ...]
     tolerance: float = TOLERANCE
 
@@ -79,7 +81,19 @@ def verify_plan(
         reference = _run(plain, plain, args, kwargs, seed)
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False)
     found = _run(compiled, compiled_model, args, kwargs, seed)
-    return Verification(compiled.plan, _compare(reference, found))
+    assert compiled.plan is not None
+    samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
+    return Verification(compiled.plan, samples, _compare(reference, found))
+
+
+def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
+    """(args, kwargs) with the first `wanted` of `batch` samples of every tensor that has so many."""
+
+    def cut(leaf: Any) -> Any:
+        sampled = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+        return leaf[:wanted].detach().requires_grad_(leaf.requires_grad) if sampled else leaf
+
+    return pytree.tree_map(cut, call)
 
 
 class _NoDropout(TorchFunctionMode):

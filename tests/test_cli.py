@@ -283,7 +283,7 @@ def test_verify(
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """One command in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "parplan.cli", *words]
+    command = [sys.executable, "-m", "parplan", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, **options)
 
 

@@ -13,37 +13,62 @@ from torch import fx
 
 from parplan.graph.layers import Owner, owner_of
 
-__all__ = ["BatchChanges", "batch_changes"]
+__all__ = ["BatchChanges", "batch_changes", "everything_changes"]
 
 
 @dataclass(frozen=True)
 class BatchChanges:
-    """Calls of modules whose constants change with the batch: all of them, and those nothing explains."""
+    """What changes with the batch size.
+
+    Args:
+        all: calls of modules with an argument that changes.
+        unexplained: those of them where the argument is not simply the shape of the result.
+        resized: nodes whose result has another shape.
+    """
 
     all: frozenset[Owner] = frozenset()
     unexplained: frozenset[Owner] = frozenset()
+    resized: frozenset[str] = frozenset()
 
 
-def batch_changes(one: fx.Graph, other: fx.Graph) -> BatchChanges:
+def everything_changes(graph: fx.GraphModule) -> BatchChanges:
+    """For a model that cannot be captured at another batch size."""
+    everything = frozenset(owner_of(node) for node in _calls(graph))
+    return BatchChanges(everything, everything)
+
+
+def batch_changes(one: fx.GraphModule, other: fx.GraphModule) -> BatchChanges:
     """Compare two captures of one model at different batch sizes, node by node."""
     first, second = _calls(one), _calls(other)
     if [node.target for node in first] != [node.target for node in second]:
-        everything = frozenset(owner_of(node) for node in first)
-        return BatchChanges(everything, everything)
+        return everything_changes(one)
     pairs = list(zip(first, second, strict=True))
     changed = [node for node, twin in pairs if _text(node) != _text(twin)]
     unexplained = [node for node, twin in pairs if _text(node, sizes=False) != _text(twin, sizes=False)]
-    return BatchChanges(frozenset(map(owner_of, changed)), frozenset(map(owner_of, unexplained)))
+    resized = [node.name for node, twin in pairs if _shape(node) != _shape(twin)]
+    return BatchChanges(frozenset(map(owner_of, changed)), frozenset(map(owner_of, unexplained)), frozenset(resized))
 
 
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
+def _shape(node: fx.Node) -> list[int] | None:
+    value = node.meta.get("val")
+    return list(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    """All calls, those of regions (no_grad, autocast) too, in a fixed order."""
+    found: list[fx.Node] = []
+    for node in module.graph.nodes:
+        inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule):
+            found += _calls(inner)
+        elif node.op == "call_function":
+            found.append(node)
+    return found
 
 
 def _text(node: fx.Node, sizes: bool = True) -> str:
     """Arguments as text; without `sizes` a list that is the shape of the result reads as such."""
-    value = node.meta.get("val")
-    shape = list(value.shape) if isinstance(value, torch.Tensor) else None
+    shape = _shape(node)
 
     def word(argument: object) -> object:
         if isinstance(argument, fx.Node):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
 
 from parplan.errors import CaptureError
+from parplan.graph.functional import Functional
 from parplan.graph.layer_graph import Constant
 
 __all__ = ["Canonical", "canonicalise"]
@@ -24,23 +25,26 @@ class Canonical:
     """A graph ready to be cut into layers; see LayerGraph for the fields."""
 
     graph: fx.Graph
+    parameters: dict[str, str]
     outputs: tuple[str | Constant, ...] = ()
     buffer_updates: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
 
-def canonicalise(program: ExportedProgram) -> Canonical:
-    """Canonical form of an exported program, whose graph is changed in place.
+def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canonical:
+    """Canonical form of a program without in-place changes; its graph is changed.
+
+    `parameters` gives the dotted name of every parameter placeholder; those of one name are merged.
 
     Raises:
         CaptureError: the program changes its own inputs, or holds sub-graphs we do not inline.
     """
-    graph = program.graph
+    program, graph = functional.program, functional.program.graph
     ending = graph.output_node()
     output = ending.args[0]
     _refuse_subgraphs(graph)
     buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
-    found = Canonical(graph)
+    found = Canonical(graph, _merged(graph, parameters), counters=dict(functional.counters))
     by_name = {node.name: node for node in graph.nodes}
     running = _batch_norms(graph)
     leaves: list[Any] = list(output) if isinstance(output, (tuple, list)) else [output]
@@ -57,13 +61,23 @@ def canonicalise(program: ExportedProgram) -> Canonical:
     return found
 
 
+def _merged(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
+    """Names by placeholder, with one placeholder for all uses of a tied parameter."""
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    first: dict[str, str] = {}
+    for placeholder, path in parameters.items():
+        kept = first.setdefault(path, placeholder)
+        by_name[placeholder].replace_all_uses_with(by_name[kept])
+    return {placeholder: path for path, placeholder in first.items()}
+
+
 def _refuse_subgraphs(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
             user = next(iter(node.users), node)
             raise CaptureError(
                 f"{user.target} holds a sub-graph, which parplan does not plan yet; "
-                "move torch.no_grad, autocast, cond or map out of the model's forward"
+                "move autocast, cond or map out of the model's forward"
             )
 
 
@@ -86,9 +100,15 @@ def _sort_output(
         elif leaf.name not in running:
             found.buffer_updates[buffer] = leaf.name
     else:
-        raise CaptureError(
-            f"the model changes {spec.target or spec.arg} in place ({spec.kind.name}); return it instead"
-        )
+        what = spec.target or str(getattr(spec.arg, "name", None))
+        line = _user_line(leaf)
+        raise CaptureError(f"the model changes {what!r} in place{line}; compute a new tensor and return it instead")
+
+
+def _user_line(node: fx.Node) -> str:
+    """Where in the user's code a node comes from."""
+    frames = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if line.strip()]
+    return f"\n  at {' '.join(frames[-2:])}\n " if frames else ""
 
 
 def _counter_step(node: Any, buffer: str) -> int | None:

@@ -7,7 +7,6 @@ that updates its statistics in place, dropout), so that generated code runs at e
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,12 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from parplan.errors import CaptureError
-from parplan.graph.batch_changes import BatchChanges, batch_changes
+from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.canonical import canonicalise
+from parplan.graph.functional import functionalise
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
+from parplan.graph.quiet import quiet
 
 __all__ = ["batch_of", "capture"]
 
@@ -49,15 +50,13 @@ def capture(
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
     """
-    kwargs = dict(kwargs or {})
-    leaves, in_spec = pytree.tree_flatten((tuple(args), kwargs))
-    batch = batch_of(leaves, dim)
-    exported = _export(model, _resized(leaves, in_spec, dim, batch, batch), training)
-    changes = BatchChanges()
-    if check_batch and batch is not None:
-        twice = _export(model, _resized(leaves, in_spec, dim, batch, 2 * batch), training)
-        changes = batch_changes(exported.graph, twice.graph)
-    return _assemble(model, exported, leaves, in_spec, _Mode(batch, dim, training, changes))
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
+    exported = _export(model, call.resized(call.alike, call.batch), training)
+    samples, changes = call.alike, BatchChanges()
+    if check_batch and call.batch is not None:
+        samples, changes = _compare(call, exported)
+    return _assemble(call, exported, samples, changes)
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -65,14 +64,30 @@ def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
     return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim), None)
 
 
-def _is_sample(leaf: Any, dim: int, batch: int | None) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == batch
+@dataclass(frozen=True)
+class _Call:
+    """What is captured: a model, the leaves of its arguments, and where samples lie."""
 
+    model: nn.Module
+    leaves: Sequence[Any]
+    in_spec: Any
+    batch: int | None
+    dim: int
+    training: bool
 
-def _resized(leaves: Sequence[Any], spec: Any, dim: int, batch: int | None, wanted: int | None) -> Any:
-    """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
-    changed = [_like(leaf, dim, wanted) if _is_sample(leaf, dim, batch) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(changed, spec)
+    @property
+    def alike(self) -> frozenset[int]:
+        """Leaves of the batch's size."""
+        sized = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.dim() > self.dim]
+        return frozenset(i for i, leaf in sized if leaf.shape[self.dim] == self.batch)
+
+    def resized(self, samples: frozenset[int], wanted: int | None) -> Any:
+        """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
+        made = [
+            _like(leaf, self.dim, wanted if index in samples else None) if index in self.alike else leaf
+            for index, leaf in enumerate(self.leaves)
+        ]
+        return pytree.tree_unflatten(made, self.in_spec)
 
 
 def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
@@ -81,14 +96,30 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
     return make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
 
 
+def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges]:
+    """Which leaves hold samples, and what changes with their number.
+
+    Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
+    samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
+    """
+    first, *others = sorted(call.alike)
+    without = [call.alike - {other} for other in others]
+    for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+        try:
+            twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training)
+        except CaptureError:
+            continue
+        return samples, batch_changes(exported.graph_module, twice.graph_module)
+    return call.alike, everything_changes(exported.graph_module)
+
+
 def _export(model: nn.Module, call: Any, training: bool) -> ExportedProgram:
     args, kwargs = call
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
@@ -138,69 +169,59 @@ def _inputs(program: ExportedProgram) -> _Inputs:
     return found
 
 
-@dataclass(frozen=True)
-class _Mode:
-    """How a capture was asked for, and what changes with the batch."""
-
-    batch: int | None
-    dim: int
-    training: bool
-    changes: BatchChanges
-
-
 def _assemble(
-    model: nn.Module, exported: ExportedProgram, leaves: Sequence[Any], in_spec: Any, mode: _Mode
+    call: _Call, exported: ExportedProgram, sample_leaves: frozenset[int], changes: BatchChanges
 ) -> LayerGraph:
-    program = _functional(exported)
+    model = call.model
+    functional = functionalise(exported)
+    program = functional.program
     inputs = _inputs(program)
-    graph = canonicalise(program)
-    users = [name for name in inputs.users if name is not None]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    samples = {n: mode.dim for n, leaf in zip(users, tensors, strict=True) if _is_sample(leaf, mode.dim, mode.batch)}
+    graph = canonicalise(functional, _shared(model, inputs.parameters))
+    samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     leaf_paths = frozenset(name for name, module in model.named_modules() if name and not list(module.children()))
-    built = build_layers(
-        graph.graph, leaf_paths, frozenset(inputs.parameters), state, samples, mode.changes.unexplained
-    )
-    trainable = {name for name, path in inputs.parameters.items() if model.get_parameter(path).requires_grad}
-    trainable |= {name for name, leaf in zip(users, tensors, strict=True) if leaf.requires_grad}
+    built = build_layers(graph.graph, leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
     return LayerGraph(
         model=type(model).__name__,
         digraph=built.digraph,
         layers=built.layers,
-        values=_specs(graph.graph, trainable),
+        values=_specs(graph.graph, _trainable(call, inputs, graph.parameters)),
         producer=built.producer,
-        batch=mode.batch,
+        batch=call.batch,
         batch_dims=built.batch_dims,
         user_inputs=tuple(inputs.users),
         user_outputs=graph.outputs,
-        in_spec=in_spec,
+        in_spec=call.in_spec,
         out_spec=program.call_spec.out_spec,
-        parameters=_shared(model, inputs.parameters),
+        parameters=graph.parameters,
         buffers=inputs.buffers,
         constants=inputs.constants,
         buffer_updates=graph.buffer_updates,
         counters=graph.counters,
-        training=mode.training,
-        fixed_batch=any(_bound_to_batch(layer, mode.changes) for layer in built.layers.values()),
+        training=call.training,
+        fixed_batch=any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 
 
-def _functional(exported: ExportedProgram) -> ExportedProgram:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program: ExportedProgram = exported.run_decompositions({})
-        return program
+def _trainable(call: _Call, inputs: _Inputs, parameters: Mapping[str, str]) -> set[str]:
+    """Placeholders that want a gradient."""
+    users = zip(inputs.users, call.leaves, strict=True)
+    own = {name for name, path in parameters.items() if call.model.get_parameter(path).requires_grad}
+    given = {name for name, leaf in users if name is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return own | given
 
 
 def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     """Whether a layer's code holds only for the captured batch."""
     owner = owner_of(layer.nodes[0])
-    return owner in changes.unexplained or (layer.batch is None and owner in changes.all)
+    if layer.batch is None:
+        return owner in changes.all
+    # A value that grows with the batch although no sample reaches it keeps its captured size.
+    return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 
 
 def _shared(model: nn.Module, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Dotted names by placeholder; placeholders of tied parameters get the first of their names."""
+    """First of the dotted names by placeholder: the same for placeholders of tied parameters."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {placeholder: first[id(model.get_parameter(path))] for placeholder, path in parameters.items()}
 

@@ -128,8 +128,8 @@ class LayerGraph:
         user_outputs: per leaf of the flattened result, a value name, or a constant wrapped in Constant.
         in_spec, out_spec: pytree specs of (args, kwargs) and of the result.
         parameters: dotted name per parameter placeholder; tied names share one placeholder.
-        buffers: dotted name per buffer placeholder (module buffers and lifted constants).
-        constants: lifted constant tensors by placeholder name (not in state_dict).
+        buffers: dotted name per placeholder of a module's buffer.
+        constants: tensors made in the forward, by placeholder; layers list them among their buffers.
         buffer_updates: placeholder of a buffer -> value assigned to it after the step
             (running statistics of batch norm are updated in place by the layer itself and not listed).
         counters: placeholders of integer buffers that grow by a constant each training step -> step.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import networkx as nx
@@ -57,9 +57,11 @@ def build_layers(
     """
     names: Counter[str] = Counter()
     layers: dict[str, Layer] = {}
-    samples = dict(batch_dims)
+    samples, reached = dict(batch_dims), set(batch_dims)
     for run in _runs(graph, leaves, parameters):
         layer = _layer(run, names, parameters, buffers, samples, batch_bound)
+        layer = replace(layer, constant=reached.isdisjoint(layer.inputs))
+        reached |= set() if layer.constant else set(layer.outputs)
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
     return LayerSet(layers, _digraph(layers, producer), producer, samples)
@@ -150,7 +152,6 @@ def _layer(
     state = tuple(name for name in outside if name in buffers)
     kind = kind_of(run.nodes)
     axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind)
-    constant = not any(name in samples for name in inputs)
     samples.update(axes.batch_dims)
     spread = axes.batch is not None and run.owner not in batch_bound
     return Layer(
@@ -162,7 +163,6 @@ def _layer(
         parameters=own,
         buffers=state,
         batch=axes.batch if spread else None,
-        constant=constant,
         mixes_batch=axes.mixed and spread,
         axes=() if kind == "loss" else axes.others,
     )

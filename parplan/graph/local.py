@@ -84,10 +84,13 @@ def _copy(
     if target is aten.embedding.default and axis is not None and node.name in axis.partial:
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = ops.shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
+    if target is aten.view.default:
+        # Whether a view is possible depends on strides, which a transfer does not keep.
+        target = aten.reshape.default
     if target is aten.dropout.default and not dropout:
         args = [args[0], 0.0, args[2]]
     own = {**made, **_dropped(part, node, code, made)}
-    made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])  # type: ignore[arg-type]
+    made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])
     return code.create_node("call_function", target, made_args, made_kwargs, name=node.name)
 

@@ -1,14 +1,14 @@
 """The general engine: the abstract problem as an integer program for CP-SAT, with edge-flow variables.
 
 The only file that imports ortools, and only inside functions. x[v, k] says that node v takes strategy k; y[p, q] that
-an edge joins class p of its source and class q of its target, where a class holds the strategies whose lines of the edge
-matrix are equal. Row sums of y are x of the source's classes, column sums of the target's: the linear relaxation is then
-tight on trees. The overlap is Lindley's recursion between consecutive nodes with tails, so every cost is in one row:
-waiting[k] >= waiting[k+1] + tail - (backward time in between), waiting >= 0.
+an edge joins class p of its source and class q of its target, where a class holds the strategies whose lines of the
+edge matrix are equal. Row sums of y are x of the source's classes, column sums of the target's: the linear relaxation
+is then tight on trees. The overlap is Lindley's recursion between consecutive nodes with tails, so that every cost is
+in one row: waiting[k] >= waiting[k+1] + tail - (backward time in between), waiting >= 0.
 
-Seconds become whole numbers. T moves by at most the sum of the changes of the chosen costs (each is counted at most once
-in every overlap row), so rounding shifts T by at most half a unit per chosen cost. The unit keeps that below 1e-8 of T;
-the bound handed back has it subtracted. Whole-number costs (up to 2^50) are not rounded at all.
+Seconds become whole numbers. T moves by at most the sum of the changes of the chosen costs (each is counted at most
+once in every overlap row), so rounding shifts T by at most half a unit per chosen cost. The unit keeps that below 1e-8
+of T; the bound handed back has it subtracted. Whole-number costs (up to 2^50) are not rounded at all.
 """
 
 from __future__ import annotations
@@ -105,13 +105,15 @@ def search(
     """
     build = _model(problem, rows, resolution(problem, target))
     if np.isfinite(cutoff):
-        build.model.add(_sum(build.cost, build.overlap) <= int(np.ceil((cutoff + build.unit.error) / build.unit.unit)))
+        build.model.add(_sum(build.cost, build.overlap) <= int(np.floor((cutoff + build.unit.error) / build.unit.unit)))
     build.model.minimize(_sum(build.cost, build.overlap))
     _hint(build, hint or ())
     return _run(build, time_limit_s, workers, on_progress)
 
 
-def least_excess(problem: Problem, rows: Sequence[Row], time_limit_s: float, workers: int) -> Found:
+def least_excess(
+    problem: Problem, rows: Sequence[Row], time_limit_s: float, workers: int, hint: Sequence[int] = ()
+) -> Found:
     """The choice that exceeds the memory limits by the least bytes, summed over the memories; costs do not count.
 
     `bound` is in bytes. INFEASIBLE if no choice meets the pairs and linear constraints whatever the limits.
@@ -122,6 +124,7 @@ def least_excess(problem: Problem, rows: Sequence[Row], time_limit_s: float, wor
     for row in rows:
         _add_row(build, row, [] if row.resource is None else [(excess[row.resource], -1)])
     build.model.minimize(_sum([], excess))
+    _hint(build, hint)
     return _run(build, time_limit_s, workers, None)
 
 
@@ -248,7 +251,7 @@ def _run(build: _Build, time_limit_s: float, workers: int, on_progress: Progress
     if found.status in (Status.OPTIMAL, Status.INFEASIBLE) or workers == 1 or time.monotonic() > deadline:
         return found
     if found.choice is not None:
-        build.model.clear_hints()
+        build.model.clear_hints()  # type: ignore[no-untyped-call]
         _hint(build, found.choice)
     again = _found(build, _solver(deadline - time.monotonic(), workers), on_progress)
     bound = max(found.bound, again.bound)
@@ -280,7 +283,7 @@ def _found(build: _Build, solver: cp_model.CpSolver, on_progress: Progress | Non
     from ortools.sat.python import cp_model
 
     code = _interruptible(solver, build.model, _listen(solver, build.unit, on_progress))
-    names = {cp_model.OPTIMAL: Status.OPTIMAL, cp_model.FEASIBLE: Status.FEASIBLE, cp_model.INFEASIBLE: Status.INFEASIBLE}
+    names = {int(getattr(cp_model, s.value)): s for s in (Status.OPTIMAL, Status.FEASIBLE, Status.INFEASIBLE)}
     status = names.get(code, Status.UNKNOWN)
     if status is Status.INFEASIBLE:
         return Found(status, None, np.inf)
@@ -302,7 +305,7 @@ def _listen(
 
     class Listener(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            best[0] = self.objective_value * unit.unit
+            best[0] = self.objective_value * unit.unit + unit.error
             report(best[0], best[1])
 
     def on_bound(bound: float) -> None:
@@ -318,14 +321,21 @@ def _interruptible(
 ) -> int:
     """Solve in a thread, so that Ctrl-C reaches Python; it stops the search and is raised again."""
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(solver.solve(model, callback)), daemon=True)
-    thread.start()
+    done = threading.Event()  # not join: an interrupted join may take a running thread for a stopped one (Python 3.11)
+
+    def work() -> None:
+        try:
+            codes.append(int(solver.solve(model, callback)))
+        finally:
+            done.set()
+
+    threading.Thread(target=work, daemon=True).start()
     try:
-        while thread.is_alive():
-            thread.join(0.2)
+        while not done.wait(0.2):
+            pass
     except KeyboardInterrupt:
-        while thread.is_alive():
+        while not done.is_set():
             solver.stop_search()
-            thread.join(0.1)
+            done.wait(0.1)
         raise
     return codes[0]

@@ -17,6 +17,7 @@ from parplan.planner.baselines import baselines
 from parplan.planner.solve import solve
 from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
 from parplan.planner.formulate import Formulation, Option, formulate
+from parplan.planner.infeasible import why_not
 from parplan.planner.problem import Evaluation, Problem, Solution, Status, evaluate
 from parplan.planner.reasons import reason
 from parplan.planner.strategies import strategies
@@ -122,11 +123,7 @@ def _choice(formulation: Formulation, solution: Solution, request: Request) -> t
     if request.plan is not None:
         return formulation.choice({name: _without_period(s) for name, s in request.plan.layers.items()})
     if solution.choice is None:
-        why = solution.infeasibility.message if solution.infeasibility else "no plan was found in time"
-        raise InfeasiblePlan(
-            f"no plan fits: {why}\n  possible remedies: more devices, a device with more memory (--memory), "
-            "a smaller --batch, or an --optimizer with less state"
-        )
+        raise InfeasiblePlan(why_not(formulation, solution))
     return solution.choice
 
 
@@ -216,11 +213,22 @@ def _facts(
                 reduce_s=option.reduce_s,
                 memory_bytes=option.memory_bytes,
                 source=option.cost.source,
-                why=reason(graph.layers[name], options, index, choice, problem, what_if),
+                why=reason(graph.layers[name], options, index, choice, problem, what_if, _followed(graph, plan, name)),
                 bends=bends(plan, graph, name),
             )
         )
     return tuple(facts)
+
+
+def _followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
+    """The layer whose layout a layer without weights takes over as it is."""
+    layer = graph.layers[name]
+    source = next((graph.producer[value] for value in layer.inputs if value in graph.producer), None)
+    if layer.parameters or source is None:
+        return None
+    own, other = plan.layers[name], plan.layers[source]
+    same = (own.devices, own.replicas, own.shards) == (other.devices, other.replicas, other.shards)
+    return source if same else None
 
 
 # Closer than this, the simpler habit is worth more than the difference.
@@ -236,6 +244,9 @@ def _advice(step_s: float, rivals: Sequence[Baseline]) -> str:
         return f"Use plain data parallel: it is within {WORTH_IT:.0%} of the best plan and needs no planning."
     legal = [rival for rival in rivals if rival.fits and rival.step_s is not None]
     if not legal:
-        return "Use this plan: none of the usual ways fits these devices."
+        return "Use this plan: none of the usual ways is legal and fits these devices."
     best = min(legal, key=lambda rival: rival.step_s or 0.0)
-    return f"Use this plan: {(best.step_s or 0.0) / step_s:.2f}x as fast as {best.name}, the best of the usual ways."
+    ratio = (best.step_s or 0.0) / step_s
+    if ratio <= 1 + WORTH_IT:
+        return f"Use this plan: written by hand it would be {best.name}, which comes within {WORTH_IT:.0%} of it."
+    return f"Use this plan: {ratio:.2f}x as fast as {best.name}, the best of the usual ways."

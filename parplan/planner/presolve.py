@@ -21,9 +21,8 @@ __all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_para
 
 def presolve(problem: Problem) -> Reduced | None:
     """All exact reductions, in order; None when no choice is feasible."""
-    steps = (
-        pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated, drop_loose, fold, drop_dominated,
-    )  # fmt: skip
+    first = (pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated)
+    steps = (*first, drop_loose, fold, drop_forbidden, drop_dominated)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
         reduced = reduced and reduced.then(step)
@@ -37,7 +36,8 @@ def pair_linear(problem: Problem) -> Reduced:
         return Reduced(problem)
     nodes, edges = list(problem.nodes), list(problem.edges)
     for row in short:
-        (first, one), (last, other) = list(row.terms.items())[0], list(row.terms.items())[-1]
+        first, last = min(row.terms), max(row.terms)
+        one, other = row.terms[first], row.terms[last]
         total = one if first == last else one[:, None] + other
         barrier = np.where((total >= row.low) & (total <= row.high), 0.0, np.inf)
         if first == last:

@@ -79,7 +79,7 @@ class Node:
             object.__setattr__(self, field, _costs(getattr(self, field), f"node {self.name}", 1))
         lengths = {len(self.ahead), len(self.back), len(self.tail), *(len(usage.amounts) for usage in self.usages)}
         if len(lengths) != 1:
-            raise ParplanError(f"node {self.name}: costs and usages of {sorted(lengths)} strategies; one count is needed")
+            raise ParplanError(f"node {self.name}: costs and usages for {sorted(lengths)} strategies; give one count")
 
     @property
     def size(self) -> int:
@@ -141,14 +141,16 @@ class Problem:
     def __post_init__(self) -> None:
         sizes = self.sizes
         for edge in self.edges:
-            if edge.target >= len(sizes) or edge.ahead.shape != (sizes[edge.source], sizes[edge.target]) != edge.back.shape:
-                raise ParplanError(f"edge {edge.source}-{edge.target}: costs of shape {edge.ahead.shape} do not fit its nodes")
+            fits = edge.target < len(sizes) and edge.ahead.shape == (sizes[edge.source], sizes[edge.target])
+            if not fits or edge.ahead.shape != edge.back.shape:
+                shapes = f"{edge.ahead.shape} and {edge.back.shape}"
+                raise ParplanError(f"edge {edge.source}-{edge.target}: costs of shape {shapes} do not fit its nodes")
         for row in self.linear:
             if any(node >= len(sizes) or len(values) != sizes[node] for node, values in row.terms.items()):
                 raise ParplanError(f"constraint {row.name}: its coefficients do not fit its nodes' strategies")
         for node in self.nodes:
             if any(usage.resource >= len(self.limits) for usage in node.usages):
-                raise ParplanError(f"node {node.name}: uses a memory without a limit; {len(self.limits)} limits are given")
+                raise ParplanError(f"node {node.name}: uses a memory without a limit; {len(self.limits)} are given")
 
     @property
     def sizes(self) -> list[int]:
@@ -203,7 +205,8 @@ class Infeasibility:
         names: node names (STRATEGY: that node; EDGE: source and target of each pair, flattened;
             MEMORY: the largest nodes live at `time`) or constraint names (LINEAR).
         amounts: MEMORY: the bytes each of `names` holds; else empty.
-        missing: MEMORY: bytes by which the least possible peak exceeds the limit (a lower bound if the search was cut short).
+        missing: MEMORY: bytes by which the best choice found exceeds the limit; the least possible unless the
+            search was cut short.
     """
 
     cause: Cause
@@ -244,8 +247,10 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     nodes, picked = problem.nodes, list(choice)
     if len(picked) != len(nodes):
         raise ParplanError(f"a choice for {len(picked)} nodes does not fit a problem of {len(nodes)}")
-    parts = [np.array([getattr(n, part)[k] for n, k in zip(nodes, picked, strict=True)]) for part in ("ahead", "back", "tail")]
-    node_ahead, node_back, tail = parts
+    chosen = list(zip(nodes, picked, strict=True))
+    node_ahead = np.array([node.ahead[k] for node, k in chosen])
+    node_back = np.array([node.back[k] for node, k in chosen])
+    tail = np.array([node.tail[k] for node, k in chosen])
     edge_ahead, edge_back = 0.0, np.zeros(len(nodes))
     for edge in problem.edges:
         edge_ahead += edge.ahead[picked[edge.source], picked[edge.target]]
@@ -278,7 +283,8 @@ def _forbidden(problem: Problem, choice: list[int]) -> list[str]:
 
 def _broken_linear(problem: Problem, choice: list[int]) -> list[str]:
     sums = [(row, float(sum(values[choice[node]] for node, values in row.terms.items()))) for row in problem.linear]
-    return [f"{row.name}: {s:g} is not in [{row.low:g}, {row.high:g}]" for row, s in sums if not row.low <= s <= row.high]
+    broken = [(row, total) for row, total in sums if not row.low <= total <= row.high]
+    return [f"{row.name}: {total:g} is not in [{row.low:g}, {row.high:g}]" for row, total in broken]
 
 
 def _peaks(problem: Problem, choice: list[int]) -> tuple[float, ...]:

@@ -13,18 +13,27 @@ __all__ = ["reason"]
 
 
 def reason(
-    layer: Layer, options: Sequence[Option], index: int, choice: Sequence[int], problem: Problem, what_if: WhatIf
+    layer: Layer,
+    options: Sequence[Option],
+    index: int,
+    choice: Sequence[int],
+    problem: Problem,
+    what_if: WhatIf,
+    followed: str | None = None,
 ) -> str:
-    """Why the chosen strategy of node `index`: the seconds that its best alternative would cost."""
+    """Why the chosen strategy of node `index`: what its best alternative would cost.
+
+    `followed` names the layer whose layout it takes over unchanged, if it does.
+    """
     now = options[choice[index]].strategy
     changes = [c for c in what_if.changes(index) if options[c.strategy].strategy.describe() != now.describe()]
     if not changes:
         return _only_way(layer)
-    for change in changes:
-        if change.total_s < 0 and not _fits(problem, choice, index, change):
-            continue
-        return _against(options[change.strategy], options[choice[index]], change)
-    return "every other way needs more memory than there is"
+    best = next((c for c in changes if c.total_s >= 0 or _fits(problem, choice, index, c)), None)
+    if best is None:
+        return "every other way needs more memory than there is"
+    follows = f"follows {followed}; " if followed else ""
+    return follows + _against(options[best.strategy].strategy.describe(), best)
 
 
 def _fits(problem: Problem, choice: Sequence[int], index: int, change: Change) -> bool:
@@ -41,27 +50,22 @@ def _only_way(layer: Layer) -> str:
     return "the rules leave no other way on these devices"
 
 
-def _against(other: Option, now: Option, change: Change) -> str:
-    name = other.strategy.describe()
+def _against(other: str, change: Change) -> str:
     if abs(change.total_s) < 5e-8:
-        return f"as fast as {name}"
-    if change.total_s < 0:
-        return f"{name} alone would save {_time(-change.total_s)}, but not with its neighbours"
+        return f"{other}: no slower, no faster"
     parts = {
-        f"computes {_time(change.compute_s)} longer": change.compute_s,
-        f"moves activations {_time(change.transfer_s)} longer": change.transfer_s,
-        _reduction(other, now, change): change.exposed_s,
+        "slower compute": change.compute_s,
+        "activations to move": change.transfer_s,
+        "gradients to wait for": change.exposed_s,
     }
-    worst = max(parts, key=lambda text: parts[text])
-    return f"saves {_time(change.total_s)} over {name}, which {worst}"
-
-
-def _reduction(other: Option, now: Option, change: Change) -> str:
-    return f"waits {_time(change.exposed_s)} longer for gradients"
+    if change.total_s < 0:
+        parts = {"less compute": -change.compute_s, "less to move": -change.transfer_s, "less to wait for": -change.exposed_s}
+    cause = max(parts, key=lambda text: parts[text])
+    return f"{other}: {_time(change.total_s)}, {cause}"
 
 
 def _time(seconds: float) -> str:
     size = abs(seconds)
     if size >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if size >= 1e-4 else f"{seconds * 1e6:.1f} µs"
+        return f"{seconds:+.2f} s"
+    return f"{seconds * 1e3:+.2f} ms" if size >= 1e-4 else f"{seconds * 1e6:+.1f} µs"

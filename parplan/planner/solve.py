@@ -11,10 +11,11 @@ import numpy as np
 
 from parplan.planner.cpsat import search
 from parplan.planner.presolve import presolve
-from parplan.planner.problem import Infeasibility, Problem, Solution, Status, evaluate
-from parplan.planner.solve_bound import Priced, Relaxation, climb, relax, survivors
+from parplan.planner.problem import FloatArray, Infeasibility, Problem, Solution, Status, evaluate
+from parplan.planner.solve_bound import Priced, Prices, Relaxation, climb, relax, survivors
 from parplan.planner.solve_infeasible import explain
 from parplan.planner.solve_local import descend, first_choice, settle
+from parplan.planner.solve_overfull import overfull
 from parplan.planner.solve_reduced import Reduced, restrict
 from parplan.planner.solve_rows import broken_rows, count_terms, some_rows
 
@@ -26,14 +27,15 @@ GAP = 1e-6
 CUT = 1e-9
 """A choice has to be better than the best one by this (relative) to be looked for."""
 
-ROUNDS, STEPS = 3, 60
+ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
+LOCAL_S = 1.0
 SHARE = 0.3
 """Share of the time limit that local search may take where a graph is too wide for elimination."""
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
 """Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
 MOST_STRATEGIES = 100_000
 """Strategies of all nodes above which no integer program is built: local search alone answers."""
-EXPLAIN_S = 10.0
+EXPLAIN_S = 5.0
 
 Progress = Callable[[float, float], None]
 
@@ -47,7 +49,8 @@ def solve(
 ) -> Solution:
     """The best choice with its proof.
 
-    Deterministic for a given number of workers unless the time limit cuts the search off. Ctrl-C raises KeyboardInterrupt.
+    Deterministic for a given number of workers unless the time limit cuts the search off. Ctrl-C ends it with
+    KeyboardInterrupt.
 
     Args:
         workers: threads of the search; all cores if None.
@@ -71,6 +74,7 @@ class _Run:
         self.whole = _whole(problem)
         self.choice: list[int] | None = None
         self.objective, self.bound, self.cut = np.inf, 0.0, np.inf
+        self.told = np.inf, 0.0
 
     def offer(self, choice: Sequence[int]) -> bool:
         """Take a choice if it is feasible and the best; whether it was taken."""
@@ -91,9 +95,10 @@ class _Run:
 
     def report(self, objective: float, bound: float) -> None:
         """Tell the listener, with what a search running now has found."""
-        if self.on_progress is not None:
-            objective = min(objective, self.objective)
-            self.on_progress(objective, min(objective, max(bound, self.bound)))
+        better = min(objective, self.told[0]), max(bound, self.told[1])
+        if self.on_progress is not None and better != self.told:
+            self.told = better
+            self.on_progress(better[0], min(better))
 
     def cutoff(self) -> float:
         """What a choice worth finding stays below."""
@@ -106,7 +111,21 @@ class _Run:
     def finish(self, reduced: Reduced) -> bool:
         """Everything after the reductions; False if it proves that no choice is feasible."""
         rest = self.tighten(reduced)
+        if rest is not None and self.choice is None:
+            if self.full(rest):
+                return False
+            rest = self.tighten(rest) if self.choice is not None else rest
         return (rest is not None and self.search(rest)) or self.choice is not None
+
+    def full(self, reduced: Reduced) -> bool:
+        """Whether prices on the limits alone prove that memory is too small."""
+        until = time.monotonic() + SHARE * self.left()
+        return overfull(reduced.problem, until, lambda choice: self.improve(reduced, choice))
+
+    def improve(self, reduced: Reduced, choice: Sequence[int]) -> None:
+        """Offer what local search makes of a choice."""
+        until = min(self.deadline, time.monotonic() + LOCAL_S)
+        self.offer(reduced.lift(descend(reduced.problem, choice, until)))
 
     def tighten(self, reduced: Reduced) -> Reduced | None:
         """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""
@@ -122,39 +141,42 @@ class _Run:
         return reduced
 
     def price(self, reduced: Reduced) -> Reduced | None:
-        """One climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
-        rows = some_rows(reduced.problem, PRICED_TERMS)
-        for _ in range(ROUNDS):
+        """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
+        rows, prices = some_rows(reduced.problem, PRICED_TERMS), None
+        for _ in range(PRICE_ROUNDS):
             relaxation = relax(reduced.problem, rows)
             if relaxation is None:
                 return reduced
-            best = self.climb(reduced, relaxation)
+            best, marginals = self.climb(reduced, relaxation, prices), relaxation.marginals
             if not np.isfinite(best.value):
-                return None  # no pairs meet
+                return None  # forbidden pairs leave no choice
             more = broken_rows(reduced.problem, best.choice, rows)
-            rows += more
             if not more or self.left() < 0:
                 break
-        if self.choice is None:
-            return reduced
-        keep = survivors(relaxation.marginals(best.prices), self.cutoff())
+            rows += more
+            prices = Prices(best.prices.overlap, np.append(best.prices.limits, np.zeros(len(more))))
+        return self.cut_off(reduced, marginals(best.prices)) if self.choice is not None else reduced
+
+    def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
+        """Without strategies that no choice worth finding uses; None if nothing is left."""
         self.cut = min(self.cut, self.cutoff())
+        keep = survivors(marginals, self.cutoff())
         if not all(mask.any() for mask in keep):
             return None
-        return reduced.then(lambda problem: restrict(problem, keep)).then(presolve)
+        smaller = reduced.then(lambda problem: restrict(problem, keep))
+        return smaller and smaller.then(presolve)
 
-    def climb(self, reduced: Reduced, relaxation: Relaxation) -> Priced:
+    def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None) -> Priced:
         """The best prices found; every choice on the way is offered, the best one also improved."""
 
         def seen(point: Priced) -> float:
             self.offer(reduced.lift(point.choice))
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
-        best = climb(relaxation, relaxation.start(), self.objective, STEPS, seen, self.deadline)
+        best = climb(relaxation, start or relaxation.start(), self.objective, STEPS, seen, self.deadline)
         self.raise_bound(best.value * (1 - 1e-12))
         if self.objective > self.bound * (1 + CUT):
-            until = min(self.deadline, time.monotonic() + 1)
-            self.offer(reduced.lift(descend(reduced.problem, best.choice, until)))
+            self.improve(reduced, best.choice)
         return best
 
     def search(self, reduced: Reduced) -> bool:
@@ -171,10 +193,11 @@ class _Run:
             self.cut = min(self.cut, cutoff)
             guess = self.objective if np.isfinite(self.objective) else max(self.bound, _guess(reduced.problem))
             found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
+            if found.choice is not None:
+                self.offer(reduced.lift(found.choice))
             self.raise_bound(found.bound)
             if found.choice is None:
                 return found.status is not Status.INFEASIBLE
-            self.offer(reduced.lift(found.choice))
             more = broken_rows(reduced.problem, found.choice, rows)
             if not more:
                 break

@@ -20,7 +20,7 @@ from parplan.planner.solve_reduced import Mask
 from parplan.planner.solve_rows import Row
 from parplan.planner.solve_tree import Classes, Tables, Tree, classes_of, edge_costs, plant
 
-__all__ = ["Prices", "Priced", "Relaxation", "climb", "relax", "survivors"]
+__all__ = ["Priced", "Prices", "Relaxation", "climb", "relax", "survivors"]
 
 PATIENCE = 6
 """Steps without a better bound after which the step is halved."""

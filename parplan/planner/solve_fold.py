@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.problem import Edge, FloatArray, Linear, Node, Problem
+from parplan.planner.problem import Edge, FloatArray, Linear, Problem
 from parplan.planner.solve_reduced import Reduced
 
 __all__ = ["fold", "foldable"]

@@ -1,24 +1,30 @@
 """Why nothing fits: find the constraint that fails and what would be missing, in terms a user can act on.
 
-Constraints are tried from the strongest to the weakest culprit: a node with no strategy, an edge with no pair, the pairs
-together, the linear constraints without memory, and last the memory limits, where the least possible excess is
+Constraints are tried from the strongest to the weakest culprit: a node with no strategy, an edge with no pair, the
+pairs together, the linear constraints without memory, and last the memory limits, where the least possible excess is
 searched for.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
 from parplan.planner.cpsat import least_excess, search
-from parplan.planner.presolve import drop_forbidden, presolve
-from parplan.planner.problem import Cause, Edge, FloatArray, Infeasibility, Linear, Problem, Status
-from parplan.planner.solve_rows import Live, broken_rows, some_rows, timeline
+from parplan.planner.presolve import drop_dominated, drop_forbidden, merge_parallel_edges, pair_linear, presolve
+from parplan.planner.problem import Cause, Edge, Infeasibility, Linear, Problem, Status
+from parplan.planner.solve_bound import relax
+from parplan.planner.solve_local import descend, first_choice
+from parplan.planner.solve_overfull import without_costs
+from parplan.planner.solve_reduced import Reduced
+from parplan.planner.solve_rows import Live, broken_rows, peak_rows, some_rows, timeline
 
 __all__ = ["explain"]
 
+LOCAL_S = 1.0
 MOST_NAMES = 5
 """Nodes named in a memory message."""
 
@@ -26,7 +32,7 @@ MOST_NAMES = 5
 def explain(problem: Problem, time_limit_s: float, workers: int) -> Infeasibility | None:
     """The constraint to blame for an infeasible problem; None if the time ran out before one was found."""
     deadline = time.monotonic() + time_limit_s
-    free = _without_costs(problem)
+    free = without_costs(problem)
     pairs_only = replace(free, linear=(), limits=(np.inf,) * len(free.limits))
     found = _strategy(problem) or _edge(problem)
     if found is None and _fits(pairs_only, deadline, workers) is False:
@@ -36,26 +42,15 @@ def explain(problem: Problem, time_limit_s: float, workers: int) -> Infeasibilit
     return found or _memory(free, deadline, workers)
 
 
-def _without_costs(problem: Problem) -> Problem:
-    nodes = tuple(
-        replace(n, ahead=_barrier(n.ahead + n.back + n.tail), back=np.zeros(n.size), tail=np.zeros(n.size))
-        for n in problem.nodes
-    )
-    edges = tuple(Edge(e.source, e.target, _barrier(e.ahead + e.back), np.zeros(e.ahead.shape)) for e in problem.edges)
-    return replace(problem, nodes=nodes, edges=edges)
-
-
-def _barrier(costs: FloatArray) -> FloatArray:
-    """0 where finite, else inf."""
-    return np.where(np.isfinite(costs), 0.0, np.inf)
-
-
 def _fits(problem: Problem, deadline: float, workers: int) -> bool | None:
     """Whether any choice is feasible, memory aside; None if time ran out."""
     reduced = presolve(problem)
     if reduced is None:
         return False
     rows = some_rows(reduced.problem, most_terms=0)
+    relaxation = None if rows else relax(reduced.problem, [])
+    if relaxation is not None:
+        return bool(np.isfinite(relaxation.at(relaxation.start()).value))
     found = search(reduced.problem, rows, deadline - time.monotonic(), workers, target=1.0)
     return None if found.status is Status.UNKNOWN else found.status is not Status.INFEASIBLE
 
@@ -72,7 +67,7 @@ def _edge(problem: Problem) -> Infeasibility | None:
     for edge in problem.edges:
         first, second = problem.nodes[edge.source], problem.nodes[edge.target]
         if not np.isfinite(edge.ahead + edge.back)[np.ix_(first.allowed, second.allowed)].any():
-            text = f"{first.name} -> {second.name}: every pair of strategies is forbidden; allow a strategy that both can meet"
+            text = f"{first.name} -> {second.name}: every pair of strategies is forbidden; allow one that can meet"
             return Infeasibility(Cause.EDGE, (first.name, second.name), text)
     return None
 
@@ -105,22 +100,28 @@ def _linear(problem: Problem, rows: tuple[Linear, ...], deadline: float, workers
 
 
 def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:
-    reduced = drop_forbidden(replace(problem, limits=(np.inf,) * len(problem.limits)))
-    if reduced is None:
+    """The least possible excess, or the least found in time."""
+    allowed = Reduced(replace(problem, limits=(np.inf,) * len(problem.limits))).then(pair_linear)
+    allowed = allowed and allowed.then(merge_parallel_edges)
+    allowed = allowed and allowed.then(drop_forbidden)
+    allowed = allowed and allowed.then(drop_dominated)
+    if allowed is None:
         return None
-    limited = replace(reduced.problem, limits=problem.limits)
-    rows = some_rows(limited, most_terms=0)
-    while True:  # ends: every round adds a row, and there are as many as time points
-        found = least_excess(limited, rows, max(deadline - time.monotonic(), 1.0), workers)
-        if found.choice is None:
-            return None
-        more = broken_rows(limited, found.choice, rows)
-        if not more or time.monotonic() > deadline:
-            return _peak(problem, reduced.lift(found.choice))
+    limited = replace(allowed.problem, limits=problem.limits)
+    choice = descend(limited, first_choice(limited), min(deadline, time.monotonic() + LOCAL_S))
+    rows, proven = some_rows(limited, most_terms=0) + peak_rows(limited, choice), False
+    while time.monotonic() < deadline:  # every round adds a row, and there are as many as time points
+        found = least_excess(limited, rows, deadline - time.monotonic(), workers, choice)
+        choice = list(found.choice) if found.choice is not None else choice
+        more = broken_rows(limited, choice, rows)
+        proven = found.status is Status.OPTIMAL and not more
+        if not more:
+            break
         rows += more
+    return _peak(problem, allowed.lift(choice), proven)
 
 
-def _peak(problem: Problem, choice: list[int]) -> Infeasibility | None:
+def _peak(problem: Problem, choice: list[int], proven: bool) -> Infeasibility | None:
     """The worst memory and moment of a choice that exceeds the limits least."""
     lines = [timeline(problem, resource) for resource in range(len(problem.limits))]
     loads = [line.loads(lambda item: _held(item, choice)) for line in lines]
@@ -130,15 +131,17 @@ def _peak(problem: Problem, choice: list[int]) -> Infeasibility | None:
     worst = int(np.argmax(over))
     point = int(loads[worst].argmax())
     live = [item for item in lines[worst].live if item.first <= point < item.last]
-    live = sorted(live, key=lambda item: -_held(item, choice))[:MOST_NAMES]
-    names = tuple(problem.nodes[item.node].name for item in live)
-    amounts = tuple(_held(item, choice) for item in live)
+    held = Counter[str]()
+    for item in live:
+        held[problem.nodes[item.node].name] += int(_held(item, choice))
+    largest = held.most_common(MOST_NAMES)
     when, limit = lines[worst].times[point], problem.limits[worst]
-    listed = ", ".join(f"{name} {amount:.0f}" for name, amount in zip(names, amounts, strict=True))
     text = (
-        f"{problem.resource_name(worst)}: at time point {when} at least {over[worst]:.0f} bytes more than the limit of "
-        f"{limit:.0f} are needed; largest: {listed}; raise the limit or lower what these hold"
+        f"{problem.resource_name(worst)}: {'even' if proven else 'as far as searched,'} the choice that needs least "
+        f"exceeds the limit of {limit:.0f} bytes by {over[worst]:.0f} at time point {when}; largest there: "
+        f"{', '.join(f'{name} {amount}' for name, amount in largest)}; raise the limit or lower what these hold"
     )
+    names, amounts = tuple(name for name, _ in largest), tuple(float(amount) for _, amount in largest)
     return Infeasibility(Cause.MEMORY, names, text, amounts, worst, when, over[worst])
 
 

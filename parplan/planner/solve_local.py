@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from parplan.planner.problem import FloatArray, Problem
-from parplan.planner.solve_rows import Timeline, timeline
+from parplan.planner.solve_rows import Live, Timeline, timeline
 from parplan.planner.solve_tree import edge_costs
 
 __all__ = ["descend", "first_choice", "settle"]
@@ -77,12 +77,15 @@ class _State:
         self.rows = self._overlap_rows() if self.overlapped else np.zeros(0)
         self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
         self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
-        self.live = [[] for _ in problem.nodes]  # type: list[list[tuple[int, int, int, FloatArray]]]
-        for r, line in enumerate(self.lines):
+        self.live: list[list[Live]] = [[] for _ in problem.nodes]
+        for line in self.lines:
             for item in line.live:
-                self.live[item.node].append((r, item.first, item.last, item.amounts))
+                self.live[item.node].append(item)
         self.sums = [float(sum(c[self.choice[v]] for v, c in row.terms.items())) for row in problem.linear]
-        self.linear_of = [[i for i, row in enumerate(problem.linear) if v in row.terms] for v in range(len(self.choice))]
+        self.linear_of: list[list[int]] = [[] for _ in problem.nodes]
+        for i, row in enumerate(problem.linear):
+            for v in row.terms:
+                self.linear_of[v].append(i)
 
     def _overlap_rows(self) -> FloatArray:
         """P_i of the module `problem`."""
@@ -127,8 +130,9 @@ class _State:
         """By how much limits are broken per strategy of v, where v takes part."""
         now = self.choice[v]
         over = np.zeros(self.problem.nodes[v].size)
-        for r, first, last, amounts in self.live[v]:
-            load, limit = self.loads[r][first:last] - amounts[now], self.problem.limits[r]
+        for item in self.live[v]:
+            limit, amounts = self.problem.limits[item.resource], item.amounts
+            load = self.loads[item.resource][item.first : item.last] - amounts[now]
             if load.max() + amounts.max() > limit:
                 over += np.maximum(load[None] + amounts[:, None] - limit, 0.0).sum(axis=1)
         for i in self.linear_of[v]:
@@ -158,8 +162,8 @@ class _State:
         if self.overlapped:
             for row, shift in self._shifts(v).items():
                 self.rows[row:] += shift[strategy] - shift[now]
-        for r, first, last, amounts in self.live[v]:
-            self.loads[r][first:last] += amounts[strategy] - amounts[now]
+        for item in self.live[v]:
+            self.loads[item.resource][item.first : item.last] += item.amounts[strategy] - item.amounts[now]
         for i in self.linear_of[v]:
             values = self.problem.linear[i].terms[v]
             self.sums[i] += float(values[strategy] - values[now])

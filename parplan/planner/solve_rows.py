@@ -7,6 +7,7 @@ from none and adds those that its choices break.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from parplan.planner.solve_reduced import Mask
 
 __all__ = [
     "Live", "Row", "Timeline", "broken_rows", "count_terms", "drop_loose_linear", "drop_loose_memory", "limit_allowed",
-    "memory_rows", "some_rows", "timeline",
+    "memory_rows", "peak_rows", "rows_at", "some_rows", "timeline",
 ]  # fmt: skip
 
 
@@ -39,6 +40,7 @@ class Live:
 
     node: int
     place: int
+    resource: int
     first: int
     last: int
     amounts: FloatArray
@@ -70,7 +72,9 @@ def timeline(problem: Problem, resource: int) -> Timeline:
     points = np.array(times)
     firsts = np.searchsorted(points, [u.start for _, _, u in used])
     lasts = np.searchsorted(points, [u.end for _, _, u in used])
-    live = [Live(v, i, int(a), int(b), u.amounts) for (v, i, u), a, b in zip(used, firsts, lasts, strict=True)]
+    live = [
+        Live(v, i, resource, int(a), int(b), u.amounts) for (v, i, u), a, b in zip(used, firsts, lasts, strict=True)
+    ]
     return Timeline(resource, times, live)
 
 
@@ -174,16 +178,35 @@ def some_rows(problem: Problem, most_terms: int) -> list[Row]:
 def broken_rows(problem: Problem, choice: Sequence[int], have: Sequence[Row]) -> list[Row]:
     """Per memory, the row at its peak if `choice` exceeds the limit there and `have` lacks the row."""
     known = {(row.resource, row.time) for row in have}
+    peaks = [row for row in peak_rows(problem, choice) if (row.resource, row.time) not in known]
+    return [row for row in peaks if sum(values[choice[v]] for v, values in row.terms.items()) > row.high]
+
+
+def peak_rows(problem: Problem, choice: Sequence[int]) -> list[Row]:
+    """Per memory in use, the row at the moment when `choice` holds most of it."""
     found = []
     for resource, limit in enumerate(problem.limits):
         line = timeline(problem, resource)
-        loads = line.loads(lambda item: float(item.amounts[choice[item.node]]))
-        if loads.max(initial=0.0) > limit:
-            point = int(loads.argmax())
-            live = [item for item in line.live if item.first <= point < item.last]
-            row = Row(problem.resource_name(resource), _sum_terms(live), -np.inf, limit, resource, line.times[point])
-            found += [row] if (resource, row.time) not in known else []
+        if line.times:
+            point = int(line.loads(lambda item: float(item.amounts[choice[item.node]])).argmax())
+            found.append(_row(problem.resource_name(resource), line, point, limit))
     return found
+
+
+def rows_at(problem: Problem, time: int) -> list[Row]:
+    """Per memory in use at `time`, the row of that moment."""
+    found = []
+    for resource, limit in enumerate(problem.limits):
+        line = timeline(problem, resource)
+        point = bisect_right(line.times, time) - 1
+        if point >= 0:
+            found.append(_row(problem.resource_name(resource), line, point, limit))
+    return found
+
+
+def _row(name: str, line: Timeline, point: int, limit: float) -> Row:
+    live = [item for item in line.live if item.first <= point < item.last]
+    return Row(name, _sum_terms(live), -np.inf, limit, line.resource, line.times[point])
 
 
 def count_terms(problem: Problem) -> int:

@@ -2,7 +2,8 @@
 
 Networks are nearly chains: a node and what is still open around it (skip edges) are two or three nodes wide, so the
 tables stay small and one pass takes milliseconds. Without overlap rows and limits this is the answer; with them it
-prices a Lagrangian relaxation (solve_bound). A second pass gives, for every strategy, the best cost of any choice with it.
+prices a Lagrangian relaxation (solve_bound). A second pass gives, for every strategy, the best cost of all choices
+that use it.
 
 Strategies with equal lines in all edge matrices of a node form one class; only classes enter the tables.
 """
@@ -127,8 +128,8 @@ class Tree:
         """The optimal class of every node, the lowest where several are."""
         picked: dict[int, int] = {}
         for bucket in reversed(self.buckets):
-            place = (slice(None), *(picked[u] for u in bucket.scope))
-            picked[bucket.node] = int(tables.table[bucket.node][place].argmin())
+            line = np.moveaxis(tables.table[bucket.node], 0, -1)[tuple(picked[u] for u in bucket.scope)]
+            picked[bucket.node] = int(line.argmin())
         return [picked[v] for v in range(len(picked))]
 
     def marginals(self, tables: Tables) -> list[FloatArray]:

@@ -33,6 +33,8 @@ class Verified(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
+    def batch(self) -> int: ...
+    @property
     def rows(self) -> Sequence[DifferenceRow]: ...
     @property
     def passed(self) -> bool: ...
@@ -45,7 +47,7 @@ def render_verification(found: Verified, console: Console) -> None:
     page = Page(console)
     count = found.plan.devices
     where = f"{count} logical CPU device{'s' if count > 1 else ''}"
-    facts = f": batch {found.plan.batch:,}, on {where} against the plain model, in float64"
+    facts = f": {found.batch:,} samples, on {where} against the plain model, in float64"
     page.paragraph(facts, first=found.plan.model, first_style="bold")
     page.blank()
     columns = [

@@ -30,6 +30,7 @@ class Found:
 
     plan: Plan
     rows: tuple[Row, ...]
+    batch: int = 8
     tolerance: float = 1e-9
 
     @property
@@ -48,7 +49,7 @@ def printed(*rows: Row) -> str:
 def test_passed() -> None:
     rows = (Row("outputs", 1, 2.5e-16, "output 0"), Row("gradients", 16, 0.0, "fc6.weight"), Row("buffers", 0, 0.0, ""))
     assert printed(*rows) == (
-        "AlexNet: batch 512, on 4 logical CPU devices against the plain model, in float64\n"
+        "AlexNet: 8 samples, on 4 logical CPU devices against the plain model, in float64\n"
         "\n"
         "             tensors  relative difference  largest in\n"
         "  outputs          1              2.5e-16  output 0\n"

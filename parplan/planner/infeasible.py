@@ -1,0 +1,53 @@
+"""Why there is no plan, in the reader's words: which device, when, which layers, how much is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parplan.planner.formulate import Formulation
+from parplan.planner.problem import Cause, Infeasibility, Solution
+
+__all__ = ["why_not"]
+
+_REMEDIES = (
+    "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, "
+    "or an --optimizer with less state"
+)
+
+
+def why_not(formulation: Formulation, solution: Solution) -> str:
+    """The message of a problem without a solution."""
+    found = solution.infeasibility
+    if found is None:
+        return f"no plan was found in {solution.seconds:.0f} s, and none was excluded; give more --time-limit"
+    if found.cause is not Cause.MEMORY:
+        return f"no plan obeys the rules: {found.message}; relax them with --rules default"
+    return f"no plan fits: {_memory(formulation, found)}\n  {_REMEDIES}"
+
+
+def _memory(formulation: Formulation, found: Infeasibility) -> str:
+    resource = found.resource or 0
+    amounts: Counter[str] = Counter()
+    for name, amount in zip(found.names, found.amounts, strict=True):
+        amounts[name] += round(amount)
+    held = ", ".join(f"{name} {_size(amount)}" for name, amount in amounts.most_common() if amount)
+    limit = _size(formulation.problem.limits[resource])
+    where = formulation.problem.resource_name(resource)
+    return f"{where} has {limit} and lacks {_size(found.missing)} {_moment(formulation, found.time)}, where the most is held by {held}"
+
+
+def _moment(formulation: Formulation, time: int | None) -> str:
+    """A time point as a moment of the step (see formulate)."""
+    if time is None:
+        return "at any moment"
+    names = formulation.names
+    if time < len(names):
+        return f"in the forward of {names[time]}"
+    return f"in the backward of {names[max(0, 2 * len(names) - 1 - time)]}"
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"

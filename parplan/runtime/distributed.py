@@ -1,0 +1,211 @@
+"""The transport of torchrun: one logical device per process, rank i is logical device i.
+
+Pieces go point to point: a rank packs what one other rank needs into one flat message, sends without waiting, and waits
+for what it receives only when it is read. Gradient sums are all-reduces over the ranks that hold the same blocks. Every
+failure of a collective ends as a RuntimeFailure that names the step; the group's timeout bounds every wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.layout import Piece
+from parplan.runtime.program import shape_of
+from parplan.runtime.transport import Assembly, Exchange, Held, assemble, assembly, block
+
+__all__ = ["DistributedTransport", "explained"]
+
+
+@contextmanager
+def explained(what: str, rank: int) -> Iterator[None]:
+    """Turn torch.distributed's errors into one that says which step failed where."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise RuntimeFailure(
+            f"rank {rank}: {what} failed: {reason}; another rank has probably stopped or fallen behind, see its output"
+        ) from error
+
+
+@dataclass
+class _Message:
+    """Blocks that one rank sends another in one flat tensor."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.elements for piece in self.pieces)
+
+
+@dataclass
+class _Receiving:
+    """Messages on their way to this rank, put together when they are first read."""
+
+    transport: DistributedTransport
+    exchange: Exchange
+    works: list[Any]
+    blocks: dict[Piece, Tensor]
+    like: Tensor | None
+    plan: Assembly | None
+    parts: Held | None = None
+
+    def wait(self) -> Held:
+        if self.parts is None:
+            with explained(self.exchange.name, self.transport.rank):
+                for work in self.works:
+                    work.wait()
+            self.parts = {}
+            if self.plan is not None and self.like is not None:
+                self.parts[self.transport.rank] = assemble(self.plan, self.blocks.__getitem__, self.like)
+            self.blocks = {}
+        return self.parts
+
+
+@dataclass
+class _Summing:
+    """An all-reduce on its way."""
+
+    transport: DistributedTransport
+    name: str
+    work: Any
+    flat: Tensor
+
+    def wait(self) -> Held:
+        with explained(self.name, self.transport.rank):
+            self.work.wait()
+        return {self.transport.rank: self.flat}
+
+
+class DistributedTransport:
+    """Moves tensors between the ranks of a process group.
+
+    Args:
+        device: where this rank's logical device lives.
+        group: the process group; None for the default one.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.processes = dist.get_world_size(group)
+        self.owned: tuple[int, ...] = (self.rank,)
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
+        self._sent: list[tuple[str, Any, Tensor]] = []
+
+    def physical(self, device: int) -> torch.device:
+        """Where this rank's device lives."""
+        return self._device
+
+    def on(self, device: int) -> AbstractContextManager[object]:
+        """The caller's own stream: torch.distributed orders its communication with it."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Nothing to order: everything runs on the caller's stream."""
+
+    def end(self) -> None:
+        """Wait until what was sent has left, so that its memory may be reused."""
+        for name, work, _ in self._sent:
+            with explained(name, self.rank):
+                work.wait()
+        self._sent.clear()
+
+    def group(self, devices: Sequence[int]) -> None:
+        """Make the process group of `devices`, once; every rank has to call this, also those outside."""
+        key = tuple(devices)
+        if key not in self._groups:
+            with explained(f"making a group of ranks {key}", self.rank):
+                self._groups[key] = dist.new_group([self._peer(device) for device in key])
+
+    def start(self, exchange: Exchange, tensors: Held) -> _Receiving:
+        """Send this rank's blocks, begin to receive what it needs."""
+        self._send(exchange, tensors)
+        shape = exchange.shapes.get(self.rank)
+        if shape is None:
+            return _Receiving(self, exchange, [], {}, None, None)
+        plan = assembly(exchange.pieces, self.rank, tuple(shape))
+        works, blocks = self._receive(exchange, plan)
+        own = [piece for piece in plan.pieces if piece.source == self.rank]
+        blocks |= {piece: block(tensors[self.rank], piece.source_region) for piece in own}
+        like = torch.empty(shape, dtype=exchange.dtype, device=self._device)
+        return _Receiving(self, exchange, works, blocks, like, plan)
+
+    def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Summing:
+        """Start an all-reduce in place of this rank's flat tensor over `group`."""
+        flat = flats[self.rank]
+        with explained(name, self.rank):
+            work = dist.all_reduce(flat, group=self._groups[tuple(group)], async_op=True)
+        return _Summing(self, name, work, flat)
+
+    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
+        """Overwrite `tensor` on all of `devices` with that of `source`."""
+        with explained(name, self.rank):
+            dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
+
+    def gather_sizes(self, size: int) -> tuple[int, ...]:
+        """What every rank passes here, by rank."""
+        own = torch.tensor([size], dtype=torch.int64, device=self._device)
+        sizes = [torch.empty_like(own) for _ in range(self.processes)]
+        with explained("exchanging the numbers of samples", self.rank):
+            dist.all_gather(sizes, own, group=self._group)
+        return tuple(int(entry.item()) for entry in sizes)
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""
+        told: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                told[0] = make()
+            except Exception as caught:
+                error, told[1] = caught, str(caught)
+        with explained("sharing rank 0's plan", self.rank):
+            dist.broadcast_object_list(told, self._peer(0), group=self._group, device=self._device)
+        if error is not None:
+            raise error
+        if told[1] is not None:
+            raise RuntimeFailure(f"rank {self.rank}: rank 0 could not make the plan: {told[1]}")
+        return str(told[0])
+
+    def _peer(self, device: int) -> int:
+        return device if self._group is None else dist.get_global_rank(self._group, device)
+
+    def _send(self, exchange: Exchange, tensors: Held) -> None:
+        for target, message in _messages(exchange.pieces, self.rank, sending=True).items():
+            blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in message.pieces]
+            # A message is contiguous memory that nothing writes to before it has left.
+            flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
+            with explained(exchange.name, self.rank):
+                self._sent.append((exchange.name, dist.isend(flat, self._peer(target), group=self._group), flat))
+
+    def _receive(self, exchange: Exchange, plan: Assembly) -> tuple[list[Any], dict[Piece, Tensor]]:
+        works, blocks = [], {}
+        for source, message in _messages(plan.pieces, self.rank, sending=False).items():
+            flat = torch.empty(message.elements, dtype=exchange.dtype, device=self._device)
+            with explained(exchange.name, self.rank):
+                works.append(dist.irecv(flat, self._peer(source), group=self._group))
+            parts = flat.split([piece.elements for piece in message.pieces])
+            for piece, part in zip(message.pieces, parts, strict=True):
+                blocks[piece] = part.view(shape_of(piece.source_region))
+        return works, blocks
+
+
+def _messages(pieces: Sequence[Piece], rank: int, sending: bool) -> dict[int, _Message]:
+    """What `rank` sends to (or gets from) every other rank, in the order of the pieces."""
+    found: dict[int, _Message] = {}
+    for piece in pieces:
+        own, other = (piece.source, piece.target) if sending else (piece.target, piece.source)
+        if own == rank and other != rank:
+            found.setdefault(other, _Message()).pieces.append(piece)
+    return found

@@ -1,0 +1,121 @@
+"""Which block of every parameter each device holds, and which gradients are summed together.
+
+Layers that share a parameter may cut it differently. Blocks that are equal or apart can be held as they are; where two
+layers' blocks overlap, the parameter stays whole on every device that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+
+import torch
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Range, Region, region
+from parplan.plan import Strategy
+from parplan.runtime.program import Bucket, shape_of
+
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "buckets", "holdings", "used_block", "within"]
+
+# As DistributedDataParallel: a small first bucket starts reducing early.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+Strategies = Mapping[str, Strategy]
+Holdings = dict[str, dict[int, Region]]
+
+
+def used_block(graph: LayerGraph, strategies: Strategies, layer: str, state: str, device: int) -> Region:
+    """The block of a parameter or buffer that `layer` uses on `device`."""
+    strategy = strategies[layer]
+    row, column = strategy.grid.position(device)
+    return region(graph.values[state].shape, graph.layers[layer].layout(state, strategy), row, column)
+
+
+def within(block: Region, held: Region) -> Region:
+    """`block` counted from the start of `held`."""
+    return tuple(extent.shifted(-outer.start) for extent, outer in zip(block, held, strict=True))
+
+
+def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
+    """Block that each device holds of each parameter, by placeholder; devices without one are absent."""
+    used: dict[str, dict[int, set[Region]]] = defaultdict(lambda: defaultdict(set))
+    for name, layer in graph.layers.items():
+        for parameter in layer.parameters:
+            for device in strategies[name].devices:
+                used[parameter][device].add(used_block(graph, strategies, name, parameter, device))
+    return {parameter: _held(graph.values[parameter].shape, blocks) for parameter, blocks in used.items()}
+
+
+def _held(shape: Sequence[int], used: Mapping[int, set[Region]]) -> dict[int, Region]:
+    distinct = sorted(set().union(*used.values()), key=lambda block: [(e.start, e.stop) for e in block])
+    agree = all(len(blocks) == 1 for blocks in used.values())
+    apart = not any(_overlap(a, b) for a, b in combinations(distinct, 2))
+    whole = tuple(Range(0, size) for size in shape)
+    return {device: next(iter(blocks)) if agree and apart else whole for device, blocks in sorted(used.items())}
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return all(len(x.meet(y)) > 0 for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Gradients that can share a flat tensor."""
+
+    groups: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class _Open:
+    """A bucket that is being filled; the next one of its kind takes its place when it is full."""
+
+    parameters: list[str]
+    bytes_left: int
+
+
+def buckets(graph: LayerGraph, held: Holdings, memories: Sequence[int]) -> tuple[Bucket, ...]:
+    """Parameters whose gradient has terms in several memories, grouped in the order they become ready.
+
+    Args:
+        memories: for every logical device, which memory it works in; terms in one memory are summed in place.
+    """
+    filled: list[Bucket] = []
+    being: dict[_Kind, _Open] = {}
+    for parameter in _ready_order(graph):
+        groups = _groups(held[parameter])
+        if not graph.values[parameter].requires_grad or not _crosses(groups, memories):
+            continue
+        spec = graph.values[parameter]
+        kind = _Kind(groups, spec.dtype)
+        size = max(prod(shape_of(block)) for block in held[parameter].values()) * spec.dtype.itemsize
+        bucket = being.setdefault(kind, _Open([], FIRST_BUCKET_BYTES))
+        bucket.parameters.append(parameter)
+        bucket.bytes_left -= size
+        if bucket.bytes_left <= 0:
+            filled.append(Bucket(tuple(bucket.parameters), groups))
+            being[kind] = _Open([], BUCKET_BYTES)
+    rest = [Bucket(tuple(b.parameters), kind.groups) for kind, b in being.items() if b.parameters]
+    return (*filled, *rest)
+
+
+def _ready_order(graph: LayerGraph) -> list[str]:
+    """Parameters by when the backward is through with them: the last to be used first, ties by first use."""
+    first_used = dict.fromkeys(p for layer in graph.layers.values() for p in layer.parameters)
+    return list(reversed(first_used))
+
+
+def _groups(held: Mapping[int, Region]) -> tuple[tuple[int, ...], ...]:
+    same: dict[Region, list[int]] = {}
+    for device, block in held.items():
+        same.setdefault(block, []).append(device)
+    return tuple(tuple(devices) for devices in same.values())
+
+
+def _crosses(groups: Sequence[Sequence[int]], memories: Sequence[int]) -> bool:
+    return any(len({memories[device] for device in group}) > 1 for group in groups)

@@ -1,0 +1,116 @@
+"""The transport of one process that owns every device: copies and sums between its own tensors.
+
+Several logical devices may share a physical one, and all may be the CPU: then nothing is copied that need not be.
+Between CUDA devices a copy runs on the receiver's copy stream, directly where the devices can reach each other and
+through pinned host memory where they cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parplan.layout import Piece
+from parplan.runtime.streams import Streams
+from parplan.runtime.transport import Exchange, Held, assemble, assembly, block
+
+__all__ = ["LocalTransport"]
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """Copies that were enqueued; only the receiving streams still have to wait."""
+
+    parts: Held
+    streams: Streams
+
+    def wait(self) -> Held:
+        for device, tensor in self.parts.items():
+            self.streams.compute_after_copy(device, tensor)
+        return self.parts
+
+
+class LocalTransport:
+    """Moves tensors between logical devices that live in this process.
+
+    Args:
+        devices: where each logical device lives; the same physical device may appear several times.
+    """
+
+    processes = 1
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.owned = tuple(range(len(devices)))
+        self._devices = tuple(devices)
+        self._streams = Streams(devices)
+        self._reachable: dict[tuple[int, int], bool] = {}
+
+    def physical(self, device: int) -> torch.device:
+        """Where a logical device lives."""
+        return self._devices[device]
+
+    def on(self, device: int) -> AbstractContextManager[object]:
+        """The device's compute stream as a context."""
+        return self._streams.computing(device)
+
+    def begin(self) -> None:
+        """The devices' streams wait for the caller's."""
+        self._streams.begin()
+
+    def end(self) -> None:
+        """The caller's streams wait for the devices'."""
+        self._streams.end()
+
+    def group(self, devices: Sequence[int]) -> None:
+        """Nothing to make ready in one process."""
+
+    def start(self, exchange: Exchange, tensors: Held) -> _Arrived:
+        """Copy and add pieces; targets on the source's device share its memory where a piece is whole."""
+        parts: Held = {}
+        for device, shape in exchange.shapes.items():
+            plan = assembly(exchange.pieces, device, tuple(shape))
+            for piece in plan.pieces:
+                self._streams.copy_after_compute(piece.source, device)
+            with self._streams.copying(device):
+                like = torch.empty(shape, dtype=exchange.dtype, device=self._devices[device])
+                parts[device] = assemble(plan, lambda piece: self._fetch(piece, tensors), like)
+        return _Arrived(parts, self._streams)
+
+    def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Arrived:
+        """Sum on the group's first device, in the order of the group."""
+        first, *others = group
+        for device in group:
+            self._streams.copy_after_compute(device, first)
+        with self._streams.copying(first):
+            total = flats[first].clone()
+            for device in others:
+                total.add_(self._moved(flats[device], device, first))
+        return _Arrived({first: total}, self._streams)
+
+    def _fetch(self, piece: Piece, tensors: Mapping[int, Tensor]) -> Tensor:
+        return self._moved(block(tensors[piece.source], piece.source_region), piece.source, piece.target)
+
+    def _moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        self._streams.used_by_copy(tensor, target)
+        place = self._devices[target]
+        if tensor.device == place:
+            return tensor
+        if tensor.is_cuda and place.type == "cuda" and not self._reach(tensor.device, place):
+            return self._staged(tensor, target)
+        return tensor.to(place, non_blocking=place.type == "cuda")
+
+    def _staged(self, tensor: Tensor, target: int) -> Tensor:
+        """By way of pinned host memory: the host waits for the first half of the way."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor)
+        return host.to(self._devices[target], non_blocking=True)
+
+    def _reach(self, source: torch.device, target: torch.device) -> bool:
+        pair = (source.index or 0, target.index or 0)
+        if pair not in self._reachable:
+            self._reachable[pair] = bool(torch.cuda.can_device_access_peer(*pair))
+        return self._reachable[pair]

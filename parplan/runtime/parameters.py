@@ -1,0 +1,217 @@
+"""What each device holds of the module's parameters and buffers, and where gradients come together.
+
+In one process the user's module keeps its tensors: a device in the same memory works on views of them, a device in
+another memory on copies that are refreshed, all in one message, when the originals were written. Under torchrun each
+process's module holds just what its rank needs. Either way a gradient ends on the user's own parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Range, Region
+from parplan.runtime.compat import Version, version
+from parplan.runtime.program import Bucket, Program, State, shape_of
+from parplan.runtime.transport import Pending, Transport, block
+
+__all__ = ["Gradients", "Store"]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A block of a tensor in another memory, and which version of the original it is."""
+
+    tensor: Tensor
+    version: Version
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A block of a parameter, buffer or constant that a device works on."""
+
+    name: str
+    place: torch.device
+    block: Region
+
+
+class Store:
+    """The parameters, buffers and constants of one captured graph, as its devices hold them.
+
+    Args:
+        module: the user's module.
+        graph: the captured graph.
+        program: whose `holdings` say which block each device holds.
+        transport: which devices are here, and where.
+        sharded: the module's parameters are the blocks this process holds, not the whole tensors.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: LayerGraph, program: Program, transport: Transport, sharded: bool
+    ) -> None:
+        self._parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
+        self._buffers = {
+            name: graph.constants[name] if name in graph.constants else module.get_buffer(path)
+            for name, path in {**dict.fromkeys(graph.constants, ""), **graph.buffers}.items()
+        }
+        self._program = program
+        self._holdings = program.holdings
+        self._transport = transport
+        self._sharded = sharded
+        self._copies: dict[_Wanted, _Copy] = {}
+        self._known_wants: dict[tuple[int, int], _Wanted] = {}
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that take gradients, by placeholder."""
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def original(self, name: str) -> Tensor:
+        """The module's own tensor."""
+        return self._parameters[name] if name in self._parameters else self._buffers[name]
+
+    def get(self, state: State, device: int) -> Tensor:
+        """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
+        wanted = self._wanted(state, device)
+        original = self.original(state.name)
+        if original.device == wanted.place:
+            return block(original.detach(), wanted.block)
+        known = self._copies.get(wanted)
+        if known is None or known.version != version(original):
+            fresh = block(original.detach(), wanted.block).to(wanted.place, copy=True)
+            known = self._copies[wanted] = _Copy(fresh, version(original))
+        return known.tensor
+
+    def refresh(self) -> None:
+        """Bring copies up to date, one message per memory and type."""
+        stale: dict[tuple[torch.device, torch.device, torch.dtype], list[_Wanted]] = defaultdict(list)
+        for wanted, copy in self._copies.items():
+            original = self.original(wanted.name)
+            if copy.version != version(original):
+                stale[original.device, wanted.place, original.dtype].append(wanted)
+        for (_, place, _), group in stale.items():
+            blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
+            flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(place, non_blocking=True)
+            parts = flat.split([tensor.numel() for tensor in blocks])
+            for wanted, tensor, part in zip(group, blocks, parts, strict=True):
+                self._copies[wanted] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
+
+    def write_back(self, state: State, device: int) -> None:
+        """Bring a buffer that `device` wrote in its own memory home to the module."""
+        wanted = self._wanted(state, device)
+        original = self.original(state.name)
+        if original.device != wanted.place:
+            written = self._copies[wanted].tensor
+            block(original, wanted.block).copy_(written)
+            self._copies[wanted] = _Copy(written, version(original))
+
+    def _wanted(self, state: State, device: int) -> _Wanted:
+        key = (id(state), device)  # states live as long as the program does
+        if key not in self._known_wants:
+            self._known_wants[key] = self._want(state, device)
+        return self._known_wants[key]
+
+    def _want(self, state: State, device: int) -> _Wanted:
+        blocks = state.blocks[device]
+        if not self._sharded and state.name in self._holdings:
+            blocks = _absolute(blocks, self._holdings[state.name][device])
+        return _Wanted(state.name, self._transport.physical(device), blocks)
+
+    def place(self, name: str, device: int) -> Region:
+        """Where the block that `device` holds of a parameter lies in the module's own tensor."""
+        held = self._holdings[name][device]
+        return tuple(Range(0, size) for size in shape_of(held)) if self._sharded else held
+
+
+def _absolute(inner: Region, outer: Region) -> Region:
+    return tuple(extent.shifted(start.start) for extent, start in zip(inner, outer, strict=True))
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A gradient of a block of what a device holds."""
+
+    block: Region
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A bucket's sum over one group, on its way."""
+
+    bucket: Bucket
+    device: int
+    pending: Pending
+
+
+class Gradients:
+    """Gathers the parameter gradients of one backward."""
+
+    def __init__(self, store: Store, transport: Transport, holdings: Mapping[str, Mapping[int, Region]]) -> None:
+        self._store = store
+        self._transport = transport
+        self._holdings = holdings
+        self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
+        self._sums: list[_Sum] = []
+
+    def add(self, state: State, device: int, gradient: Tensor) -> None:
+        """Take in one compute step's gradient of the block it used."""
+        self._terms[state.name][device].append(_Term(state.blocks[device], gradient))
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the sums of a bucket whose terms are complete."""
+        name = f"the gradient sum of {', '.join(bucket.parameters)}"
+        for group in bucket.groups:
+            here = [device for device in group if device in self._transport.owned]
+            if not here or len(group) == 1:
+                continue
+            flats = {}
+            for device in here:
+                with self._transport.on(device):
+                    flats[device] = torch.cat([self._own(p, device).reshape(-1) for p in bucket.parameters])
+            self._sums.append(_Sum(bucket, here[0], self._transport.reduce(name, group, flats)))
+
+    def _own(self, name: str, device: int) -> Tensor:
+        """The sum of one device's terms, in the shape of what it holds."""
+        shape = shape_of(self._holdings[name][device])
+        terms = self._terms[name].pop(device, [])
+        if len(terms) == 1 and terms[0].gradient.shape == shape:
+            return terms[0].gradient
+        original = self._store.original(name)
+        total = torch.zeros(shape, dtype=original.dtype, device=self._transport.physical(device))
+        for term in terms:
+            block(total, term.block).add_(term.gradient)
+        return total
+
+    def arrive(self) -> None:
+        """Wait for the sums that were started."""
+        for entry in self._sums:
+            flat = entry.pending.wait()[entry.device]
+            blocks = [self._holdings[name][entry.device] for name in entry.bucket.parameters]
+            shapes = [shape_of(held) for held in blocks]
+            parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+            for name, shape, part in zip(entry.bucket.parameters, shapes, parts, strict=True):
+                whole = tuple(Range(0, size) for size in shape)
+                self._terms[name][entry.device] = [_Term(whole, part.view(shape))]
+        self._sums.clear()
+
+    def total(self, name: str) -> Tensor | None:
+        """The gradient of the module's own parameter; None when no step has used it."""
+        original = self._store.original(name)
+        by_device = {device: terms for device, terms in sorted(self._terms.pop(name, {}).items()) if terms}
+        if not by_device:
+            return None
+        first = next(iter(by_device.values()))[0].gradient
+        if len(by_device) == 1 and first.shape == original.shape and len(next(iter(by_device.values()))) == 1:
+            return first.to(original.device)
+        total = torch.zeros_like(original, memory_format=torch.contiguous_format)
+        for device, terms in by_device.items():
+            here = block(total, self._store.place(name, device))
+            for term in terms:
+                block(here, term.block).add_(term.gradient.to(original.device))
+        return total

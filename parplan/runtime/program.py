@@ -1,0 +1,214 @@
+"""A program: what every device does in one step, forward and backward, as plain data.
+
+Lowering makes it, the executor follows it, `text()` prints it. Tensors are known by slots: one slot is one value in one
+layout. Both directions are listed, as the best moment to start a transfer differs between them: forward, as soon as the
+value is there; backward, as soon as the last reader has given its gradient. All processes follow one order, so none can
+wait for a message that another one will only send after it has received one itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+import torch
+
+from parplan.layout import Grid, Layout, Region, region
+from parplan.runtime.transport import Exchange
+
+__all__ = ["Bucket", "Code", "Compute", "Operand", "Program", "Reduce", "Slot", "State", "Step", "Transfer", "shape_of"]
+
+
+def shape_of(block: Region) -> tuple[int, ...]:
+    """Shape of a block."""
+    return tuple(len(extent) for extent in block)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One value in one layout.
+
+    Args:
+        name: unique: the value's name, or with `@` and a number for further layouts.
+        value: the value's name in the captured graph.
+        layout: where its parts are.
+        shape: of the whole tensor in this step.
+        rows: extent of the batch dimension in every row of the grid; None when rows hold the same.
+        dtype: of the tensor.
+        requires_grad: whether a gradient flows back through it.
+    """
+
+    name: str
+    value: str
+    layout: Layout
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that hold a part."""
+        return self.layout.grid.devices
+
+    def region(self, device: int) -> Region:
+        """The block that `device` holds."""
+        row, column = self.layout.grid.position(device)
+        return region(self.shape, self.layout, row, column, self.rows)
+
+    def local_shape(self, device: int) -> tuple[int, ...]:
+        """Shape of the part that `device` holds."""
+        return shape_of(self.region(device))
+
+
+class Code(Enum):
+    """What a compute step runs."""
+
+    LAYERS = "the layers' own ops"
+    STATISTICS = "count, mean and squared deviations of batch norm, per replica"
+    NORMALISE = "batch norm with the statistics of all replicas"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that a compute step reads or writes: its name in the code, and the slot it lies in."""
+
+    name: str
+    slot: str
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter or buffer that a compute step uses: the block of what each device holds of it."""
+
+    name: str
+    blocks: Mapping[int, Region] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Consecutive layers on one grid with nothing to move between them.
+
+    Args:
+        code: which code runs.
+        layers: names, in forward order.
+        grid: the devices that take part.
+        batches: samples per row of the grid.
+        operands: values read, in the order of the code's arguments.
+        states: parameters and buffers, which follow as further arguments.
+        results: values the code returns.
+    """
+
+    code: Code
+    layers: tuple[str, ...]
+    grid: Grid
+    batches: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    states: tuple[State, ...]
+    results: tuple[Operand, ...]
+
+    def batch(self, device: int) -> int:
+        """Samples that `device` works on."""
+        return self.batches[self.grid.position(device)[0]]
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        layers = " + ".join(self.layers)
+        what = layers if self.code is Code.LAYERS else f"{self.code.name.lower()} of {layers}"
+        names = (", ".join(o.slot for o in group) for group in (self.operands, self.results))
+        return f"{what} on {_grid_text(self.grid)}: " + " -> ".join(names)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value in a new layout; `exchange` moves it, `transposed` moves its gradient back."""
+
+    source: str
+    target: str
+    exchange: Exchange
+    transposed: Exchange
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"move {self.exchange.name}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together, as one flat tensor per device.
+
+    Args:
+        parameters: placeholders, in the order their gradients become ready.
+        groups: devices that hold the same blocks of all of them.
+    """
+
+    parameters: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Start the gradient sums of one bucket; they are waited for at the end of the backward."""
+
+    bucket: int
+    parameters: tuple[str, ...]
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"sum gradients of {', '.join(self.parameters)}"
+
+
+Step = Compute | Transfer | Reduce
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One training or evaluation step.
+
+    Args:
+        slots: every slot by name.
+        forward, backward: steps in the order in which every process takes them.
+        inputs: slot per user input value.
+        outputs: slot per result leaf that is a tensor.
+        updates: slot whose value is assigned to a buffer after the step, by placeholder.
+        buckets: of gradients that several devices have a share in.
+        holdings: block of every parameter that each device holds, by placeholder.
+    """
+
+    slots: Mapping[str, Slot]
+    forward: tuple[Compute | Transfer, ...]
+    backward: tuple[Step, ...]
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+    updates: Mapping[str, str]
+    buckets: tuple[Bucket, ...]
+    holdings: Mapping[str, Mapping[int, Region]]
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers, in forward order."""
+        return tuple(step for step in self.forward if isinstance(step, Transfer))
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that go from one device to another in the forward."""
+        pieces = [piece for transfer in self.transfers for piece in transfer.exchange.pieces]
+        return sum(prod(shape_of(p.source_region)) for p in pieces if p.source != p.target)
+
+    def text(self) -> str:
+        """The program as a table, one step per line."""
+        forward = [f"  {step.text()}" for step in self.forward]
+        backward = [f"  {_back_text(step)}" for step in self.backward]
+        return "\n".join(["forward:", *forward, "backward:", *backward, ""])
+
+
+def _back_text(step: Step) -> str:
+    if isinstance(step, Transfer):
+        return f"move {step.target} back to {step.source}"
+    return f"back through {' + '.join(step.layers)}" if isinstance(step, Compute) else step.text()
+
+
+def _grid_text(grid: Grid) -> str:
+    return f"{grid.replicas}x{grid.shards} ({','.join(map(str, grid.devices))})"

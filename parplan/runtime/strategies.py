@@ -1,0 +1,58 @@
+"""Strategies for every layer of a captured graph, from a plan that may have been made for another capture of the model.
+
+A plan is made for the training graph. The evaluation graph has nearly the same layers under the same names; a layer the
+plan does not know runs as the layer it reads from does, where that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.plan import Plan, Strategy
+
+__all__ = ["strategies_for"]
+
+
+def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
+    """One strategy per layer of `graph`.
+
+    Raises:
+        PlanError: a layer is given replicas or shards that it cannot have.
+    """
+    found: dict[str, Strategy] = {}
+    for name, layer in graph.layers.items():
+        found[name] = plan.layers[name] if name in plan.layers else _following(graph, layer, found)
+        _check(layer, found[name])
+    return found
+
+
+def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy]) -> Strategy:
+    makers = [graph.producer[value] for value in layer.inputs if value in graph.producer]
+    strategy = known[makers[0]] if makers else Strategy()
+    axis = layer.axis(strategy.axis)
+    if strategy.shards > 1 and (axis is None or axis.units % strategy.shards):
+        grid = strategy.grid
+        strategy = Strategy(strategy.replicas, 1, None, grid.column(0))
+    if strategy.replicas > 1 and layer.batch is None:
+        grid = strategy.grid
+        strategy = Strategy(1, strategy.shards, strategy.axis, grid.row(0))
+    return strategy
+
+
+def _check(layer: Layer, strategy: Strategy) -> None:
+    if strategy.replicas * strategy.shards != len(strategy.devices):
+        raise PlanError(
+            f"{layer.name}: {strategy.replicas} replicas x {strategy.shards} shards do not fill "
+            f"{len(strategy.devices)} devices (R6); name one device for each"
+        )
+    if strategy.replicas > 1 and layer.batch is None and not layer.constant:
+        raise PlanError(f"{layer.name}: {strategy.replicas} replicas, but its samples depend on each other; use 1")
+    if strategy.shards > 1:
+        axis = layer.axis(strategy.axis)
+        if axis is None:
+            names = ", ".join(axis.name for axis in layer.axes) or "none"
+            raise PlanError(f"{layer.name}: has no axis {strategy.axis!r} to cut; its axes: {names}")
+        if axis.units % strategy.shards:
+            raise PlanError(f"{layer.name}: {axis.units} {axis.name} cannot be cut in {strategy.shards} (R5)")

@@ -1,0 +1,66 @@
+"""CUDA streams for logical devices: one that computes and one that copies, ordered by events.
+
+On the CPU there is nothing to order and every call here does nothing. Work is never waited for on the host: a stream
+waits for an event of another one. Memory that one stream allocated and another one uses is told to the allocator
+(`record_stream`), so that it is not handed out again too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """One compute and one copy stream per logical device that lives on CUDA."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._compute = {i: torch.cuda.Stream(d) for i, d in enumerate(devices) if d.type == "cuda"}
+        self._copy = {i: torch.cuda.Stream(d) for i, d in enumerate(devices) if d.type == "cuda"}
+
+    def computing(self, device: int) -> AbstractContextManager[object]:
+        """The context in which `device` computes."""
+        stream = self._compute.get(device)
+        return torch.cuda.stream(stream) if stream else nullcontext()
+
+    def copying(self, device: int) -> AbstractContextManager[object]:
+        """The context in which `device` receives copies."""
+        stream = self._copy.get(device)
+        return torch.cuda.stream(stream) if stream else nullcontext()
+
+    def begin(self) -> None:
+        """Every stream waits for what the caller's current streams hold."""
+        for stream in (*self._compute.values(), *self._copy.values()):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def end(self) -> None:
+        """The caller's current streams wait for every stream."""
+        for stream in (*self._compute.values(), *self._copy.values()):
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def copy_after_compute(self, source: int, target: int) -> None:
+        """What `target` copies next sees what `source` and `target` have computed so far."""
+        for device in (source, target):
+            if target in self._copy and device in self._compute:
+                self._copy[target].wait_stream(self._compute[device])
+
+    def compute_after_copy(self, device: int, tensor: Tensor) -> None:
+        """What `device` computes next sees its copies so far; `tensor` came with them."""
+        if device in self._copy:
+            self._compute[device].wait_stream(self._copy[device])
+            tensor.record_stream(self._compute[device])
+
+    def used_by_copy(self, tensor: Tensor, device: int) -> None:
+        """`tensor` is read by `device`'s copy stream."""
+        if device in self._copy and tensor.is_cuda:
+            tensor.record_stream(self._copy[device])
+
+    def used_by_caller(self, tensor: Tensor) -> None:
+        """`tensor` goes to, or comes from, the caller's current stream and one of these streams."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,0 +1,143 @@
+"""What moves tensors between devices: one small interface, one implementation per way of owning devices.
+
+Program and executor know only `Transport`. `LocalTransport` owns every device of one process, `DistributedTransport`
+owns one device of many processes. Both start a movement at once and hand the result over when it is first needed, so
+that a step never waits for data another step will use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parplan.layout import Piece, Region
+
+__all__ = ["Assembly", "Exchange", "Held", "Pending", "Transport", "assemble", "assembly", "block"]
+
+Held = dict[int, Tensor]  # logical device -> the part of one tensor that it holds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One movement of a tensor from layout to layout, the same on every process.
+
+    Args:
+        name: what moves, for errors: "conv1 -> 2x1 on 0,1".
+        pieces: what every device adds from which other one.
+        shapes: shape of the target's part, for every device that gets one.
+        dtype: of the tensor.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    shapes: Mapping[int, tuple[int, ...]]
+    dtype: torch.dtype
+
+
+class Pending(Protocol):
+    """A movement or a sum that was started."""
+
+    def wait(self) -> Held:
+        """The parts that arrived, by device; on CUDA, safe to use on each device's compute stream."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between logical devices.
+
+    Attributes:
+        owned: the logical devices whose tensors live in this process.
+        processes: how many processes share the logical devices; 1 in one process.
+    """
+
+    owned: tuple[int, ...]
+    processes: int
+
+    def physical(self, device: int) -> torch.device:
+        """Where an owned logical device lives."""
+        ...
+
+    def on(self, device: int) -> AbstractContextManager[object]:
+        """The context in which an owned device computes (its stream, on CUDA)."""
+        ...
+
+    def begin(self) -> None:
+        """What runs from here on sees what the caller did before."""
+        ...
+
+    def end(self) -> None:
+        """What the caller does from here on sees what ran before, and everything sent has left."""
+        ...
+
+    def start(self, exchange: Exchange, tensors: Held) -> Pending:
+        """Start a movement from the owned source parts to the owned target parts."""
+        ...
+
+    def reduce(self, name: str, group: Sequence[int], flats: Held) -> Pending:
+        """Start the sum of one flat tensor per device of `group`.
+
+        The result is held by the first owned device of the group. All devices of a group give equally long tensors.
+        """
+        ...
+
+    def group(self, devices: Sequence[int]) -> None:
+        """Make ready for sums over `devices`; every process calls this in the same order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """How one device's part is put together.
+
+    Args:
+        pieces: the pieces it takes, in order.
+        whole: the only piece is the whole part, which can be taken as it is.
+        tiled: the pieces cover the part without overlap, so they are copied, not added.
+    """
+
+    pieces: tuple[Piece, ...]
+    whole: bool
+    tiled: bool
+
+
+def block(tensor: Tensor, region: Region) -> Tensor:
+    """A view of one block of `tensor`; the tensor itself when the block is all of it."""
+    for dim, extent in enumerate(region):
+        if len(extent) != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, extent.start, len(extent))
+    return tensor
+
+
+@lru_cache(maxsize=4096)
+def assembly(pieces: tuple[Piece, ...], device: int, shape: tuple[int, ...]) -> Assembly:
+    """How `device` makes its part of `shape` from `pieces`; remembered, as programs repeat."""
+    own = tuple(piece for piece in pieces if piece.target == device)
+    disjoint = all(_disjoint(a, b) for i, a in enumerate(own) for b in own[:i])
+    tiled = disjoint and sum(piece.elements for piece in own) == prod(shape)
+    return Assembly(own, tiled and len(own) == 1, tiled)
+
+
+def _disjoint(a: Piece, b: Piece) -> bool:
+    return any(len(x.meet(y)) == 0 for x, y in zip(a.target_region, b.target_region, strict=True))
+
+
+def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor], like: Tensor) -> Tensor:
+    """One device's part: its pieces, copied or added into place; `like` gives shape, type and device (uninitialised).
+
+    `fetch` gives a piece's block on the target's device. A piece that is the whole part is returned without a copy.
+    """
+    if plan.whole:
+        return fetch(plan.pieces[0])
+    if not plan.tiled:
+        like.zero_()
+    for piece in plan.pieces:
+        place = block(like, piece.target_region)
+        place.copy_(fetch(piece)) if plan.tiled else place.add_(fetch(piece))
+    return like
