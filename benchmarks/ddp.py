@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="per round and model")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
-    mp.spawn(worker, (args, free_port()), args.processes)  # type: ignore[no-untyped-call]
+    mp.spawn(worker, (args, free_port()), args.processes)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

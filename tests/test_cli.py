@@ -261,6 +261,7 @@ class Found:
 
     rows: tuple[Row, ...]
     passed: bool
+    batch: int = 8
     tolerance: float = 1e-9
     plan: Plan = alexnet().plan
 

@@ -24,17 +24,19 @@ class BatchChanges:
         all: calls of modules with an argument that changes.
         unexplained: those of them where the argument is not simply the shape of the result.
         resized: nodes whose result has another shape.
+        results: whether the model returns a number that changes (`x.shape[0]`).
     """
 
     all: frozenset[Owner] = frozenset()
     unexplained: frozenset[Owner] = frozenset()
     resized: frozenset[str] = frozenset()
+    results: bool = False
 
 
 def everything_changes(graph: fx.GraphModule) -> BatchChanges:
     """For a model that cannot be captured at another batch size."""
     everything = frozenset(owner_of(node) for node in _calls(graph))
-    return BatchChanges(everything, everything)
+    return BatchChanges(everything, everything, results=True)
 
 
 def batch_changes(one: fx.GraphModule, other: fx.GraphModule) -> BatchChanges:
@@ -46,7 +48,12 @@ def batch_changes(one: fx.GraphModule, other: fx.GraphModule) -> BatchChanges:
     changed = [node for node, twin in pairs if _text(node) != _text(twin)]
     unexplained = [node for node, twin in pairs if _text(node, sizes=False) != _text(twin, sizes=False)]
     resized = [node.name for node, twin in pairs if _shape(node) != _shape(twin)]
-    return BatchChanges(frozenset(map(owner_of, changed)), frozenset(map(owner_of, unexplained)), frozenset(resized))
+    return BatchChanges(
+        all=frozenset(map(owner_of, changed)),
+        unexplained=frozenset(map(owner_of, unexplained)),
+        resized=frozenset(resized),
+        results=_text(one.graph.output_node()) != _text(other.graph.output_node()),
+    )
 
 
 def _shape(node: fx.Node) -> list[int] | None:

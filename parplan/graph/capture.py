@@ -199,7 +199,7 @@ def _assemble(
         buffer_updates=graph.buffer_updates,
         counters=graph.counters,
         training=call.training,
-        fixed_batch=any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
+        fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 
 

@@ -121,12 +121,23 @@ def _is_inplace(node: fx.Node) -> bool:
 
 
 def _reveal_aliases(graph: fx.Graph) -> None:
-    """Dropout that drops nothing hands its input back; where that is changed in place, say so."""
+    """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
-        if idle and any(_is_inplace(user) for user in node.users):
+        if idle and any(map(_is_inplace, node.users)) and not _is_only_reader(graph, node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _is_only_reader(graph: fx.Graph, node: fx.Node) -> bool:
+    """Whether nobody else can see the memory of `node`'s operand."""
+    memory = _memory(node.args[0])
+    holders = [other for other in graph.nodes if is_tensor(other) and _memory(other) == memory]
+    return holders == [node.args[0]] and len(holders[0].users) == 1 and holders[0].op != "placeholder"
+
+
+def _memory(node: Any) -> int:
+    return int(node.meta["val"].untyped_storage()._cdata)
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
@@ -155,7 +166,7 @@ def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
     for position, node in enumerate(graph.nodes):
         if not is_tensor(node) or node in counters:
             continue
-        memory = node.meta["val"].untyped_storage()._cdata
+        memory = _memory(node)
         if _is_inplace(node):
             last_change[memory] = position
         elif memory in views or node.op == "placeholder":

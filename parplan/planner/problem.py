@@ -205,8 +205,10 @@ class Infeasibility:
         names: node names (STRATEGY: that node; EDGE: source and target of each pair, flattened;
             MEMORY: the largest nodes live at `time`) or constraint names (LINEAR).
         amounts: MEMORY: the bytes each of `names` holds; else empty.
-        missing: MEMORY: bytes by which the best choice found exceeds the limit; the least possible unless the
-            search was cut short.
+        resource: MEMORY: which memory; None if all together are too small.
+        time: MEMORY: the time point.
+        missing: MEMORY: bytes by which the best choice found exceeds the limit (the least possible unless the search
+            was cut short), or, for all memories together, a proven least.
     """
 
     cause: Cause

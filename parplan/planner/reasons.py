@@ -32,8 +32,9 @@ def reason(
     best = next((c for c in changes if c.total_s >= 0 or _fits(problem, choice, index, c)), None)
     if best is None:
         return "every other way needs more memory than there is"
-    follows = f"follows {followed}; " if followed else ""
-    return follows + _against(options[best.strategy].strategy.describe(), best)
+    if followed and best.total_s > 0:
+        return f"follows {followed}; any other way costs {_time(best.total_s)}"
+    return _against(options[best.strategy].strategy.describe(), best)
 
 
 def _fits(problem: Problem, choice: Sequence[int], index: int, change: Change) -> bool:

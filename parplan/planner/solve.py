@@ -114,7 +114,7 @@ class _Run:
         if rest is not None and self.choice is None:
             if self.full(rest):
                 return False
-            rest = self.tighten(rest) if self.choice is not None else rest
+            rest = self.tighten(rest) if np.isfinite(self.objective) else rest
         return (rest is not None and self.search(rest)) or self.choice is not None
 
     def full(self, reduced: Reduced) -> bool:

@@ -18,7 +18,7 @@ from parplan.planner.presolve import drop_dominated, drop_forbidden, merge_paral
 from parplan.planner.problem import Cause, Edge, Infeasibility, Linear, Problem, Status
 from parplan.planner.solve_bound import relax
 from parplan.planner.solve_local import descend, first_choice
-from parplan.planner.solve_overfull import without_costs
+from parplan.planner.solve_overfull import crowd, without_costs
 from parplan.planner.solve_reduced import Reduced
 from parplan.planner.solve_rows import Live, broken_rows, peak_rows, some_rows, timeline
 
@@ -39,7 +39,7 @@ def explain(problem: Problem, time_limit_s: float, workers: int) -> Infeasibilit
         found = _conflict(pairs_only, deadline, workers)
     if found is None and _fits(replace(pairs_only, linear=free.linear), deadline, workers) is False:
         found = _linear(pairs_only, free.linear, deadline, workers)
-    return found or _memory(free, deadline, workers)
+    return found or _crowded(problem) or _memory(free, deadline, workers)
 
 
 def _fits(problem: Problem, deadline: float, workers: int) -> bool | None:
@@ -97,6 +97,21 @@ def _linear(problem: Problem, rows: tuple[Linear, ...], deadline: float, workers
     names = tuple(row.name for row in needed)
     ranges = ", ".join(f"{row.name} (from {row.low:g} to {row.high:g})" for row in needed)
     return Infeasibility(Cause.LINEAR, names, f"{ranges}: cannot be met{' together' * (len(names) > 1)}; loosen one")
+
+
+def _crowded(problem: Problem) -> Infeasibility | None:
+    """Several memories that are too small together, whatever goes where."""
+    full, limit = crowd(problem), float(sum(problem.limits))
+    if len(problem.limits) < 2 or full.least <= limit:
+        return None
+    missing, largest = full.least - limit, full.held.most_common(MOST_NAMES)
+    text = (
+        f"at time point {full.time} at least {full.least} bytes are needed in all, and {len(problem.limits)} memories "
+        f"({problem.resource_name(0)}, ...) hold {limit:.0f}: {missing:.0f} are missing; largest there: "
+        f"{', '.join(f'{name} {amount}' for name, amount in largest)}; raise the limits or lower what these hold"
+    )
+    amounts = tuple(float(amount) for _, amount in largest)
+    return Infeasibility(Cause.MEMORY, tuple(n for n, _ in largest), text, amounts, None, full.time, missing)
 
 
 def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:

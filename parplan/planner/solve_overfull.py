@@ -10,20 +10,29 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from parplan.planner.presolve import drop_dominated
-from parplan.planner.problem import Edge, FloatArray, Problem
+from parplan.planner.problem import Edge, FloatArray, Node, Problem
 from parplan.planner.solve_bound import Priced, Prices, Relaxation, relax
 from parplan.planner.solve_local import descend
 from parplan.planner.solve_rows import broken_rows, rows_at
 
-__all__ = ["overfull", "without_costs"]
+__all__ = ["Crowd", "crowd", "overfull", "without_costs"]
 
 ROUNDS, STEPS = 6, 15
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The fullest moment: the least bytes all nodes hold of all memories together, and each node's part."""
+
+    time: int
+    least: int
+    held: Counter[str]
 
 
 def without_costs(problem: Problem) -> Problem:
@@ -47,7 +56,7 @@ def overfull(problem: Problem, deadline: float, offer: Callable[[list[int]], obj
     `offer` is given the choices met on the way, each after local search on the limits.
     """
     free = drop_dominated(without_costs(problem))
-    rows = rows_at(free.problem, _crowded(free.problem))
+    rows = rows_at(free.problem, crowd(free.problem).time)
     prices = np.ones(len(rows))
     for _ in range(ROUNDS):
         relaxation = relax(free.problem, rows) if rows else None
@@ -82,15 +91,21 @@ def _priced(relaxation: Relaxation, weights: FloatArray, deadline: float) -> Pri
     return best
 
 
-def _crowded(problem: Problem) -> int:
-    """The moment when all memories together are fullest, each node at its least."""
+def crowd(problem: Problem) -> Crowd:
+    """The moment when all memories together are fullest, each node at its least (in sum over the memories)."""
     change: Counter[int] = Counter()
     for node in problem.nodes:
-        points = sorted({point for usage in node.usages for point in (usage.start, usage.end)})
-        for start, end in pairwise(points):
-            live = [usage.amounts for usage in node.usages if usage.start <= start and end <= usage.end]
-            least = float(sum(live, np.zeros(node.size)).min())
-            change[start] += int(least)
-            change[end] -= int(least)
+        for start, end in pairwise(sorted({point for u in node.usages for point in (u.start, u.end)})):
+            least = _least(node, start)
+            change[start] += least
+            change[end] -= least
     times = sorted(change)
-    return times[int(np.cumsum([change[point] for point in times]).argmax())] if times else 0
+    moment = times[int(np.cumsum([change[point] for point in times]).argmax())] if times else 0
+    held = Counter({node.name: _least(node, moment) for node in problem.nodes})
+    return Crowd(moment, held.total(), held)
+
+
+def _least(node: Node, moment: int) -> int:
+    """The least bytes that a node holds of all memories together."""
+    live = [usage.amounts for usage in node.usages if usage.start <= moment < usage.end]
+    return int(sum(live, np.zeros(node.size))[node.allowed].min(initial=np.inf)) if node.allowed.any() else 0

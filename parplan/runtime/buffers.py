@@ -13,8 +13,8 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Region
+from parplan.runtime.codes import written_buffers
 from parplan.runtime.distributed import DistributedTransport
-from parplan.runtime.executor import written_buffers
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Compute, Program
 from parplan.runtime.transport import block

@@ -24,19 +24,17 @@ from parplan.layout import Region
 from parplan.plan import Plan, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.calls import Call
+from parplan.runtime.devices import Device, existing, logical, memories, transport_for
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.executor import Executor
-from parplan.runtime.local import LocalTransport
 from parplan.runtime.lower import Setting, lower
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Program
 from parplan.runtime.sharding import Sharding, same_start
 from parplan.runtime.strategies import strategies_for
-from parplan.runtime.transport import Transport
 
 __all__ = ["Compiled"]
 
-Device = torch.device | str
 Planner = Callable[[LayerGraph], Plan]
 
 # Samples per rank that a program is lowered for to see whether it needs the ranks' real numbers.
@@ -90,10 +88,10 @@ class Compiled(nn.Module):
         self.plan: Plan | None = None
         self.program: Program | None = None
         self._planner = planner
-        self._transport = _transport(devices, group)
-        self._memories = _memories(self._transport)
-        self._output_device = _existing(output_device) if output_device is not None else None
-        self._output = _logical(self._output_device, self._transport)
+        self._transport = transport_for(devices, group)
+        self._memories = memories(self._transport)
+        self._output_device = existing(output_device) if output_device is not None else None
+        self._output = logical(self._output_device, self._transport)
         self._dim = dim
         self._global = batch_norm == "global"
         self._dropout = dropout
@@ -212,7 +210,8 @@ class Compiled(nn.Module):
         held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
         if self._sharding is None:
             self._held = held
-            self._sharding = Sharding(self.module, held, fresh_buffers(graph, program), self._transport)
+            self._sharding = Sharding(self.module, held, self._transport)
+        self._sharding.fresh |= fresh_buffers(graph, program)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
                 raise RuntimeFailure(
@@ -278,7 +277,7 @@ class Compiled(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """The module's modules, by their own names."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module's children."""
@@ -305,40 +304,3 @@ def _bound_to_batch(graph: LayerGraph) -> bool:
         if value not in graph.batch_dims and graph.values[value].shape
     ]
     return graph.fixed_batch or bool(loose)
-
-
-def _transport(devices: Sequence[Device] | None, group: dist.ProcessGroup | None) -> Transport:
-    if devices is None and dist.is_available() and dist.is_initialized():
-        cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
-        return DistributedTransport(
-            torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"), group
-        )
-    if devices is None:
-        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-    if not devices:
-        raise RuntimeFailure("devices is empty; name at least one, such as devices=['cpu']")
-    return LocalTransport([_existing(device) for device in devices])
-
-
-def _existing(name: Device) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = device.index if device.index is not None else 0
-        if index >= count:
-            raise RuntimeFailure(f"{name}: this machine has {count} CUDA devices; name others, or 'cpu'")
-        return torch.device("cuda", index)
-    return device
-
-
-def _logical(place: torch.device | None, transport: Transport) -> int:
-    """The logical device that results are gathered on: one that lives where they are wanted, else the first."""
-    return next((device for device in transport.owned if transport.physical(device) == place), transport.owned[0])
-
-
-def _memories(transport: Transport) -> tuple[int, ...]:
-    """For each logical device the memory it works in: its process, or its physical device."""
-    if isinstance(transport, DistributedTransport):
-        return tuple(range(transport.processes))
-    places = [transport.physical(device) for device in transport.owned]
-    return tuple(places.index(place) for place in places)

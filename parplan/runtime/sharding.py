@@ -70,20 +70,21 @@ class Sharding:
     Args:
         module: the user's module, whose parameters become blocks.
         parameters: block per device, by dotted name; a parameter that is not named stays whole everywhere.
-        buffers: the same for buffers that are only up to date on some ranks.
+
+    Attributes:
+        fresh: the same for buffers that are only up to date on some ranks.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: Mapping[str, Mapping[int, Region]],
-        buffers: Mapping[str, Mapping[int, Region]],
         transport: DistributedTransport,
     ) -> None:
         self._module = module
         self._transport = transport
         self._held = parameters
-        self._fresh = buffers
+        self.fresh: dict[str, dict[int, Region]] = {}
         self._shapes = {name: tuple(module.get_parameter(name).shape) for name in parameters}
         self._aliases = _aliases(module)
         for name, held in parameters.items():
@@ -120,8 +121,8 @@ class Sharding:
             first = self._aliases.get(name, name)
             if first in self._held:
                 whole[name] = self._gathered(name, value, self._held[first], self._shapes[first])
-            elif name in self._fresh:
-                whole[name] = self._gathered(name, value, self._fresh[name], tuple(value.shape))
+            elif name in self.fresh:
+                whole[name] = self._gathered(name, value, self.fresh[name], tuple(value.shape))
             else:
                 whole[name] = value
         return whole

@@ -19,6 +19,7 @@ from parplan.planner.presolve import (
     presolve,
 )
 from parplan.planner.problem import Edge, Node, Problem, Usage, evaluate
+from parplan.planner.solve_overfull import overfull
 from parplan.planner.solve_reduced import Reduced
 from parplan.planner.solve_rows import memory_rows
 from tests.planner.oracle import Optimum, brute_force
@@ -93,6 +94,28 @@ def test_a_chain_without_limits_folds_to_one_node() -> None:
     cost = np.array([[0.0, 3.0], [3.0, 0.0]])
     edges = tuple(Edge(i, i + 1, cost, cost) for i in range(9))
     assert len(fold(Problem(nodes, edges)).problem.nodes) == 1
+
+
+def _placements(rng: np.random.Generator) -> Problem:
+    """Nodes that go on one of two devices, or half on each; some pairs forbidden."""
+    zeros, nodes = np.zeros(3), []
+    for v in range(int(rng.integers(2, 6))):
+        size, end = float(2 * rng.integers(1, 20)), v + int(rng.integers(1, 6))
+        places = (np.array([size, 0, size / 2]), np.array([0, size, size / 2]))
+        nodes.append(Node(f"n{v}", zeros, zeros, zeros, tuple(Usage(d, v, end, a) for d, a in enumerate(places))))
+    blocked = [np.where(rng.random((3, 3)) < 0.4, np.inf, 0.0) for _ in nodes[1:]]
+    edges = tuple(Edge(v, v + 1, cost, np.zeros((3, 3))) for v, cost in enumerate(blocked))
+    return Problem(tuple(nodes), edges, (float(rng.integers(5, 40)), float(rng.integers(5, 40))))
+
+
+def test_overfull_is_only_claimed_where_nothing_fits() -> None:
+    claims = []
+    for draw in range(200):
+        allowed = drop_forbidden(_placements(np.random.default_rng([7, draw])))
+        if allowed is not None:
+            claims.append(overfull(allowed.problem, np.inf, lambda choice: None))
+            assert not claims[-1] or brute_force(allowed.problem).choice is None
+    assert 10 < sum(claims) < len(claims)
 
 
 def test_presolve_shrinks_a_network() -> None:

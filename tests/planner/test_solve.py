@@ -149,6 +149,16 @@ def test_says_where_memory_is_missing_and_how_much() -> None:
     assert "device 3" in cause.message
 
 
+def test_says_when_all_memories_together_are_too_small() -> None:
+    """Each node fits on either device, any two on both, three do not."""
+    usages = tuple((Usage(0, 0, 9, np.array([60.0, 0.0])), Usage(1, 0, 9, np.array([0.0, 60.0]))) for _ in range(3))
+    found = solve(Problem(_nodes(3, usages), (), (80.0, 80.0)), workers=1)
+    cause = found.infeasibility
+    assert cause is not None
+    assert (cause.cause, cause.resource, cause.missing) == (Cause.MEMORY, None, 20)
+    assert cause.names == ("n0", "n1", "n2")
+
+
 def test_a_network_that_does_not_fit_names_the_memory() -> None:
     problem = network(residual(4, seed=1), devices=4, seed=1, limit=0.05)
     found = solve(problem, 60, workers=1)

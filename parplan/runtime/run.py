@@ -1,0 +1,229 @@
+"""One call of a program: its forward, and what that leaves for its backward.
+
+Each compute step records its own small graph, with its inputs cut off from what came before. The backward takes the
+program's backward steps one by one, and asks autograd only for the gradients of one such graph at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.compat import keeps_graph
+from parplan.runtime.parameters import Gradients
+from parplan.runtime.parts import Parts
+from parplan.runtime.program import Code, Compute, Reduce, Slot, State, Transfer
+
+if TYPE_CHECKING:
+    from parplan.runtime.executor import Executor
+
+__all__ = ["Run"]
+
+AGAIN = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time."
+)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What one compute step left on one device for its backward; `inputs` are leaves, or do not need gradients."""
+
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+class Run:
+    """One call: its forward, and what that left for the backward."""
+
+    def __init__(self, executor: Executor, inputs: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+        self._executor = executor
+        self._program = executor.program
+        self._transport = executor.transport
+        self._inputs = inputs
+        self._input_devices: list[torch.device] = []
+        self._parameters = parameters
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._done = False
+
+    # -- forward --
+
+    def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
+        executor, parts = self._executor, Parts(self._transport)
+        self._input_devices = [tensor.device for tensor in tensors]
+        self._transport.begin()
+        executor.store.refresh()
+        for name, tensor in zip(self._inputs, tensors, strict=True):
+            device = self._arrival(self._program.slots[name])
+            parts.add(name, device, tensor.detach().to(self._transport.physical(device)))
+        for step in self._program.forward:
+            if isinstance(step, Transfer):
+                parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
+            else:
+                for device in executor.owned(step.grid.devices):
+                    self._compute(step, device, parts, record)
+            for slot in executor.last_reads(step):
+                parts.drop(slot)
+        results = [parts.get(slot)[executor.deliver_from] for slot in self._program.outputs]
+        self._update_buffers(parts)
+        parts.settle()
+        self._transport.end()
+        return [tensor.view_as(tensor) for tensor in results]
+
+    def _arrival(self, slot: Slot) -> int:
+        return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
+
+    def _compute(self, step: Compute, device: int, parts: Parts, record: bool) -> None:
+        slots = self._program.slots
+        if step.batch(device) == 0 and self._is_empty(step, device):
+            self._nothing(step, device, parts)
+            return
+        with self._transport.on(device), torch.set_grad_enabled(record):
+            values = [parts.get(operand.slot)[device] for operand in step.operands]
+            needed = [record and slots[operand.slot].requires_grad for operand in step.operands]
+            states = self._executor.states(step, device)
+            needed += [record and self._takes_gradient(state) for state in step.states]
+            inputs = tuple(_leaf(t) if n else t for t, n in zip((*values, *states), needed, strict=True))
+            results = self._executor.codes.get(step, device)(*inputs)
+        for result, tensor in zip(step.results, results, strict=True):
+            self._check(step, slots[result.slot], device, tensor)
+            parts.add(result.slot, device, tensor.detach())
+        self._executor.write_back(step, device)
+        if record:
+            self._recorded[id(step), device] = _Recorded(inputs, results)
+
+    def _is_empty(self, step: Compute, device: int) -> bool:
+        """Whether the device has nothing to compute; it takes part in a normalisation for the running statistics."""
+        results = (self._program.slots[result.slot] for result in step.results)
+        return step.code is not Code.NORMALISE and all(0 in slot.local_shape(device) for slot in results)
+
+    def _takes_gradient(self, state: State) -> bool:
+        return state.name in self._parameters
+
+    def _nothing(self, step: Compute, device: int, parts: Parts) -> None:
+        """A device without samples has empty results, and no gradient to give."""
+        for result in step.results:
+            slot = self._program.slots[result.slot]
+            place = self._transport.physical(device)
+            parts.add(result.slot, device, torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place))
+
+    def _check(self, step: Compute, slot: Slot, device: int, tensor: Tensor) -> None:
+        if tuple(tensor.shape) != slot.local_shape(device):
+            raise RuntimeFailure(
+                f"{' + '.join(step.layers)}: {slot.name} has shape {tuple(tensor.shape)} on device {device} where "
+                f"{slot.local_shape(device)} was planned; give these layers one replica and one shard"
+            )
+
+    def _update_buffers(self, parts: Parts) -> None:
+        for buffer, slot in self._program.updates.items():
+            self._executor.store.original(buffer).copy_(parts.get(slot)[self._executor.deliver_from])
+
+    # -- backward --
+
+    def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
+        if self._done:
+            raise RuntimeError(AGAIN)
+        self._done = not keeps_graph()
+        grads = Parts(self._transport)
+        sums = Gradients(self._executor.store, self._transport, self._program.holdings)
+        self._transport.begin()
+        self._take_outputs(outputs, grads)
+        for step in self._program.backward:
+            if isinstance(step, Transfer):
+                self._send_back(step, grads)
+            elif isinstance(step, Reduce):
+                sums.launch(self._program.buckets[step.bucket])
+            else:
+                for device in self._executor.owned(step.grid.devices):
+                    self._go_back(step, device, grads, sums)
+                for result in step.results:
+                    grads.drop(result.slot)
+        sums.arrive()
+        given = [self._input_gradient(name, i, grads) for i, name in enumerate(self._inputs)]
+        self._transport.end()
+        return [*given, *(sums.total(name) for name in self._parameters)]
+
+    def _take_outputs(self, outputs: Sequence[Tensor | None], grads: Parts) -> None:
+        for slot, gradient in zip(self._program.outputs, outputs, strict=True):
+            if gradient is not None and self._program.slots[slot].requires_grad:
+                place = self._transport.physical(self._executor.deliver_from)
+                # The mean over processes, taken once and here, makes every later reduction a plain sum.
+                share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
+                grads.add(slot, self._executor.deliver_from, share.to(place))
+
+    def _send_back(self, step: Transfer, grads: Parts) -> None:
+        target = self._program.slots[step.target]
+        if not target.requires_grad:
+            return
+        held = grads.get(step.target)
+        if not held and self._transport.processes == 1:
+            return
+        here = self._executor.owned(target.devices)
+        whole = {device: held[device] if device in held else self._zeros(target, device) for device in here}
+        grads.expect(step.source, self._transport.start(step.transposed, whole))
+        grads.drop(step.target)
+
+    def _zeros(self, slot: Slot, device: int) -> Tensor:
+        with self._transport.on(device):
+            place = self._transport.physical(device)
+            return torch.zeros(slot.local_shape(device), dtype=slot.dtype, device=place)
+
+    def _go_back(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
+        recorded = self._recorded.get((id(step), device))
+        if self._done:
+            self._recorded.pop((id(step), device), None)
+        if recorded is None:
+            return
+        known = {result.slot: grads.get(result.slot).get(device) for result in step.results}
+        pairs = [
+            (tensor, known[result.slot])
+            for result, tensor in zip(step.results, recorded.results, strict=True)
+            if tensor.requires_grad and known[result.slot] is not None
+        ]
+        leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
+        if not pairs or not leaves:
+            return
+        with self._transport.on(device):
+            given = torch.autograd.grad(
+                [tensor for tensor, _ in pairs],
+                leaves,
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
+                retain_graph=not self._done,
+            )
+        found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
+        self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], grads, sums)
+
+    def _hand_on(
+        self, step: Compute, device: int, given: Sequence[Tensor | None], grads: Parts, sums: Gradients
+    ) -> None:
+        count = len(step.operands)
+        for operand, gradient in zip(step.operands, given[:count], strict=True):
+            if gradient is not None:
+                grads.add(operand.slot, device, gradient)
+        for state, gradient in zip(step.states, given[count:], strict=True):
+            if gradient is not None:
+                sums.add(state, device, gradient)
+
+    def _input_gradient(self, name: str, index: int, grads: Parts) -> Tensor | None:
+        slot = self._program.slots[name]
+        device = self._arrival(slot)
+        gradient = grads.get(name).get(device)
+        if gradient is None and slot.requires_grad and 0 in slot.local_shape(device):
+            gradient = self._zeros(slot, device)  # no samples, so no step has run on it
+        if gradient is None or not slot.requires_grad:
+            return None
+        # The mean over processes is for parameters; a process's own inputs see its own loss.
+        own = gradient if self._transport.processes == 1 else gradient * self._transport.processes
+        return own.to(self._input_devices[index])
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()

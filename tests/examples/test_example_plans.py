@@ -1,0 +1,43 @@
+"""A slice of benchmarks/verification.py and of benchmarks/plans.py; the benchmarks run the whole matrix."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+
+import pytest
+
+import parplan
+from parplan.planner.decision import Decision
+from parplan.verification import verify_plan
+from tests.plans import plan_by
+
+CASES = [
+    ("alexnet", "hybrid", 4),
+    ("alexnet", "sums", 2),
+    ("two_tower", "towers", 2),
+    ("two_tower", "towers", 4),
+    ("vgg16", "model parallel", 3),
+    ("resnet50", "data parallel", 3),
+    ("resnet50", "mixed", 4),
+    ("mlp", "solver", 4),
+]
+
+
+@pytest.mark.parametrize(("example", "name", "devices"), CASES)
+def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
+    module, inputs = import_module(f"examples.{example}").small()
+    planner = partial(plan_by, name, devices=devices)
+    found = verify_plan(module, inputs, None, lambda graph: planner(graph=graph), devices=devices)
+    assert found.passed, found.rows
+
+
+@cache
+def decided(example: str, gpus: int) -> Decision:
+    module = import_module(f"examples.{example}")
+    return parplan.analyze(module.build(), module.example_inputs(), gpus=gpus)
+
+
+@pytest.mark.parametrize(("example", "gpus"), [("alexnet", 4), ("two_tower", 8), ("vgg16", 6), ("resnet50", 8), ("mlp", 7)])
+def test_full_size_plans_are_proven(example: str, gpus: int) -> None:
+    assert decided(example, gpus).proof.status == "OPTIMAL"

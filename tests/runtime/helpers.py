@@ -1,0 +1,128 @@
+"""Plans made by hand or drawn, and the comparison with the plain model that most tests end in."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.runtime.compiled import Compiled
+from parplan.runtime.executor import Executor
+from parplan.runtime.local import LocalTransport
+from parplan.runtime.lower import Setting, lower
+from parplan.runtime.parameters import Store
+
+__all__ = [
+    "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_strategies", "spread",
+]  # fmt: skip
+
+CLOSE = 1e-9  # relative, float64
+
+Rule = Callable[[Layer], Strategy]
+
+
+def spread(devices: int, kind: str) -> Rule:
+    """A rule that gives every layer as much as it can take: "data", "hybrid", "one", or the name of an axis."""
+
+    def rule(layer: Layer) -> Strategy:
+        everyone = tuple(range(devices))
+        if kind == "hybrid" and layer.kind not in ("linear",):
+            return _replicated(layer, everyone)
+        wanted = {"hybrid": ("out-features", "in-features")}.get(kind, (kind,))
+        for axis in layer.axes:
+            if axis.name in wanted and axis.units % devices == 0:
+                return Strategy(1, devices, axis.name, everyone)
+        return _replicated(layer, everyone) if kind == "data" else Strategy()
+
+    return rule
+
+
+def _replicated(layer: Layer, everyone: tuple[int, ...]) -> Strategy:
+    return Strategy(len(everyone), 1, None, everyone) if layer.batch is not None else Strategy()
+
+
+def planner(rule: Rule | Mapping[str, Strategy], devices: int) -> Callable[[LayerGraph], Plan]:
+    """A planner that follows a rule, or a table of strategies by layer name (device 0 for all others)."""
+
+    def plan(graph: LayerGraph) -> Plan:
+        chosen = {
+            name: rule(layer) if callable(rule) else rule.get(name, Strategy()) for name, layer in graph.layers.items()
+        }
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, chosen)
+
+    return plan
+
+
+def compiled(module: nn.Module, rule: Rule | Mapping[str, Strategy], devices: int, **options: Any) -> Compiled:
+    """A compiled copy of `module` on logical CPU devices."""
+    return Compiled(copy.deepcopy(module), planner(rule, devices), devices=["cpu"] * devices, **options)
+
+
+def random_strategies(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
+    """A legal strategy for every layer, on random devices in random order."""
+    return {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
+
+
+def _options(layer: Layer, devices: int, draw: random.Random) -> list[Strategy]:
+    cuts: list[tuple[int, str | None]] = [(1, None)]
+    cuts += [(s, axis.name) for axis in layer.axes for s in range(2, devices + 1) if axis.units % s == 0]
+    found = []
+    for shards, axis in cuts:
+        most = devices // shards if layer.batch is not None or layer.constant else 1
+        for replicas in range(1, most + 1):
+            chosen = draw.sample(range(devices), replicas * shards)
+            found.append(Strategy(replicas, shards, axis, tuple(chosen)))
+    return found
+
+
+def executor(
+    module: nn.Module, graph: LayerGraph, strategies: Mapping[str, Strategy], devices: int, batch: int
+) -> Executor:
+    """An executor on logical CPU devices, for a graph captured before."""
+    transport = LocalTransport([torch.device("cpu")] * devices)
+    program = lower(graph, strategies, Setting(devices, (batch,), (0,) * devices))
+    return Executor(graph, strategies, program, Store(module, graph, program, transport, False), transport)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything a step leaves, by name: results, gradients of inputs and parameters, buffers."""
+
+    tensors: Mapping[str, Tensor]
+
+
+def outcome(module: nn.Module, call: Callable[..., Any], *args: Any) -> Outcome:
+    """One step of `call` on `args`, with random but fixed output gradients."""
+    leaves, spec = pytree.tree_flatten(args)
+    own = [t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in leaves]
+    module.zero_grad(set_to_none=True)
+    results = [r for r in pytree.tree_leaves(call(*pytree.tree_unflatten(own, spec))) if isinstance(r, Tensor)]
+    generator = torch.Generator().manual_seed(7)
+    pulls = [torch.randn(r.shape, dtype=torch.float64, generator=generator) for r in results if r.requires_grad]
+    torch.autograd.backward([r for r in results if r.requires_grad], pulls)
+    found = {f"result {i}": r.detach() for i, r in enumerate(results)}
+    found |= {f"input {i}": t.grad for i, t in enumerate(own) if isinstance(t, Tensor) and t.grad is not None}
+    found |= {f"gradient of {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    found |= {f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()}
+    return Outcome(found)
+
+
+def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """Largest relative difference of every tensor that is further off than rounding; names must agree."""
+    assert sorted(found.tensors) == sorted(wanted.tensors)
+    off = {}
+    for name, tensor in wanted.tensors.items():
+        assert found.tensors[name].shape == tensor.shape, name
+        scale = max(1.0, float(tensor.double().abs().max())) if tensor.numel() else 1.0
+        error = (found.tensors[name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
+        if not error <= CLOSE * scale:
+            off[name] = error / scale
+    return off

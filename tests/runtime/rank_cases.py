@@ -1,0 +1,251 @@
+"""What the ranks of the torchrun tests do: every case runs on every rank and compares with the plain model there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parplan.layout import Grid, Layout, pieces
+from parplan.plan import Strategy
+from parplan.runtime.compiled import Compiled
+from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.transport import Exchange
+from tests.runtime.helpers import Rule, planner, spread
+from tests.runtime.nets import Tied, Towers, conv_net, mlp
+
+__all__ = ["CASES"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Samples per rank of one training step."""
+
+    sizes: tuple[int, ...]
+
+    def own(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's samples of the whole batch."""
+        parts: tuple[Tensor, ...] = tensor.split(list(self.sizes))
+        return parts[rank]
+
+
+def same(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Refuse what is further off than rounding."""
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def steps(ranks: int, uneven: bool = True) -> list[Step]:
+    """Even steps, and where asked uneven ones, down to ranks without a sample."""
+    even = [Step((3,) * ranks)]
+    return [*even, Step((*range(2, ranks + 2),)), Step((2, *(0,) * (ranks - 1))), *even] if uneven else even * 2
+
+
+def train(
+    net: nn.Module, rule: Rule | Mapping[str, Strategy], shape: Sequence[int], rank: int, plan: list[Step]
+) -> Compiled:
+    """Train beside the plain model: results, input gradients and, after each step, the state must agree."""
+    ranks = dist.get_world_size()
+    plain = copy.deepcopy(net)
+    model = Compiled(net, planner(rule, ranks))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, plain)]
+    for step in plan:
+        x = torch.randn(sum(step.sizes), *shape, dtype=torch.float64)
+        mine = step.own(x, rank).clone().requires_grad_()
+        whole = x.clone().requires_grad_()
+        result, wanted = model(mine), plain(whole)
+        pull = torch.randn_like(wanted) / wanted.numel()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # The mean over ranks of what each rank pulls is the whole pull.
+        result.backward(step.own(pull, rank) * ranks)
+        wanted.backward(pull)
+        assert mine.grad is not None
+        assert whole.grad is not None
+        same(result, step.own(wanted, rank), "result")
+        same(mine.grad / ranks, step.own(whole.grad, rank), "input gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+        same_state(model, plain)
+    return model
+
+
+def same_state(model: nn.Module, plain: nn.Module) -> None:
+    """Full tensors under the plain model's names, with its values."""
+    state, wanted = model.state_dict(), plain.state_dict()
+    assert list(state) == list(wanted)
+    for name, tensor in wanted.items():
+        same(state[name].double(), tensor.double(), name)
+
+
+def data_parallel(rank: int, ranks: int) -> None:
+    """Equal and unequal shares, without any exchange of sizes."""
+    model = train(mlp(), spread(ranks, "data"), (6,), rank, steps(ranks))
+    assert model.program is not None
+    assert not model.program.transfers
+    assert len(model.program.buckets) == 1
+
+
+def model_parallel(rank: int, ranks: int) -> None:
+    """Every linear layer cut; ranks hold slices."""
+    model = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks))
+    assert next(iter(model.parameters())).shape == (12 // ranks, 6)
+    train(mlp(), spread(ranks, "in-features"), (6,), rank, steps(ranks))
+
+
+def hybrid(rank: int, ranks: int) -> None:
+    """Convolutions by samples with global batch norm, linear layers cut, uneven ranks; then evaluation."""
+    net = conv_net()
+    plain = copy.deepcopy(net)
+    model = train(net, spread(ranks, "hybrid"), (3, 8, 8), rank, steps(ranks))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(2 * ranks, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        same(model.eval()(x[2 * rank : 2 * rank + 2]), plain.eval()(x)[2 * rank : 2 * rank + 2], "evaluation")
+
+
+def save_and_load(rank: int, ranks: int) -> None:
+    """The state saved under one plan goes on under another, and on the plain model."""
+    cut = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks, uneven=False))
+    state = {name: tensor.clone() for name, tensor in cut.state_dict().items()}
+    other = Compiled(mlp(), planner(spread(ranks, "in-features"), ranks))
+    other.prepare(torch.zeros(2, 6, dtype=torch.float64))
+    other.load_state_dict(state)
+    plain = mlp()
+    plain.load_state_dict(state)
+    same_state(other, plain)
+    x = torch.randn(ranks * 2, 6, dtype=torch.float64)
+    same(other(x[2 * rank : 2 * rank + 2]), plain(x)[2 * rank : 2 * rank + 2], "result")
+
+
+def tied(rank: int, ranks: int) -> None:
+    """One weight, cut in two ways: it stays whole. Cut in one way: each rank holds its slice."""
+    table = {"first": cut("out-features", ranks), "second": cut("in-features", ranks)}
+    train(Tied().double(), table, (8,), rank, steps(ranks))
+    model = train(Tied().double(), spread(ranks, "out-features"), (8,), rank, steps(ranks))
+    assert next(iter(model.parameters())).shape == (8 // ranks, 8)
+
+
+def cut(axis: str, ranks: int) -> Strategy:
+    """All ranks share one replica."""
+    return Strategy(1, ranks, axis, tuple(range(ranks)))
+
+
+def towers(rank: int, ranks: int) -> None:
+    """Layers on different ranks that wait for each other in both directions: must not hang."""
+    places = {name: i % ranks for i, name in enumerate(("a1", "b1", "b2", "a2", "a3", "b3", "last"))}
+    table = {name: Strategy(devices=(place,)) for name, place in places.items()}
+    model = train(Towers().double(), table, (6,), rank, steps(ranks))
+    held = [name for name, parameter in model.named_parameters() if parameter.numel()]
+    assert held == [
+        f"{n}.{p}"
+        for n in ("a1", "b1", "a2", "b2", "a3", "b3", "last")
+        if places[n] == rank
+        for p in ("weight", "bias")
+    ]
+
+
+class WithLoss(nn.Module):
+    """A model that returns its own loss beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean squared error over the whole batch, and what it is of."""
+        result = self.net(x)
+        return nn.functional.mse_loss(result, y), result
+
+
+def loss_inside(rank: int, ranks: int) -> None:
+    """A result without samples is the whole batch's, on every rank."""
+    net = WithLoss()
+    plain = copy.deepcopy(net)
+    model = Compiled(net, planner(spread(ranks, "data"), ranks))
+    x, y = (torch.randn(2 * ranks, width, dtype=torch.float64) for width in (6, 4))
+    own = slice(2 * rank, 2 * rank + 2)
+    loss, _ = model(x[own], y[own])
+    wanted, _ = plain(x, y)
+    loss.backward()
+    wanted.backward()
+    same(loss, wanted, "loss")
+    for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert twin.grad is not None
+        same(parameter.grad, twin.grad, name)
+
+
+def local_batch_norm(rank: int, ranks: int) -> None:
+    """As DistributedDataParallel, value by value, over several steps and in evaluation."""
+    net = conv_net()
+    ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
+    model = Compiled(net, planner(spread(ranks, "data"), ranks), batch_norm="local")
+    generator = torch.Generator().manual_seed(rank)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.05)) for m in (model, ddp)]
+    for _ in range(3):
+        x = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=generator)
+        found = []
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            result = each(x)
+            result.square().sum().backward()
+            optimizer.step()
+            found.append(result)
+        same(found[0], found[1], "result")
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=generator)
+    same(model.eval()(x), ddp.eval()(x), "evaluation")
+    same_state(model, ddp.module)
+
+
+def frozen(rank: int, ranks: int) -> None:
+    """Frozen parameters get no gradient, others do."""
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = Compiled(net, planner(spread(ranks, "data"), ranks))
+    model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False, False, False]
+
+
+def moves(rank: int, ranks: int) -> None:
+    """The transport alone: between all kinds of layouts, there and transposed."""
+    transport = DistributedTransport(torch.device("cpu"))
+    whole = torch.arange(8 * 12, dtype=torch.float64).reshape(8, 12)
+    everyone, turned = tuple(range(ranks)), tuple(reversed(range(ranks)))
+    layouts = [
+        Layout(Grid(everyone, ranks, 1), 0), Layout(Grid(turned, 1, ranks), None, 1),
+        Layout(Grid(everyone, ranks, 1), None), Layout(Grid((ranks - 1,), 1, 1), None),
+    ]  # fmt: skip
+    for source in layouts:
+        for target in layouts:
+            moving = tuple(pieces(whole.shape, source, target))
+            parts = {r: part(whole, target, r) for r in target.grid.devices}
+            exchange = Exchange("test", moving, {r: tuple(t.shape) for r, t in parts.items()}, whole.dtype)
+            own = {rank: part(whole, source, rank)} if rank in source.grid.devices else {}
+            found = transport.start(exchange, own).wait()
+            transport.end()
+            assert set(found) == {rank} & set(parts)
+            for tensor in found.values():
+                same(tensor, parts[rank], f"{source} to {target}")
+
+
+def part(whole: Tensor, layout: Layout, device: int) -> Tensor:
+    """What a device holds of a tensor."""
+    row, column = layout.grid.position(device)
+    if layout.batch_dim is not None:
+        whole = whole.tensor_split(layout.grid.replicas, layout.batch_dim)[row]
+    if layout.shard_dim is not None:
+        whole = whole.tensor_split(layout.grid.shards, layout.shard_dim)[column]
+    return whole
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        moves, data_parallel, model_parallel, hybrid, save_and_load, tied, towers, loss_inside, local_batch_norm,
+        frozen,
+    )
+}  # fmt: skip

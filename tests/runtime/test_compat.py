@@ -1,0 +1,51 @@
+"""What the runtime expects of torch beyond its documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.runtime.compat import keeps_graph, version
+
+
+def test_a_version_changes_when_the_tensor_is_written() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    marks = [version(parameter)]
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    marks.append(version(parameter))
+    with torch.no_grad():
+        parameter.detach()[1:].zero_()  # through a view
+    marks.append(version(parameter))
+    kept = parameter.data
+    parameter.data = torch.ones(3)  # given other memory
+    marks.append(version(parameter))
+    assert kept.tolist() == [-1.0, 0.0, 0.0]
+    assert len(set(marks)) == 4
+    assert version(parameter) == marks[-1]
+
+
+class _Asks(torch.autograd.Function):
+    answers: list[bool] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _Asks.answers.append(keeps_graph())
+        return gradient
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
+    _Asks.answers.clear()
+    x = torch.ones(1, requires_grad=True)
+    y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
+    y.backward(retain_graph=keep)
+    assert _Asks.answers == [keep]

@@ -1,0 +1,57 @@
+"""Plans over processes: the plain model's numbers, DistributedDataParallel's conventions, no hang when a rank dies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as mp
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.compiled import Compiled
+from tests.runtime.helpers import planner, spread
+from tests.runtime.nets import mlp
+from tests.runtime.rank_cases import CASES
+from tests.runtime.ranks import free_port, run_cases
+
+Reports = dict[int, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What failed, by number of ranks and case."""
+    return {ranks: run_cases(CASES, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in (2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_with_the_plain_model(reports: Reports, ranks: int, case: str) -> None:
+    assert reports[ranks][case] == "", reports[ranks][case]
+
+
+def _dying(rank: int, port: int, folder: str) -> None:
+    """Rank 1 leaves after one step; rank 0 must learn of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
+    model = Compiled(mlp(), planner(spread(2, "out-features"), 2))
+    model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
+    if rank == 1:
+        return
+    try:
+        for _ in range(100):
+            model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
+            time.sleep(0.05)
+    except RuntimeFailure as error:
+        (Path(folder) / "error").write_text(str(error))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
+    mp.start_processes(_dying, (free_port(), str(tmp_path)), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
+    text = (tmp_path / "error").read_text()
+    assert text.startswith("rank 0: ")
+    assert "another rank has probably stopped" in text

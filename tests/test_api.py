@@ -1,0 +1,151 @@
+"""analyze, compile and verify as a user calls them, on models of several kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parplan
+from parplan.errors import ClusterError, ParplanError, PlanError
+from tests.plans import PLANS, plan_by
+from tests.planner.graphs import Loss
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 24), nn.ReLU(), nn.Linear(24, 12)).double()
+
+
+def inputs(batch: int = 12) -> Tensor:
+    return torch.randn(batch, 12, dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_compile_plans_at_the_first_call_and_gives_the_same_numbers() -> None:
+    plain, x = perceptron(), inputs()
+    compiled = parplan.compile(perceptron(), devices=["cpu"] * 4)
+    compiled.load_state_dict(plain.state_dict())
+    assert compiled.plan is None
+    expected, found = plain(x), compiled(x)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(compiled.module)[name], gradient, rtol=1e-9, atol=1e-12)
+    assert compiled.plan is not None
+    assert compiled.plan.devices == 4
+
+
+def test_example_inputs_plan_at_once() -> None:
+    compiled = parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2)
+    assert compiled.plan is not None
+    assert compiled.plan.batch == 12
+
+
+def test_names_are_the_models_own() -> None:
+    plain = perceptron()
+    compiled = parplan.compile(plain, inputs(), devices=["cpu"] * 2)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_file_is_run(name: str, tmp_path: Path) -> None:
+    plain, x = perceptron(), inputs()
+    from parplan.graph.capture import capture
+
+    plan = plan_by(name, capture(plain, (x,)), 4)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    compiled = parplan.compile(plain, x, devices=["cpu"] * 4, plan=path)
+    assert compiled.plan == plan
+    torch.testing.assert_close(compiled(x), plain(x), rtol=1e-9, atol=1e-12)
+
+
+def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:
+    decision = parplan.analyze(perceptron(), inputs(), gpus=4)
+    with pytest.raises(PlanError, match="the plan is for 4 devices, here are 2"):
+        parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2, plan=decision.plan)
+
+
+def test_unknown_keywords_are_errors() -> None:
+    with pytest.raises(TypeError, match="device_ids"):
+        parplan.compile(perceptron(), device_ids=[0, 1])  # type: ignore[call-arg]
+
+
+def test_devices_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ParplanError, match="cuda:63"):
+        parplan.compile(perceptron(), devices=["cuda:63"])
+
+
+def test_training_goes_the_same_way_as_the_plain_model() -> None:
+    plain, twin = perceptron(), perceptron()
+    twin.load_state_dict(plain.state_dict())
+    compiled = parplan.compile(twin, devices=["cpu"] * 3)
+    losses: list[list[float]] = []
+    for model, owner in ((plain, plain), (compiled, twin)):
+        optimizer = torch.optim.Adam(owner.parameters(), lr=1e-2)
+        torch.manual_seed(0)
+        losses.append([])
+        for batch in (12, 12, 7, 2, 1):  # the last batches are uneven and tiny
+            optimizer.zero_grad()
+            loss = model(inputs(batch)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_evaluation_uses_the_running_statistics() -> None:
+    model = Loss().double()
+    compiled = parplan.compile(model, devices=["cpu"] * 3)
+    x, target = torch.randn(12, 3, 6, 6, dtype=torch.float64), torch.arange(12)
+    compiled(x, target)
+    compiled.eval()
+    assert not model.training
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, target), model(x, target), rtol=1e-9, atol=0)
+
+
+def test_analyze_needs_no_gpu_and_says_what_it_planned_for() -> None:
+    decision = parplan.analyze(perceptron(), inputs(), gpus=4, gpu="v100-sxm2")
+    assert decision.cluster.device.kind == "v100-sxm2"
+    assert decision.notes == ()
+    if not torch.cuda.is_available():
+        assert "No GPU here" in parplan.analyze(perceptron(), inputs(), gpus=2).notes[0]
+
+
+def test_measuring_one_device_cannot_stand_for_another() -> None:
+    with pytest.raises(ClusterError, match="cannot stand for a v100"):
+        parplan.analyze(perceptron(), inputs(), gpus=2, gpu="v100", measure=True)
+
+
+def test_verify_finds_a_model_that_is_not_what_it_seems() -> None:
+    class Forgetful(nn.Module):
+        """Computes something else every time, so no plan can keep its numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + torch.rand_like(x)
+
+    found = parplan.verify(Forgetful(), inputs())
+    assert not found.passed
+
+
+def test_verify_leaves_the_model_alone() -> None:
+    model = Loss()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = parplan.verify(model, (torch.zeros(12, 3, 6, 6), torch.zeros(12, dtype=torch.long)), devices=3)
+    assert found.passed
+    assert {row.group for row in found.rows} == {"outputs", "loss", "gradients", "buffers"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,190 @@
+"""Pieces move a tensor from any layout to any other, and read backwards they are the transposed transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, split_evenly
+
+Blocks = Mapping[int, NDArray[np.int64]]
+GRID = Grid((4, 2, 7, 1, 0, 5), replicas=3, shards=2)
+
+
+def test_a_grid_is_read_row_by_row() -> None:
+    assert [GRID.row(row) for row in range(3)] == [(4, 2), (7, 1), (0, 5)]
+    assert [GRID.column(column) for column in range(2)] == [(4, 7, 0), (2, 1, 5)]
+    assert [GRID.position(device) for device in GRID.devices] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(GRID.device(*GRID.position(device)) == device for device in GRID.devices)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grid((0, 1, 2), 2, 2), "2 x 2 does not arrange 3 devices"),
+        (lambda: Layout(GRID, 0, 1, partial=True), "a partial sum is not cut"),
+        (lambda: Layout(GRID, 0, 0), "one dimension cannot be cut by replicas and by shards"),
+        (lambda: pieces((4,), Layout(GRID, 0), Layout(GRID, 0, partial=True)), "nothing is ever sent to become"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_even_splits_are_those_of_numpy(size: int, parts: int) -> None:
+    assert split_evenly(size, parts) == tuple(len(part) for part in np.array_split(np.arange(size), parts))
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "column", "expected"),
+    [
+        (Layout(GRID, None), 1, 1, (Range(0, 7), Range(0, 4))),
+        (Layout(GRID, 0), 0, 1, (Range(0, 3), Range(0, 4))),
+        (Layout(GRID, 0, 1), 2, 1, (Range(5, 7), Range(2, 4))),
+        (Layout(GRID, 1, 0), 2, 0, (Range(0, 4), Range(3, 4))),
+        (Layout(GRID, 0, partial=True), 1, 1, (Range(3, 5), Range(0, 4))),
+    ],
+)
+def test_regions(layout: Layout, row: int, column: int, expected: Region) -> None:
+    assert region((7, 4), layout, row, column) == expected
+
+
+def test_rows_may_be_uneven_and_empty() -> None:
+    rows = [region((7, 4), Layout(GRID, 0), row, 0, [5, 0, 2])[0] for row in range(3)]
+    assert rows == [Range(0, 5), Range(5, 5), Range(5, 7)]
+
+
+# --- any layout to any other -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor's shape, and how it lies before and after."""
+
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+    source_rows: tuple[int, ...] | None
+    target_rows: tuple[int, ...] | None
+
+
+@st.composite
+def layouts(draw: st.DrawFn, rank: int, partial: bool) -> Layout:
+    replicas, shards = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 3), (3, 2), (4, 1)]))
+    devices = draw(st.permutations(range(8)))[: replicas * shards]
+    dims: list[int | None] = [None, *range(rank)]
+    batch = draw(st.sampled_from(dims))
+    if partial and draw(st.booleans()):
+        return Layout(Grid(tuple(devices), replicas, shards), batch, None, partial=True)
+    shard = draw(st.sampled_from([dim for dim in dims if dim is None or dim != batch]))
+    return Layout(Grid(tuple(devices), replicas, shards), batch, shard)
+
+
+@st.composite
+def row_sizes(draw: st.DrawFn, layout: Layout, shape: Sequence[int]) -> tuple[int, ...] | None:
+    if layout.batch_dim is None or draw(st.booleans()):
+        return None
+    size = shape[layout.batch_dim]
+    stops = sorted(draw(st.lists(st.integers(0, size), min_size=layout.grid.replicas - 1, max_size=8)))
+    edges = [0, *stops[: layout.grid.replicas - 1], size]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    source, target = draw(layouts(len(shape), partial=True)), draw(layouts(len(shape), partial=False))
+    return Case(shape, source, target, draw(row_sizes(source, shape)), draw(row_sizes(target, shape)))
+
+
+def places(layout: Layout, shape: Sequence[int], rows: Sequence[int] | None) -> dict[int, Region]:
+    return {device: region(shape, layout, *layout.grid.position(device), rows) for device in layout.grid.devices}
+
+
+def slices(block: Region) -> tuple[slice, ...]:
+    return tuple(slice(extent.start, extent.stop) for extent in block)
+
+
+def moved(found: Sequence[Piece], sources: Blocks, targets: Mapping[int, Region]) -> Blocks:
+    """`target[slices] += source[slices]`, from zeros."""
+    made = {device: np.zeros([len(extent) for extent in block], np.int64) for device, block in targets.items()}
+    for piece in found:
+        made[piece.target][slices(piece.target_region)] += sources[piece.source][slices(piece.source_region)]
+    return made
+
+
+def whole_tensor(shape: Sequence[int]) -> NDArray[np.int64]:
+    return np.random.randint(-9, 10, shape)
+
+
+def random_blocks(regions: Mapping[int, Region]) -> Blocks:
+    return {device: whole_tensor([len(extent) for extent in block]) for device, block in regions.items()}
+
+
+def held(case: Case, whole: NDArray[np.int64]) -> Blocks:
+    """Blocks of `whole` on the source's devices; terms of it, alike in every row, for a partial sum."""
+    found = places(case.source, case.shape, case.source_rows)
+    blocks = {device: whole[slices(block)] for device, block in found.items()}
+    if not case.source.partial:
+        return blocks
+    grid = case.source.grid
+    terms = [whole_tensor(case.shape) for _ in range(grid.shards - 1)]
+    terms.append(whole - sum(terms, np.zeros_like(whole)))
+    return {device: terms[grid.position(device)[1]][slices(block)] for device, block in found.items()}
+
+
+@given(cases())
+def test_pieces_reproduce_the_tensor(case: Case) -> None:
+    whole = whole_tensor(case.shape)
+    found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
+    targets = places(case.target, case.shape, case.target_rows)
+    made = moved(found, held(case, whole), targets)
+    assert {device: block.tolist() for device, block in made.items()} == {
+        device: whole[slices(block)].tolist() for device, block in targets.items()
+    }
+
+
+@given(cases())
+def test_reversed_pieces_are_the_adjoint(case: Case) -> None:
+    found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
+    sources = places(case.source, case.shape, case.source_rows)
+    targets = places(case.target, case.shape, case.target_rows)
+    x, y = random_blocks(sources), random_blocks(targets)
+    there = moved(found, x, targets)
+    back = moved([piece.reversed() for piece in found], y, sources)
+    forward = sum(int((there[device] * y[device]).sum()) for device in targets)
+    assert forward == sum(int((back[device] * x[device]).sum()) for device in sources)
+
+
+@given(cases())
+def test_a_device_that_has_what_it_needs_serves_itself(case: Case) -> None:
+    found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
+    sources = places(case.source, case.shape, case.source_rows)
+    for device, wanted in places(case.target, case.shape, case.target_rows).items():
+        has = device in sources and all(o.meet(w) == w for o, w in zip(sources[device], wanted, strict=True))
+        if has and not case.source.partial:
+            assert {piece.source for piece in found if piece.target == device} <= {device}
+
+
+@given(cases())
+def test_pieces_are_not_empty_and_always_the_same(case: Case) -> None:
+    found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
+    assert all(piece.elements > 0 for piece in found)
+    assert all([len(a) for a in piece.source_region] == [len(b) for b in piece.target_region] for piece in found)
+    assert found == pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
+
+
+def test_copies_are_read_from_different_devices_in_turn() -> None:
+    source = Layout(Grid((0, 1), 2, 1), None)
+    target = Layout(Grid((2, 3, 4, 5), 4, 1), None)
+    assert [piece.source for piece in pieces((3,), source, target)] == [0, 1, 0, 1]

@@ -1,0 +1,208 @@
+"""Plans survive being written and read, equal plans print equal text, and every malformed one is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parplan.errors import PlanError
+from parplan.plan import Plan, Strategy
+
+PLAN = Plan(
+    model="AlexNet",
+    fingerprint="0123456789abcdef",
+    batch=512,
+    devices=4,
+    layers={
+        "conv1": Strategy(4, 1, None, (0, 1, 2, 3)),
+        "fc6": Strategy(2, 2, "out-features", (0, 1, 2, 3), update_period=2),
+        "loss": Strategy(),
+    },
+)
+
+TEXT = """{
+  "schema": "parplan.plan/1",
+  "model": "AlexNet",
+  "fingerprint": "0123456789abcdef",
+  "batch": 512,
+  "devices": 4,
+  "rules": "default",
+  "layers": {
+    "conv1": {"replicas": 4, "shards": 1, "axis": null, "devices": [0, 1, 2, 3]},
+    "fc6": {"replicas": 2, "shards": 2, "axis": "out-features", "devices": [0, 1, 2, 3], "update_period": 2},
+    "loss": {"replicas": 1, "shards": 1, "axis": null, "devices": [0]}
+  }
+}
+"""
+
+
+def test_the_text_of_a_plan() -> None:
+    assert PLAN.to_json() == TEXT
+
+
+def test_the_text_is_read_back() -> None:
+    assert Plan.from_json(TEXT) == PLAN
+    assert list(Plan.from_json(TEXT).layers) == ["conv1", "fc6", "loss"]
+
+
+def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(PLAN.to_json(), encoding="utf-8")
+    assert Plan.load(file) == PLAN
+
+
+NAMES = st.text(min_size=1, max_size=8)
+COUNTS = st.integers(1, 4)
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    replicas, shards = draw(COUNTS), draw(COUNTS)
+    devices = tuple(draw(st.permutations(range(replicas * shards + 2)))[: replicas * shards])
+    axis = draw(NAMES) if shards > 1 else None
+    return Strategy(replicas, shards, axis, devices, draw(st.none() | COUNTS))
+
+
+PLANS = st.builds(
+    Plan,
+    model=NAMES,
+    fingerprint=NAMES,
+    batch=COUNTS,
+    devices=COUNTS,
+    layers=st.dictionaries(NAMES, strategies(), max_size=4),
+    rules=st.sampled_from(["default", "strict"]),
+)
+
+
+@given(PLANS)
+def test_every_plan_survives(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+
+
+def test_a_plan_cannot_be_changed_from_outside() -> None:
+    layers = {"a": Strategy()}
+    plan = Plan("Net", "f", 1, 1, layers)
+    layers["b"] = Strategy()
+    assert list(plan.layers) == ["a"]
+    with pytest.raises(TypeError):
+        plan.layers["c"] = Strategy()  # type: ignore[index]
+
+
+def test_replacing_some_layers() -> None:
+    changed = PLAN.with_layers({"conv1": Strategy()})
+    assert changed.layers == {**PLAN.layers, "conv1": Strategy()}
+    assert PLAN.layers["conv1"].replicas == 4
+
+
+@pytest.mark.parametrize(("replicas", "passes"), [((4, 2, 1), 4), ((2, 2), 1), ((6, 3), 2), ((), 1)])
+def test_passes(replicas: tuple[int, ...], passes: int) -> None:
+    layers = {str(i): Strategy(count, 1, None, tuple(range(count))) for i, count in enumerate(replicas)}
+    assert Plan("Net", "f", 12, 6, layers).passes == passes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Strategy(), "1 device"),
+        (Strategy(2, 1, None, (0, 1)), "2 replicas"),
+        (Strategy(1, 2, "heads", (0, 1)), "2 shards of heads"),
+        (Strategy(2, 2, "heads", (0, 1, 2, 3)), "2 replicas x 2 shards of heads"),
+    ],
+)
+def test_words_for_a_strategy(strategy: Strategy, words: str) -> None:
+    assert strategy.describe() == words
+
+
+def changed(*path: str, value: Any) -> Callable[[Any], Any]:
+    def change(data: Any) -> Any:
+        place = data
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        return data
+
+    return change
+
+
+def without(*path: str) -> Callable[[Any], Any]:
+    def change(data: Any) -> Any:
+        place = data
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        return data
+
+    return change
+
+
+# (what is done to the plan, what the error says)
+MALFORMED = [
+    (lambda data: [data], "schema 'list'"),
+    (changed("schema", value="parplan.plan/2"), "schema 'parplan.plan/2'.*'parplan.plan/1'"),
+    (without("schema"), "schema None"),
+    (without("batch"), "missing field 'batch'"),
+    (changed("bacth", value=4), "unknown field 'bacth'"),
+    (changed("model", value=3), "model is 3; expected str"),
+    (changed("fingerprint", value=None), "fingerprint is None; expected str"),
+    (changed("batch", value="512"), "batch is '512'; expected int"),
+    (changed("batch", value=True), "batch is True; expected int"),
+    (changed("batch", value=2.0), "batch is 2.0; expected int"),
+    (changed("batch", value=0), "batch is 0; it must be at least 1"),
+    (changed("devices", value=-1), "devices is -1; it must be at least 1"),
+    (changed("rules", value="loose"), "rules 'loose' is not one of default, strict"),
+    (changed("layers", value=[]), r"layers is \[\]; expected dict"),
+    (changed("layers", "fc6", value=4), "fc6: expected replicas, shards, axis and devices, found int"),
+    (changed("layers", "fc6", "replica", value=4), "fc6: unknown field 'replica'"),
+    (without("layers", "fc6", "shards"), "fc6: missing field 'shards'"),
+    (changed("layers", "fc6", "replicas", value=0), "fc6: replicas is 0; it must be at least 1"),
+    (changed("layers", "fc6", "replicas", value=2.5), "fc6: replicas is 2.5; expected int"),
+    (changed("layers", "fc6", "shards", value=False), "fc6: shards is False; expected int"),
+    (changed("layers", "fc6", "update_period", value=0), "fc6: update_period is 0; it must be at least 1"),
+    (changed("layers", "fc6", "update_period", value=None), "fc6: update_period is None; expected int"),
+    (changed("layers", "fc6", "axis", value=1), "fc6: axis is 1; expected str or null"),
+    (changed("layers", "fc6", "devices", value=4), "fc6: devices is 4; expected list"),
+    (changed("layers", "fc6", "devices", value=[0, "1"]), r"fc6: devices must be logical.*found \[0, '1'\]"),
+    (changed("layers", "fc6", "devices", value=[0, True]), r"fc6: devices must be logical.*found \[0, True\]"),
+    (changed("layers", "fc6", "devices", value=[0, -1]), r"fc6: devices must be logical.*found \[0, -1\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
+def test_malformed_plans_are_refused(change: Callable[[Any], Any], message: str) -> None:
+    text = json.dumps(change(json.loads(TEXT)))
+    with pytest.raises(PlanError, match=message) as refused:
+        Plan.from_json(text, "my.json")
+    assert "my.json" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "my.json is not a plan"),
+        ("{", "my.json is not a plan"),
+        (TEXT.replace('"loss"', '"fc6"'), "'fc6' appears twice"),
+        (TEXT.replace('"replicas": 4', '"replicas": 4, "replicas": 2'), "'replicas' appears twice"),
+        (TEXT.replace("512", "NaN"), "batch is nan; expected int"),
+        ("[" * 100_000, "my.json is not a plan"),
+    ],
+)
+def test_texts_that_are_no_plans_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text, "my.json")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot read the plan .*missing\.json"):
+        Plan.load(tmp_path / "missing.json")
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match=r"cannot read the plan .*binary\.json"):
+        Plan.load(binary)
