@@ -29,6 +29,9 @@ TOLERANCE = 1e-9
 _FLOOR = 1e-4
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 @dataclass(frozen=True)
 class VerificationRow:
     """Largest relative difference in one group of tensors, and the tensor that has it."""
@@ -76,7 +79,7 @@ def verify_plan(
     so that a wrong order of samples shows. The user's model is copied, not changed.
     """
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
-    plain, compiled_model = (copy.deepcopy(model).cpu().double().train() for _ in range(2))
+    plain, compiled_model = (_without_dropout(copy.deepcopy(model).cpu().double().train()) for _ in range(2))
     with _NoDropout():
         reference = _run(plain, plain, args, kwargs, seed)
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False)
@@ -97,7 +100,7 @@ def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout functions return their input; attention drops nothing."""
+    """Dropout called as a function returns its input; attention drops nothing."""
 
     _NAMES = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"})
 
@@ -108,6 +111,16 @@ class _NoDropout(TorchFunctionMode):
         if kwargs.get("dropout_p"):
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """The model with its dropout modules switched off, and those that drop inside of one function."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    return model
 
 
 def _doubled(tree: Any, seed: int) -> Any:

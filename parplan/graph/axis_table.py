@@ -49,6 +49,7 @@ _ROWS: list[tuple[Row, str]] = [
     (weight_rows.matmul, "bmm matmul mm"),
     (weight_rows.embedding, "embedding"),
     (weight_rows.attention, "scaled_dot_product_attention"),
+    (weight_rows.recurrent, "gru.input lstm.input rnn_relu.input rnn_tanh.input"),
     (weight_rows.convolution, "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
     (weight_rows.transposed_convolution, "conv_transpose1d conv_transpose2d.input conv_transpose3d.input"),
     (weight_rows.batch_norm, "batch_norm"),

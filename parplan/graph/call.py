@@ -24,6 +24,11 @@ class Call:
         self.outputs = [user.name for user in users] if users else [node.name]
         self._users = users
 
+    @property
+    def results(self) -> dict[int, str]:
+        """fx names of the results that are used, by their place in the returned tuple."""
+        return {int(str(user.args[1])): user.name for user in self._users} or {0: self.node.name}
+
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
 

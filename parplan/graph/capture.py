@@ -128,6 +128,11 @@ def _export(model: nn.Module, call: Any, training: bool) -> ExportedProgram:
             module.training = mode
 
 
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module's call is one layer; attention's projection is part of the same call."""
+    return isinstance(module, nn.MultiheadAttention) or not list(module.children())
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
     """The user's line and the reason, without the exporter's own frames."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
@@ -179,7 +184,7 @@ def _assemble(
     graph = canonicalise(functional, _shared(model, inputs.parameters))
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
-    leaf_paths = frozenset(name for name, module in model.named_modules() if name and not list(module.children()))
+    leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
     built = build_layers(graph.graph, leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
     return LayerGraph(
         model=type(model).__name__,

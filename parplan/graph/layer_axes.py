@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
 
@@ -17,17 +17,9 @@ from torch import fx
 
 from parplan.graph.axis_table import axes_of, is_tensor, shape_of
 from parplan.graph.layer_graph import Axis
-from parplan.graph.op_axes import Cut, OpAxis
+from parplan.graph.op_axes import Cut, OpAxis, Place
 
 __all__ = ["JointAxis", "LayerAxes", "joint_axes", "layer_axes"]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """One dimension of one tensor."""
-
-    tensor: str
-    dim: int
 
 
 @dataclass
@@ -35,6 +27,7 @@ class JointAxis:
     """Dimensions of a layer's tensors that can only be cut together."""
 
     dims: dict[str, int] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)
     cuts: set[Cut] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     first_only: set[str] = field(default_factory=set)
@@ -62,39 +55,62 @@ class _Union:
     """Sets of places that belong to one axis."""
 
     def __init__(self) -> None:
-        self._parent: dict[_Place, _Place] = {}
+        self._parent: dict[Place, Place] = {}
 
-    def find(self, place: _Place) -> _Place:
+    def find(self, place: Place) -> Place:
         parent = self._parent.setdefault(place, place)
         if parent != place:
             self._parent[place] = parent = self.find(parent)
         return parent
 
-    def join(self, places: Sequence[_Place]) -> None:
+    def join(self, places: Sequence[Place]) -> None:
         for place in places[1:]:
             self._parent[self.find(place)] = self.find(places[0])
 
-    def places(self) -> list[_Place]:
+    def places(self) -> list[Place]:
         return list(self._parent)
 
 
 def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
     """All axes of the ops in `nodes`, joined where they meet."""
     calls = [node for node in nodes if not _is_getitem(node)]
-    axes = {node.name: axes_of(node) for node in calls}
+    axes = _with_merged({node.name: list(axes_of(node)) for node in calls}, _sizes(nodes))
     union = _Union()
     for op_axes in axes.values():
         for axis in op_axes:
-            union.join([_Place(*item) for item in axis.dims.items()])
-    joint: dict[_Place, JointAxis] = defaultdict(JointAxis)
+            union.join(axis.places())
+    joint: dict[Place, JointAxis] = defaultdict(JointAxis)
     for node in calls:
         for axis in axes[node.name]:
-            _absorb(joint[union.find(_Place(*next(iter(axis.dims.items()))))], axis, node)
-        for place in _unmentioned(node, axes[node.name]):
+            _absorb(joint[union.find(axis.places()[0])], axis, node)
+    for node in calls:
+        for place in _unmentioned(node, axes[node.name], union.places()):
             joint[union.find(place)].cuts.add(Cut.BLOCKED)
     for place in union.places():
         _enter(joint[union.find(place)], place)
     return [axis for axis in joint.values() if axis.dims]
+
+
+def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, list[OpAxis]]:
+    """Pass axes that a view merged behind others on through ops that take the merged dimension as it is."""
+    plain: dict[Place, list[tuple[str, OpAxis]]] = defaultdict(list)
+    for node, op_axes in axes.items():
+        for axis in op_axes:
+            for place in axis.places() if not axis.outer else ():
+                plain[place].append((node, axis))
+    waiting = [place for op_axes in axes.values() for axis in op_axes for place in axis.places() if place.outer > 1]
+    passed: set[tuple[str, Place]] = set()
+    while waiting:
+        place = waiting.pop()
+        for node, axis in plain[Place(place.tensor, place.dim)]:
+            alike = len({sizes[tensor][dim] for tensor, dim in axis.dims.items()}) == 1 and not axis.units
+            if (node, place) in passed or not alike or axis.cut not in (Cut.MAP, Cut.SUM):
+                continue
+            merged = replace(axis, outer=dict.fromkeys(axis.dims, place.outer))
+            passed |= {(node, other) for other in merged.places()}
+            axes[node].append(merged)
+            waiting += merged.places()
+    return axes
 
 
 def _is_getitem(node: fx.Node) -> bool:
@@ -111,23 +127,21 @@ def _absorb(joint: JointAxis, axis: OpAxis, node: fx.Node) -> None:
     joint.units = gcd(joint.units, axis.units)
 
 
-def _enter(joint: JointAxis, place: _Place) -> None:
-    if joint.dims.get(place.tensor, place.dim) != place.dim:
+def _enter(joint: JointAxis, place: Place) -> None:
+    if (joint.dims.get(place.tensor, place.dim), joint.outer.get(place.tensor, place.outer)) != (place.dim, place.outer):
         joint.crossed = True
-    joint.dims[place.tensor] = place.dim
+    joint.dims[place.tensor], joint.outer[place.tensor] = place.dim, place.outer
 
 
-def _unmentioned(node: fx.Node, axes: Iterable[OpAxis]) -> list[_Place]:
-    """Dimensions of a call's tensors that its row says nothing about: they stay whole."""
+def _unmentioned(node: fx.Node, axes: Iterable[OpAxis], known: Iterable[Place]) -> list[Place]:
+    """Places in a call's tensors that its row says nothing about: they stay whole."""
     results = [user for user in node.users if _is_getitem(user)] or [node]
     tensors = [t for t in (*node.all_input_nodes, *results) if is_tensor(t)]
-    mentioned = {place for axis in axes for place in axis.dims.items()}
-    return [
-        _Place(tensor.name, dim)
-        for tensor in tensors
-        for dim in range(len(shape_of(tensor)))
-        if (tensor.name, dim) not in mentioned
-    ]
+    mentioned = {place for axis in axes for place in axis.places()}
+    leading = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
+    names = {tensor.name for tensor in tensors}
+    merged = {place for place in known if place.outer > 1 and place.tensor in names}
+    return sorted((leading | merged) - mentioned, key=lambda place: (place.tensor, place.dim, place.outer))
 
 
 def layer_axes(
@@ -148,10 +162,12 @@ def layer_axes(
     joint = joint_axes(nodes)
     sizes = _sizes(nodes)
     inside = {n.name for n in nodes}
+    for axis in joint:
+        _keep_whole_outside(axis, inside - set(outputs))
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
-    batches = [axis for axis in joint if any(batch_dims.get(t) == dim for t, dim in axis.dims.items())]
+    batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
-    out_dims = {t: d for t, d in batches[0].dims.items() if t in outputs} if len(batches) == 1 else {}
+    out_dims = {t: d for t, d in batches[0].dims.items() if t in outputs and batches[0].outer[t] == 1} if len(batches) == 1 else {}
     others = []
     for axis in joint:
         units = _units(axis, sizes)
@@ -159,6 +175,16 @@ def layer_axes(
         if axis not in batches and usable and units > 1 and axis.partial <= set(outputs):
             others.append(_named(axis, units, kind, sizes, outputs))
     return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims)
+
+
+def _keep_whole_outside(axis: JointAxis, inside: set[str]) -> None:
+    """An axis merged behind another cannot be cut where its tensor comes from or goes to other layers."""
+    if any(outer > 1 and tensor not in inside for tensor, outer in axis.outer.items()):
+        axis.cuts.add(Cut.BLOCKED)
+
+
+def _carries(axis: JointAxis, tensor: str, dim: int) -> bool:
+    return axis.dims.get(tensor) == dim and axis.outer[tensor] == 1
 
 
 def _batch_axis(
@@ -180,7 +206,7 @@ def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:
 
 
 def _units(axis: JointAxis, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    return reduce(gcd, (sizes[tensor][dim] for tensor, dim in axis.dims.items()), axis.units)
+    return reduce(gcd, (sizes[tensor][dim] // axis.outer[tensor] for tensor, dim in axis.dims.items()), axis.units)
 
 
 _BY_RANK = {2: ("", "features"), 3: ("", "sequence", "features"), 4: ("", "channels"), 5: ("", "channels")}

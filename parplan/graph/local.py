@@ -22,6 +22,15 @@ __all__ = ["LocalLayer", "local_args", "local_module", "local_shape"]
 
 aten = torch.ops.aten
 
+# Position of the share that is dropped, by op.
+_DROP_RATES: dict[Any, int] = {
+    aten.dropout.default: 1,
+    aten.feature_dropout.default: 1,
+    aten.alpha_dropout.default: 1,
+    aten.feature_alpha_dropout.default: 1,
+    aten.scaled_dot_product_attention.default: 4,
+}
+
 
 @dataclass(frozen=True)
 class LocalLayer:
@@ -87,8 +96,8 @@ def _copy(
     if target is aten.view.default:
         # Whether a view is possible depends on strides, which a transfer does not keep.
         target = aten.reshape.default
-    if target is aten.dropout.default and not dropout:
-        args = [args[0], 0.0, args[2]]
+    if not dropout and len(args) > _DROP_RATES.get(target, len(args)):
+        args[_DROP_RATES[target]] = 0.0
     own = {**made, **_dropped(part, node, code, made)}
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])

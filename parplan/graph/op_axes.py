@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Cut", "OpAxis", "parse_row", "read_row"]
+__all__ = ["Cut", "OpAxis", "Place", "parse_row", "read_row"]
 
 
 class Cut(Enum):
@@ -26,6 +26,15 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where an axis lies in one tensor: the dimension, and the size of what it is merged behind in it."""
+
+    tensor: str
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True)
 class OpAxis:
     """One axis of one op call.
 
@@ -35,6 +44,8 @@ class OpAxis:
         name: the field's word for it ("out-features"), or "" to name it by position.
         units: parts must divide this as well as every size (groups, heads); 0 for no further limit.
         first_only: operands that only the first part may use.
+        outer: for a tensor in whose dimension the axis is merged behind another, the size of what is in
+            front (samples in [tokens * samples] have tokens); 1 where not listed.
     """
 
     dims: Mapping[str, int]
@@ -42,6 +53,11 @@ class OpAxis:
     name: str = ""
     units: int = 0
     first_only: frozenset[str] = frozenset()
+    outer: Mapping[str, int] = field(default_factory=dict)
+
+    def places(self) -> list[Place]:
+        """Where the axis lies in each of its tensors."""
+        return [Place(tensor, dim, self.outer.get(tensor, 1)) for tensor, dim in self.dims.items()]
 
 
 _MARKS = {"+": Cut.SUM, "!": Cut.BLOCKED, "*": Cut.MIXED}

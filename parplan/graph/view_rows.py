@@ -1,35 +1,85 @@
 """Rows of the axis table for ops that only move elements: views, permutations, joins, slices, fills.
 
-A view maps axes through merges and splits: in every smallest group of dimensions with equal products
-the leading ones are the same axis, because cutting memory in equal blocks cuts both.
+A view maps axes through merges and splits: in a group of dimensions with equal products those that begin
+at the same element are the same axis. The leading ones cut memory in equal blocks; the others are merged
+behind something ([tokens * samples]), which is fine inside a layer and not where tensors change hands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from parplan.graph.call import Call, shape_of
 from parplan.graph.op_axes import OpAxis
 
 
 def reshape(call: Call) -> tuple[OpAxis, ...]:
-    """Merges and splits: in every matching group of dimensions the leading ones are the same axis."""
+    """Merges and splits: dimensions that begin at the same element of a matching group are the same axis."""
     source, out = call.tensors()[0], call.outputs[0]
     # `squeeze(dim)` leaves a dimension alone for its size, which a part of it need not have.
     kept = call.dims("dim", len(shape_of(source))) if call.is_op("squeeze") else set()
-    groups = _groups(shape_of(source), call.out_shape)
-    return tuple(OpAxis({source.name: own, out: new}) for own, new in groups if own not in kept)
+    pairs = [pair for group in _groups(shape_of(source), call.out_shape) for pair in group.pairs()]
+    return tuple(
+        OpAxis({source.name: own.dim, out: new.dim}, outer=_merged({source.name: own.outer, out: new.outer}))
+        for own, new in pairs
+        if own.dim not in kept
+    )
 
 
-def _groups(left: tuple[int, ...], right: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Leading dimensions (of each side) of the smallest groups with equal products.
+def _merged(outer: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in outer.items() if size > 1}
 
-    >>> _groups((2, 3, 4), (2, 12))
-    [(0, 0), (1, 1)]
-    >>> _groups((6, 4), (2, 3, 4))
-    [(0, 0), (1, 2)]
+
+@dataclass(frozen=True)
+class _Begin:
+    """Where an axis begins: a dimension, and the size of what is merged in front of it there."""
+
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Dimensions of both sides (first dimension and sizes) that hold the same elements."""
+
+    left: int
+    left_sizes: tuple[int, ...]
+    right: int
+    right_sizes: tuple[int, ...]
+
+    def pairs(self) -> list[tuple[_Begin, _Begin]]:
+        """Axes of the group, by where they begin on the left and on the right.
+
+        >>> _Group(0, (2, 6), 0, (12,)).pairs()
+        [(_Begin(dim=0, outer=1), _Begin(dim=0, outer=1)), (_Begin(dim=1, outer=1), _Begin(dim=0, outer=2))]
+        """
+        starts = sorted({*accumulate(self.left_sizes[:-1], mul, initial=1), *accumulate(self.right_sizes[:-1], mul, initial=1)})
+        ends = [(_begin(self.left, self.left_sizes, at), _begin(self.right, self.right_sizes, at)) for at in starts]
+        return [(own, new) for own, new in ends if own is not None and new is not None]
+
+
+def _begin(first: int, sizes: tuple[int, ...], at: int) -> _Begin | None:
+    """The place on one side at which `at` steps are in front of the axis; None where no axis can begin."""
+    in_front = 1
+    for dim, size in enumerate(sizes, first):
+        # Dimensions of size 1 do not carry an axis.
+        if size > 1 and in_front <= at < in_front * size:
+            fits = at % in_front == 0 and size % (at // in_front) == 0
+            return _Begin(dim, at // in_front) if fits else None
+        in_front *= size
+    return None
+
+
+def _groups(left: tuple[int, ...], right: tuple[int, ...]) -> list[_Group]:
+    """The smallest groups of dimensions with equal products, without those of size 1.
+
+    >>> [(g.left_sizes, g.right_sizes) for g in _groups((2, 3, 4), (2, 12))]
+    [((2,), (2,)), ((3, 4), (12,))]
     """
-    pairs: list[tuple[int, int]] = []
+    found: list[_Group] = []
     i = j = 0
     while i < len(left) and j < len(right):
         start, a, b = (i, j), left[i], right[j]
@@ -41,15 +91,9 @@ def _groups(left: tuple[int, ...], right: tuple[int, ...]) -> list[tuple[int, in
                 b, j = b * right[j], j + 1
         if a != b:
             return []
-        if a == 1:
-            continue
-        # Dimensions of size 1 in front of a group do not carry it.
-        pairs.append((_first_above_one(left, start[0], i), _first_above_one(right, start[1], j)))
-    return pairs
-
-
-def _first_above_one(sizes: tuple[int, ...], start: int, stop: int) -> int:
-    return next((dim for dim in range(start, stop) if sizes[dim] != 1), start)
+        if a > 1:
+            found.append(_Group(start[0], left[start[0] : i], start[1], right[start[1] : j]))
+    return found
 
 
 def _ordered(call: Call, order: Sequence[int]) -> tuple[OpAxis, ...]:

@@ -80,6 +80,16 @@ def embedding(call: Call) -> tuple[OpAxis, ...]:
     return call.rows("v+ f, i.. -> i.. f", ("weight", "indices"), names=names)
 
 
+def recurrent(call: Call) -> tuple[OpAxis, ...]:
+    """LSTM, GRU and plain recurrent nets: sequences of different samples do not meet."""
+    states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
+    if len(call.shape("input")) != 3:
+        return ()
+    samples = 0 if call["batch_first"] else 1
+    dims = {str(call.name("input")): samples} | {state.name: 1 for state in states}
+    return (OpAxis(dims | {name: 1 if index else samples for index, name in call.results.items()}, name="batch"),)
+
+
 def attention(call: Call) -> tuple[OpAxis, ...]:
     """Scaled dot-product attention [..., heads, sequence, width]; heads of keys count whole."""
     operands = ("query", "key", "value")

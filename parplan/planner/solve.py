@@ -14,7 +14,7 @@ from parplan.planner.presolve import presolve
 from parplan.planner.problem import FloatArray, Infeasibility, Problem, Solution, Status, evaluate
 from parplan.planner.solve_bound import Priced, Prices, Relaxation, climb, relax, survivors
 from parplan.planner.solve_infeasible import explain
-from parplan.planner.solve_local import descend, first_choice, settle
+from parplan.planner.solve_local import descend, first_choice, leanest_choice, settle
 from parplan.planner.solve_overfull import overfull
 from parplan.planner.solve_reduced import Reduced, restrict
 from parplan.planner.solve_rows import broken_rows, count_terms, some_rows
@@ -34,7 +34,7 @@ SHARE = 0.3
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
 """Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
 MOST_STRATEGIES = 100_000
-"""Strategies of all nodes above which no integer program is built: local search alone answers."""
+"""Strategies of all nodes above which local search alone answers, without a bound."""
 EXPLAIN_S = 5.0
 
 Progress = Callable[[float, float], None]
@@ -110,6 +110,9 @@ class _Run:
 
     def finish(self, reduced: Reduced) -> bool:
         """Everything after the reductions; False if it proves that no choice is feasible."""
+        if sum(reduced.problem.sizes) > MOST_STRATEGIES:
+            self.local(reduced, self.left())
+            return True
         rest = self.tighten(reduced)
         if rest is not None and self.choice is None:
             if self.full(rest):
@@ -181,14 +184,14 @@ class _Run:
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
-        hint = None if self.choice is not None else self.local(reduced)
+        hint = None if self.choice is not None else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)
         partial = count_terms(reduced.problem) > SEARCHED_TERMS
 
         def report(objective: float, bound: float) -> None:
             self.report(np.inf if partial else objective, min(bound, self.cut))
 
-        while self.left() > 0.05 and sum(reduced.problem.sizes) < MOST_STRATEGIES:
+        while self.left() > 0.05:
             cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
             self.cut = min(self.cut, cutoff)
             guess = self.objective if np.isfinite(self.objective) else max(self.bound, _guess(reduced.problem))
@@ -204,11 +207,13 @@ class _Run:
             rows += more
         return True
 
-    def local(self, reduced: Reduced) -> list[int]:
+    def local(self, reduced: Reduced, seconds: float) -> list[int]:
         """A choice to start the search from, also offered as it is."""
-        until = time.monotonic() + SHARE * self.left()
+        until = time.monotonic() + seconds
         choice = descend(reduced.problem, first_choice(reduced.problem), until)
-        self.offer(reduced.lift(choice))
+        if not self.offer(reduced.lift(choice)) and self.choice is None:
+            choice = descend(reduced.problem, leanest_choice(reduced.problem), until)
+            self.offer(reduced.lift(choice))
         return choice
 
     def solution(self, feasible: bool) -> Solution:
@@ -217,7 +222,7 @@ class _Run:
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = None if feasible else explain(self.problem, EXPLAIN_S, self.workers)
             return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
-        choice = settle(self.problem, self.choice)
+        choice = settle(self.problem, self.choice, max(self.deadline, time.monotonic() + LOCAL_S))
         final = evaluate(self.problem, choice)
         if final.feasible and final.objective <= self.objective * (1 + 1e-12):
             self.choice, self.objective = choice, final.objective

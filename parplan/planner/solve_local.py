@@ -15,7 +15,7 @@ from parplan.planner.problem import FloatArray, Problem
 from parplan.planner.solve_rows import Live, Timeline, timeline
 from parplan.planner.solve_tree import edge_costs
 
-__all__ = ["descend", "first_choice", "settle"]
+__all__ = ["descend", "first_choice", "leanest_choice", "settle"]
 
 FORBIDDEN = 1e30
 
@@ -28,6 +28,16 @@ def first_choice(problem: Problem) -> list[int]:
         cost[edge.source] = cost[edge.source] + both.min(axis=1)
         cost[edge.target] = cost[edge.target] + both.min(axis=0)
     return [int(values.argmin()) for values in cost]
+
+
+def leanest_choice(problem: Problem) -> list[int]:
+    """Per node, the strategy that holds the least memory, of equals the cheapest."""
+    result = []
+    for node in problem.nodes:
+        held = sum((usage.amounts for usage in node.usages), np.zeros(node.size))
+        cost = np.where(node.allowed, node.ahead + node.back, np.inf)
+        result.append(int(np.lexsort((cost, np.where(node.allowed, held, np.inf)))[0]))
+    return result
 
 
 def descend(problem: Problem, choice: Sequence[int], deadline: float, rounds: int = 100) -> list[int]:
@@ -44,10 +54,12 @@ def descend(problem: Problem, choice: Sequence[int], deadline: float, rounds: in
     return state.choice
 
 
-def settle(problem: Problem, choice: Sequence[int]) -> list[int]:
+def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int]:
     """The lowest strategy at each node, in order, that costs no more; for a feasible choice."""
     state = _State(problem, choice)
     for v in range(len(problem.nodes)):
+        if time.monotonic() > deadline:
+            break
         over, cost = state.exceeded(v), state.costs(v)
         equal = (over <= 0) & (cost <= cost[state.choice[v]])
         state.move(v, int(np.flatnonzero(equal | (np.arange(len(cost)) == state.choice[v]))[0]))

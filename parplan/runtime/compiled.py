@@ -96,6 +96,7 @@ class Compiled(nn.Module):
         self._global = batch_norm == "global"
         self._dropout = dropout
         self._captured: dict[Hashable, _Captured] = {}
+        self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
         self._sharding: Sharding | None = None
         self._held: Mapping[str, Mapping[int, Region]] = {}
         self._sync: BufferSync | None = None
@@ -143,36 +144,55 @@ class Compiled(nn.Module):
     def _capture(self, call: Call) -> _Captured:
         frozen = tuple(parameter.requires_grad for parameter in self.module.parameters())
         kind = (self.training, frozen, call.signature)
-        known = self._captured.get(kind) or self._captured.get((kind, call.batch))
-        if known is None:
+        if kind in self._captured:
+            return self._captured[kind]
+        batch = self._whole_batch(call)
+        if (kind, batch) not in self._captured:
             if self.plan is None:
-                self._make_plan(call)
-            graph = self._trace(call, self.training, self._whole_batch(call))
-            bound = _bound_to_batch(graph)
-            if bound and graph.batch != self._whole_batch(call, least=0):
-                graph = self._trace(call, self.training, self._whole_batch(call, least=0))
+                self._make_plan(call, batch)
+            graph = self._trace(call, self.training, batch)
             known = self._known(graph)
-            self._captured[(kind, call.batch) if bound else kind] = known
-        return known
+            if not _bound_to_batch(graph):
+                self._captured[kind] = known
+                return known
+            self._captured[kind, batch] = known
+        return self._captured[kind, batch]
 
-    def _whole_batch(self, call: Call, least: int = 2) -> int | None:
-        """Samples over all processes; at least 2 where the axes are read off, as 1 looks like no axis at all."""
-        if call.batch is None or not isinstance(self._transport, DistributedTransport):
-            return call.batch if call.batch is None else max(call.batch, least)
-        return max(sum(self._transport.gather_sizes(call.batch)), least)
+    def _whole_batch(self, call: Call) -> int | None:
+        """Samples over all processes, which all have to ask."""
+        if call.batch is None:
+            return None
+        whole = call.batch
+        if isinstance(self._transport, DistributedTransport):
+            whole = sum(self._transport.gather_sizes(call.batch))
+        call.check(whole)
+        return whole
 
     def _trace(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
+        """Capture for `batch` samples, or for 2 where it is 1, as an axis of 1 looks like none at all."""
+        key = (training, batch, call.signature)
+        if key in self._traced:
+            return self._traced.pop(key)
+        graph = self._traced_at(call, training, 2 if batch == 1 else batch)
+        if batch == 1 and _bound_to_batch(graph):
+            return self._traced_at(call, training, batch)
+        return graph
+
+    def _traced_at(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
         args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
         whole: AbstractContextManager[None] = self._sharding.whole_shapes() if self._sharding else nullcontext()
         with whole:
             return capture(self.module, args, kwargs, training=training, dim=self._dim)
 
-    def _make_plan(self, call: Call) -> None:
-        def planned() -> str:
-            return self._planner(self._trace(call, True, batch)).to_json()
-
-        batch = self._whole_batch(call)
+    def _make_plan(self, call: Call, batch: int | None) -> None:
+        # Every rank captures, at the same time; only one plans.
+        graph = self._trace(call, True, batch)
+        self._traced[True, batch, call.signature] = graph
         distributed = isinstance(self._transport, DistributedTransport)
+
+        def planned() -> str:
+            return self._planner(graph).to_json()
+
         text = self._transport.from_first(planned) if isinstance(self._transport, DistributedTransport) else planned()
         plan = Plan.from_json(text)
         count = len(self._memories)
@@ -287,6 +307,7 @@ class Compiled(nn.Module):
         """Move or convert the module; what was captured no longer fits."""
         self.module._apply(fn, recurse)
         self._captured.clear()
+        self._traced.clear()
         return self
 
 

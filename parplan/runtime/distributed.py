@@ -47,16 +47,35 @@ class _Message:
         return sum(piece.elements for piece in self.pieces)
 
 
+@dataclass(frozen=True)
+class _Flat:
+    """A flat message to or from another rank."""
+
+    other: int
+    sent: bool
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Messages whose memory is kept until they have left."""
+
+    name: str
+    works: Sequence[Any]
+    flats: Sequence[_Flat]
+
+
 @dataclass
 class _Receiving:
     """Messages on their way to this rank, put together when they are first read."""
 
     transport: DistributedTransport
     exchange: Exchange
-    works: list[Any]
-    blocks: dict[Piece, Tensor]
-    like: Tensor | None
-    plan: Assembly | None
+    plan: Assembly | None = None
+    works: Sequence[Any] = ()
+    flats: list[_Flat] = field(default_factory=list)
+    blocks: dict[Piece, Tensor] = field(default_factory=dict)
+    like: Tensor | None = None
     parts: Held | None = None
 
     def wait(self) -> Held:
@@ -101,7 +120,7 @@ class DistributedTransport:
         self.processes = dist.get_world_size(group)
         self.owned: tuple[int, ...] = (self.rank,)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
-        self._sent: list[tuple[str, Any, Tensor]] = []
+        self._sent: list[_Sent] = []
 
     def physical(self, device: int) -> torch.device:
         """Where this rank's device lives."""
@@ -116,9 +135,10 @@ class DistributedTransport:
 
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
-        for name, work, _ in self._sent:
-            with explained(name, self.rank):
-                work.wait()
+        for sent in self._sent:
+            with explained(sent.name, self.rank):
+                for work in sent.works:
+                    work.wait()
         self._sent.clear()
 
     def group(self, devices: Sequence[int]) -> None:
@@ -130,16 +150,28 @@ class DistributedTransport:
 
     def start(self, exchange: Exchange, tensors: Held) -> _Receiving:
         """Send this rank's blocks, begin to receive what it needs."""
-        self._send(exchange, tensors)
         shape = exchange.shapes.get(self.rank)
-        if shape is None:
-            return _Receiving(self, exchange, [], {}, None, None)
-        plan = assembly(exchange.pieces, self.rank, tuple(shape))
-        works, blocks = self._receive(exchange, plan)
-        own = [piece for piece in plan.pieces if piece.source == self.rank]
-        blocks |= {piece: block(tensors[self.rank], piece.source_region) for piece in own}
-        like = torch.empty(shape, dtype=exchange.dtype, device=self._device)
-        return _Receiving(self, exchange, works, blocks, like, plan)
+        plan = assembly(exchange.pieces, self.rank, tuple(shape)) if shape is not None else None
+        sending = self._sending(exchange, tensors)
+        receiving = self._receiving(exchange, plan) if plan is not None else _Receiving(self, exchange)
+        works = self._begin(exchange.name, [*sending, *receiving.flats])
+        # One group call (NCCL) gives one work for all; gloo gives one each, and sends need not be waited for here.
+        each = len(works) == len(sending) + len(receiving.flats)
+        receiving.works = works[len(sending) :] if each else works
+        self._sent.append(_Sent(exchange.name, works[: len(sending)] if each else works, sending))
+        if plan is not None:
+            own = [piece for piece in plan.pieces if piece.source == self.rank]
+            receiving.blocks |= {piece: block(tensors[self.rank], piece.source_region) for piece in own}
+            receiving.like = torch.empty(exchange.shapes[self.rank], dtype=exchange.dtype, device=self._device)
+        return receiving
+
+    def _begin(self, name: str, flats: Sequence[_Flat]) -> list[Any]:
+        ops = [
+            dist.P2POp(dist.isend if flat.sent else dist.irecv, flat.tensor, self._peer(flat.other), self._group)
+            for flat in flats
+        ]
+        with explained(name, self.rank):
+            return list(dist.batch_isend_irecv(ops)) if ops else []
 
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Summing:
         """Start an all-reduce in place of this rank's flat tensor over `group`."""
@@ -181,24 +213,24 @@ class DistributedTransport:
     def _peer(self, device: int) -> int:
         return device if self._group is None else dist.get_global_rank(self._group, device)
 
-    def _send(self, exchange: Exchange, tensors: Held) -> None:
+    def _sending(self, exchange: Exchange, tensors: Held) -> list[_Flat]:
+        flats = []
         for target, message in _messages(exchange.pieces, self.rank, sending=True).items():
             blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in message.pieces]
-            # A message is contiguous memory that nothing writes to before it has left.
+            # Contiguous memory that nothing writes to before it has left.
             flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
-            with explained(exchange.name, self.rank):
-                self._sent.append((exchange.name, dist.isend(flat, self._peer(target), group=self._group), flat))
+            flats.append(_Flat(target, True, flat))
+        return flats
 
-    def _receive(self, exchange: Exchange, plan: Assembly) -> tuple[list[Any], dict[Piece, Tensor]]:
-        works, blocks = [], {}
+    def _receiving(self, exchange: Exchange, plan: Assembly) -> _Receiving:
+        found = _Receiving(self, exchange, plan)
         for source, message in _messages(plan.pieces, self.rank, sending=False).items():
             flat = torch.empty(message.elements, dtype=exchange.dtype, device=self._device)
-            with explained(exchange.name, self.rank):
-                works.append(dist.irecv(flat, self._peer(source), group=self._group))
+            found.flats.append(_Flat(source, False, flat))
             parts = flat.split([piece.elements for piece in message.pieces])
             for piece, part in zip(message.pieces, parts, strict=True):
-                blocks[piece] = part.view(shape_of(piece.source_region))
-        return works, blocks
+                found.blocks[piece] = part.view(shape_of(piece.source_region))
+        return found
 
 
 def _messages(pieces: Sequence[Piece], rank: int, sending: bool) -> dict[int, _Message]:

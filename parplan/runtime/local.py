@@ -95,18 +95,22 @@ class LocalTransport:
         return self._moved(block(tensors[piece.source], piece.source_region), piece.source, piece.target)
 
     def _moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        self._streams.used_by_copy(tensor, target)
         place = self._devices[target]
         if tensor.device == place:
             return tensor
+        if tensor.is_cuda and place.type == "cpu":
+            with self._streams.computing(source):
+                return tensor.to(place)
+        self._streams.used_here(tensor)
         if tensor.is_cuda and place.type == "cuda" and not self._reach(tensor.device, place):
-            return self._staged(tensor, target)
+            return self._staged(tensor, source, target)
         return tensor.to(place, non_blocking=place.type == "cuda")
 
-    def _staged(self, tensor: Tensor, target: int) -> Tensor:
+    def _staged(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """By way of pinned host memory: the host waits for the first half of the way."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor)
+        with self._streams.computing(source):
+            host.copy_(tensor)
         return host.to(self._devices[target], non_blocking=True)
 
     def _reach(self, source: torch.device, target: torch.device) -> bool:

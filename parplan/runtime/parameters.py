@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, Region
 from parplan.runtime.compat import Version, version
-from parplan.runtime.program import Bucket, Program, State, shape_of
+from parplan.runtime.program import Bucket, Compute, Program, State, shape_of
 from parplan.runtime.transport import Pending, Transport, block
 
 __all__ = ["Gradients", "Store"]
@@ -38,6 +38,15 @@ class _Wanted:
     name: str
     place: torch.device
     block: Region
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Copies that travel together."""
+
+    source: torch.device
+    target: torch.device
+    dtype: torch.dtype
 
 
 class Store:
@@ -64,7 +73,14 @@ class Store:
         self._transport = transport
         self._sharded = sharded
         self._copies: dict[_Wanted, _Copy] = {}
-        self._known_wants: dict[tuple[int, int], _Wanted] = {}
+        steps = [step for step in program.forward if isinstance(step, Compute)]
+        self._wanted = {
+            (id(state), device): self._want(state, device)
+            for step in steps
+            for device in step.grid.devices
+            if device in transport.owned
+            for state in step.states
+        }
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -77,44 +93,33 @@ class Store:
 
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
-        wanted = self._wanted(state, device)
+        wanted = self._wanted[id(state), device]
         original = self.original(state.name)
-        if original.device == wanted.place:
-            return block(original.detach(), wanted.block)
-        known = self._copies.get(wanted)
-        if known is None or known.version != version(original):
-            fresh = block(original.detach(), wanted.block).to(wanted.place, copy=True)
-            known = self._copies[wanted] = _Copy(fresh, version(original))
-        return known.tensor
+        here = original.device == wanted.place
+        return block(original.detach(), wanted.block) if here else self._copies[wanted].tensor
 
     def refresh(self) -> None:
-        """Bring copies up to date, one message per memory and type."""
-        stale: dict[tuple[torch.device, torch.device, torch.dtype], list[_Wanted]] = defaultdict(list)
-        for wanted, copy in self._copies.items():
-            original = self.original(wanted.name)
-            if copy.version != version(original):
-                stale[original.device, wanted.place, original.dtype].append(wanted)
-        for (_, place, _), group in stale.items():
+        """Make and bring up to date all copies, one message per memory and type; before any device starts."""
+        stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)
+        for wanted in self._wanted.values():
+            original, known = self.original(wanted.name), self._copies.get(wanted)
+            if original.device != wanted.place and (known is None or known.version != version(original)):
+                stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
+        for way, group in stale.items():
             blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
-            flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(place, non_blocking=True)
+            flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(way.target, non_blocking=True)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies[wanted] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
 
     def write_back(self, state: State, device: int) -> None:
         """Bring a buffer that `device` wrote in its own memory home to the module."""
-        wanted = self._wanted(state, device)
+        wanted = self._wanted[id(state), device]
         original = self.original(state.name)
         if original.device != wanted.place:
             written = self._copies[wanted].tensor
             block(original, wanted.block).copy_(written)
             self._copies[wanted] = _Copy(written, version(original))
-
-    def _wanted(self, state: State, device: int) -> _Wanted:
-        key = (id(state), device)  # states live as long as the program does
-        if key not in self._known_wants:
-            self._known_wants[key] = self._want(state, device)
-        return self._known_wants[key]
 
     def _want(self, state: State, device: int) -> _Wanted:
         blocks = state.blocks[device]

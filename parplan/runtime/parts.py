@@ -21,9 +21,13 @@ class Parts:
 
     def add(self, slot: str, device: int, tensor: Tensor) -> None:
         """Put a part, or add to it; never in place, as it may be shared."""
-        known = self._parts[slot].get(device)
         with self._transport.on(device):
-            self._parts[slot][device] = tensor if known is None else known + tensor
+            self.put(slot, device, tensor)
+
+    def put(self, slot: str, device: int, tensor: Tensor) -> None:
+        """The same on the current stream."""
+        known = self._parts[slot].get(device)
+        self._parts[slot][device] = tensor if known is None else known + tensor
 
     def expect(self, slot: str, pending: Pending) -> None:
         """More for this slot is on its way."""

@@ -57,11 +57,11 @@ class Run:
     def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
         executor, parts = self._executor, Parts(self._transport)
         self._input_devices = [tensor.device for tensor in tensors]
-        self._transport.begin()
         executor.store.refresh()
         for name, tensor in zip(self._inputs, tensors, strict=True):
             device = self._arrival(self._program.slots[name])
-            parts.add(name, device, tensor.detach().to(self._transport.physical(device)))
+            parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
+        self._transport.begin()
         for step in self._program.forward:
             if isinstance(step, Transfer):
                 parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
@@ -91,10 +91,10 @@ class Run:
             needed += [record and self._takes_gradient(state) for state in step.states]
             inputs = tuple(_leaf(t) if n else t for t, n in zip((*values, *states), needed, strict=True))
             results = self._executor.codes.get(step, device)(*inputs)
+            self._executor.write_back(step, device)
         for result, tensor in zip(step.results, results, strict=True):
             self._check(step, slots[result.slot], device, tensor)
             parts.add(result.slot, device, tensor.detach())
-        self._executor.write_back(step, device)
         if record:
             self._recorded[id(step), device] = _Recorded(inputs, results)
 
@@ -133,8 +133,8 @@ class Run:
         self._done = not keeps_graph()
         grads = Parts(self._transport)
         sums = Gradients(self._executor.store, self._transport, self._program.holdings)
-        self._transport.begin()
         self._take_outputs(outputs, grads)
+        self._transport.begin()
         for step in self._program.backward:
             if isinstance(step, Transfer):
                 self._send_back(step, grads)
@@ -146,9 +146,11 @@ class Run:
                 for result in step.results:
                     grads.drop(result.slot)
         sums.arrive()
-        given = [self._input_gradient(name, i, grads) for i, name in enumerate(self._inputs)]
+        given = [self._input_gradient(name, grads) for name in self._inputs]
         self._transport.end()
-        return [*given, *(sums.total(name) for name in self._parameters)]
+        # From here on the caller's streams work, which wait for all others.
+        home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
+        return [*home, *(sums.total(name) for name in self._parameters)]
 
     def _take_outputs(self, outputs: Sequence[Tensor | None], grads: Parts) -> None:
         for slot, gradient in zip(self._program.outputs, outputs, strict=True):
@@ -156,7 +158,7 @@ class Run:
                 place = self._transport.physical(self._executor.deliver_from)
                 # The mean over processes, taken once and here, makes every later reduction a plain sum.
                 share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
-                grads.add(slot, self._executor.deliver_from, share.to(place))
+                grads.put(slot, self._executor.deliver_from, share.to(place))
 
     def _send_back(self, step: Transfer, grads: Parts) -> None:
         target = self._program.slots[step.target]
@@ -212,7 +214,7 @@ class Run:
             if gradient is not None:
                 sums.add(state, device, gradient)
 
-    def _input_gradient(self, name: str, index: int, grads: Parts) -> Tensor | None:
+    def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
         slot = self._program.slots[name]
         device = self._arrival(slot)
         gradient = grads.get(name).get(device)
@@ -221,8 +223,7 @@ class Run:
         if gradient is None or not slot.requires_grad:
             return None
         # The mean over processes is for parameters; a process's own inputs see its own loss.
-        own = gradient if self._transport.processes == 1 else gradient * self._transport.processes
-        return own.to(self._input_devices[index])
+        return gradient if self._transport.processes == 1 else gradient * self._transport.processes
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -55,12 +55,7 @@ class Streams:
             self._compute[device].wait_stream(self._copy[device])
             tensor.record_stream(self._compute[device])
 
-    def used_by_copy(self, tensor: Tensor, device: int) -> None:
-        """`tensor` is read by `device`'s copy stream."""
-        if device in self._copy and tensor.is_cuda:
-            tensor.record_stream(self._copy[device])
-
-    def used_by_caller(self, tensor: Tensor) -> None:
-        """`tensor` goes to, or comes from, the caller's current stream and one of these streams."""
+    def used_here(self, tensor: Tensor) -> None:
+        """`tensor` is read by the current stream of its device (that of a copy between devices, too)."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

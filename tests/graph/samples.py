@@ -190,6 +190,14 @@ CLASS_LOSS = [
 UNBATCHED_CLASS = [call(T("k"), T("", "index:k"), None, 0)]
 DENSE_CLASS = [call(T("n k a b"), T("n a b", "index:k"), None, 0)]
 
+def recurrent(gates: int, states: int, batch_first: bool) -> Call:
+    """One layer of a recurrent net: input, states, weights, has_biases, layers, dropout, train, both ways, order."""
+    hx = [T("1 b h")] * states
+    weights = [T(f"{gates}*h i"), T(f"{gates}*h h"), T(f"{gates}*h"), T(f"{gates}*h")]
+    x = T("b t i") if batch_first else T("t b i")
+    return call(x, hx if states > 1 else hx[0], weights, True, 1, 0.0, True, False, batch_first)
+
+
 # fmt: off
 SAMPLES: dict[str, list[Call]] = {
     **{op: [call(X), call(T("a"))] for op in _UNARY.split()},
@@ -266,6 +274,9 @@ SAMPLES: dict[str, list[Call]] = {
     "bmm": [call(T("b m k"), T("b k n"))],
     "matmul": [call(T("m k"), T("k n")), call(T("a b m k"), T("k n")), call(T("a b m k"), T("a b k n")),
                call(T("a b m k"), T("b k n")), call(T("k"), T("k n")), call(T("m k"), T("b k n"))],
+    **{op: [recurrent(gates, states, True), recurrent(gates, states, False)]
+       for op, gates, states in (("lstm.input", 4, 2), ("gru.input", 3, 1), ("rnn_relu.input", 1, 1),
+                                 ("rnn_tanh.input", 1, 1))},
     "embedding": [call(T("v f"), T("b t", "index:v")), call(T("v f"), T("b", "index:v"), 1),
                   call(T("v f"), T("b", "index:v"), -1, True)],
     "scaled_dot_product_attention": [

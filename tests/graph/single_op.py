@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
 from typing import Any
@@ -21,6 +21,13 @@ from parplan.graph.op_axes import Cut
 from parplan.plan import Strategy
 
 __all__ = ["OneOp", "part_results", "whole_results"]
+
+
+@dataclass(frozen=True)
+class OpenAxis(Axis):
+    """An axis with the size of what it is merged behind, by tensor."""
+
+    outer: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,16 @@ class OneOp:
     def layer(self) -> Layer:
         return self.graph.layers["op"]
 
-    def open_axes(self) -> list[Axis]:
+    def open_axes(self) -> list[OpenAxis]:
         """Every way the table lets this call be cut, with names for them."""
         joint = [axis for axis in joint_axes(self.layer.nodes) if axis.open and Cut.MIXED not in axis.cuts]
         return [self._axis(axis, f"axis{index}") for index, axis in enumerate(joint)]
 
-    def _axis(self, joint: JointAxis, name: str) -> Axis:
-        sizes = [self.graph.values[tensor].shape[dim] for tensor, dim in joint.dims.items()]
+    def _axis(self, joint: JointAxis, name: str) -> OpenAxis:
+        sizes = [self.graph.values[tensor].shape[dim] // joint.outer[tensor] for tensor, dim in joint.dims.items()]
         units = reduce(gcd, sizes, joint.units)
-        return Axis(name, units, dict(joint.dims), frozenset(joint.partial), frozenset(joint.first_only))
+        sets = frozenset(joint.partial), frozenset(joint.first_only)
+        return OpenAxis(name, units, dict(joint.dims), *sets, outer=dict(joint.outer))
 
 
 def _copied(value: Any) -> Any:
@@ -117,7 +125,7 @@ def whole_results(op: OneOp) -> Results:
     return Results(outputs, _gradients(outputs, leaves))
 
 
-def part_results(op: OneOp, axis: Axis, shares: Sequence[int], as_batch: bool = False) -> Results:
+def part_results(op: OneOp, axis: OpenAxis, shares: Sequence[int], as_batch: bool = False) -> Results:
     """What parts along `axis` compute, put together again.
 
     Args:
@@ -152,18 +160,21 @@ def _fresh(value: Tensor) -> Tensor:
     return value.clone()
 
 
-def _part(leaf: Tensor, axis: Axis, name: str, start: int, share: int) -> Tensor:
+def _part(leaf: Tensor, axis: OpenAxis, name: str, start: int, share: int) -> Tensor:
     if name not in axis.dims:
         return leaf
-    dim = axis.dims[name]
-    unit = leaf.shape[dim] // axis.units
-    return leaf.narrow(dim, unit * start, unit * share)
+    dim, outer = axis.dims[name], axis.outer[name]
+    unit = leaf.shape[dim] // outer // axis.units
+    return leaf.unflatten(dim, (outer, -1)).narrow(dim + 1, unit * start, unit * share).flatten(dim, dim + 1)
 
 
-def _joined(parts: Sequence[Tensor], axis: Axis, name: str) -> Tensor:
+def _joined(parts: Sequence[Tensor], axis: OpenAxis, name: str) -> Tensor:
     if name in axis.partial:
         return torch.stack(list(parts)).sum(0)
-    return torch.cat(list(parts), axis.dims[name]) if name in axis.dims else parts[0]
+    if name not in axis.dims:
+        return parts[0]
+    dim, outer = axis.dims[name], axis.outer[name]
+    return torch.cat([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
 def _gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def ops(program: ExportedProgram) -> list[str]:
         ("attention", True),
         ("in_place_views", False),
         ("buffers", False),
-        ("recurrent", False),
+        ("recurrent", True),
     ],
 )
 def test_which_way_is_taken(name: str, quick: bool) -> None:

@@ -63,7 +63,8 @@ def test_merges_and_splits(data: st.DataObject) -> None:
 def test_which_axes_a_view_keeps(before: list[int], after: list[int], axes: set[tuple[int, int]]) -> None:
     call = OneOp.of(overload("view"), (tensor(before), after), {})
     (result,) = call.layer.outputs
-    assert {(axis.dims["x0"], axis.dims[result]) for axis in call.open_axes()} == axes
+    leading = [axis for axis in call.open_axes() if set(axis.outer.values()) == {1}]
+    assert {(axis.dims["x0"], axis.dims[result]) for axis in leading} == axes
 
 
 @given(st.lists(SIZES, min_size=1, max_size=4), st.data())

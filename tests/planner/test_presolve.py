@@ -100,12 +100,12 @@ def _placements(rng: np.random.Generator) -> Problem:
     """Nodes that go on one of two devices, or half on each; some pairs forbidden."""
     zeros, nodes = np.zeros(3), []
     for v in range(int(rng.integers(2, 6))):
-        size, end = float(2 * rng.integers(1, 20)), v + int(rng.integers(1, 6))
+        size, end = float(2 * rng.integers(8, 20)), v + int(rng.integers(1, 6))
         places = (np.array([size, 0, size / 2]), np.array([0, size, size / 2]))
         nodes.append(Node(f"n{v}", zeros, zeros, zeros, tuple(Usage(d, v, end, a) for d, a in enumerate(places))))
     blocked = [np.where(rng.random((3, 3)) < 0.4, np.inf, 0.0) for _ in nodes[1:]]
     edges = tuple(Edge(v, v + 1, cost, np.zeros((3, 3))) for v, cost in enumerate(blocked))
-    return Problem(tuple(nodes), edges, (float(rng.integers(5, 40)), float(rng.integers(5, 40))))
+    return Problem(tuple(nodes), edges, (float(rng.integers(16, 60)), float(rng.integers(16, 60))))
 
 
 def test_overfull_is_only_claimed_where_nothing_fits() -> None:
@@ -115,7 +115,7 @@ def test_overfull_is_only_claimed_where_nothing_fits() -> None:
         if allowed is not None:
             claims.append(overfull(allowed.problem, np.inf, lambda choice: None))
             assert not claims[-1] or brute_force(allowed.problem).choice is None
-    assert 10 < sum(claims) < len(claims)
+    assert 5 <= sum(claims) < len(claims)
 
 
 def test_presolve_shrinks_a_network() -> None:

@@ -201,6 +201,26 @@ def local_batch_norm(rank: int, ranks: int) -> None:
     same_state(model, ddp.module)
 
 
+class Centred(nn.Module):
+    """A model whose code depends on the number of samples of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Less the mean over samples."""
+        y = self.net(x)
+        result: Tensor = y - y.sum(0) / x.shape[0]
+        return result
+
+
+def bound_to_the_batch(rank: int, ranks: int) -> None:
+    """A rank whose own share stays the same captures again when another rank's changes."""
+    plan = [Step((2,) * ranks), Step((2,) * (ranks - 1) + (5,)), Step((2,) * ranks)]
+    train(Centred(), spread(ranks, "data"), (6,), rank, plan)
+
+
 def frozen(rank: int, ranks: int) -> None:
     """Frozen parameters get no gradient, others do."""
     net = mlp()
@@ -246,6 +266,6 @@ CASES = {
     case.__name__: case
     for case in (
         moves, data_parallel, model_parallel, hybrid, save_and_load, tied, towers, loss_inside, local_batch_norm,
-        frozen,
+        bound_to_the_batch, frozen,
     )
 }  # fmt: skip

@@ -277,3 +277,24 @@ def test_a_copy_of_the_plan_and_program_can_be_read() -> None:
     model(batch("conv", 4))
     assert model.program is not None
     assert "statistics of norm on 2x1 (0,1)" in model.program.text()
+
+
+class Bound(nn.Module):
+    """A model whose code depends on the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sums over samples, divided by how many there are."""
+        result: Tensor = self.net(x) - self.net(x).sum(0) / x.shape[0]
+        return result
+
+
+def test_code_that_depends_on_the_batch_is_captured_for_each() -> None:
+    plain = Bound()
+    model = compiled(plain, spread(2, "data"), 2)
+    for samples in (6, 1, 4, 6):
+        x = batch("mlp", samples)
+        assert differences(outcome(model, model, x), outcome(plain, plain, x)) == {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.layout import Grid, Layout, pieces, region
+from parplan.layout import Grid, Layout, Piece, Range, pieces, region
 from parplan.runtime.local import LocalTransport
 from parplan.runtime.program import shape_of
 from parplan.runtime.transport import Exchange, block
@@ -81,3 +81,13 @@ def test_a_sum_leaves_its_terms_alone() -> None:
     flats = {device: torch.full((3,), float(device)) for device in (1, 2, 3)}
     assert transport().reduce("x", (1, 2, 3), flats).wait()[1].tolist() == [6.0] * 3
     assert flats[1].tolist() == [1.0] * 3
+
+
+def test_blocks_that_overlap_are_added_and_gaps_are_zero() -> None:
+    """Two readers of the same half: as many elements come back as the whole has, and yet half of it gets nothing."""
+    half = (Range(0, 2),)
+    back = (Piece(0, 2, half, half), Piece(1, 2, half, half))
+    found = (
+        transport().start(Exchange("x", back, {2: (4,)}, torch.float32), dict.fromkeys((0, 1), torch.ones(2))).wait()
+    )
+    assert found[2].tolist() == [2.0, 2.0, 0.0, 0.0]

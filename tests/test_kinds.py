@@ -1,0 +1,34 @@
+"""Models of the kinds people bring keep their numbers under every kind of plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from parplan.graph.capture import capture
+from parplan.verification import verify_plan
+from tests.kinds import KINDS
+from tests.plans import PLANS, plan_by
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_kept(kind: str, plan: str, devices: int) -> None:
+    model, args = KINDS[kind].build(), KINDS[kind].args()
+    planner = partial(plan_by, plan, devices=devices)
+    found = verify_plan(model, args, None, lambda graph: planner(graph=graph), devices=devices)
+    assert found.passed, found.rows
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("language", {"loss"}), ("encoder", set()), ("unet", set())])
+def test_samples_can_be_spread_over_replicas_but_for_losses(kind: str, whole: set[str]) -> None:
+    graph = capture(KINDS[kind].build(), KINDS[kind].args())
+    assert not graph.fixed_batch
+    assert {layer.kind for layer in graph.layers.values() if layer.batch is None and not layer.constant} == whole
+
+
+def test_a_number_of_the_batch_bars_replicas() -> None:
+    graph = capture(KINDS["functions"].build(), KINDS["functions"].args())
+    assert graph.fixed_batch
