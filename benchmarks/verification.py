@@ -36,10 +36,11 @@ def main() -> None:
         module, inputs = import_module(f"examples.{example}").small()
         for name in PLANS:
             for devices in (2, 3, 4):
-                planner = partial(plan_by, name, devices=devices)
-                found = verify_plan(module, inputs, None, lambda graph, plan=planner: plan(graph=graph), devices=devices)
+                found = verify_plan(module, inputs, None, partial(plan_by, name, devices), devices=devices)
                 worst = max(row.max_relative_difference for row in found.rows)
-                rows.append({"example": example, "plan": name, "devices": devices, "difference": worst, "passed": found.passed})
+                rows.append(
+                    {"example": example, "plan": name, "devices": devices, "difference": worst, "passed": found.passed}
+                )
                 print(f"{example:10} {name:15} {devices} {worst:9.2e} {'' if found.passed else 'DIFFERS'}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """parplan plans any PyTorch model over several devices, proves the plan, explains it, and runs it.
 
-    parplan analyze model.py --gpus 4        # the report
-    model = parplan.compile(model)           # the running plan
+parplan analyze model.py --gpus 4        # the report
+model = parplan.compile(model)           # the running plan
 """
 
 from __future__ import annotations

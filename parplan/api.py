@@ -130,9 +130,7 @@ def compile(  # the name users know from torch.compile
             return _given(plan, graph, count)
         return _searched(graph, compiled.device, count, Request(precision, optimizer, rules, None, time_limit_s))
 
-    compiled = Compiled(
-        model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm
-    )
+    compiled = Compiled(model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm)
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled
@@ -144,7 +142,9 @@ def _given(plan: Plan | str | Path, graph: LayerGraph, devices: int) -> Plan:
 
     found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if found.devices != devices:
-        raise PlanError(f"the plan is for {found.devices} devices, here are {devices}; plan again with --gpus {devices}")
+        raise PlanError(
+            f"the plan is for {found.devices} devices, here are {devices}; plan again with --gpus {devices}"
+        )
     check(found, graph)
     return found
 
@@ -221,7 +221,9 @@ def _cluster(
     if count < 1:
         raise ClusterError(f"--gpus {count}: a plan needs at least 1 device")
     if measure and gpu is not None:
-        raise ClusterError(f"--measure times the devices of this machine, which cannot stand for a {gpu}; leave out --gpu")
+        raise ClusterError(
+            f"--measure times the devices of this machine, which cannot stand for a {gpu}; leave out --gpu"
+        )
     notes: tuple[str, ...] = ()
     if measure or (gpu is None and here):
         cluster = this_cluster(count, calibrate=measure)

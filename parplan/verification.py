@@ -132,7 +132,9 @@ def _doubled(tree: Any, seed: int) -> Any:
         if not leaf.is_floating_point():
             return leaf.cpu()
         flat = leaf.numel() > 1 and bool((leaf == leaf.flatten()[0]).all())
-        values = torch.randn(leaf.shape, generator=generator, dtype=torch.float64) if flat else leaf.detach().cpu().double()
+        values = (
+            torch.randn(leaf.shape, generator=generator, dtype=torch.float64) if flat else leaf.detach().cpu().double()
+        )
         return values.clone().requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(double, tree)
@@ -145,7 +147,7 @@ def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -
     leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
     loss = _loss(leaves, seed)
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     groups = {
         "outputs": {f"output {index}": leaf.detach() for index, leaf in enumerate(leaves)},
         "loss": {"loss": loss.detach()},

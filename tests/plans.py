@@ -91,7 +91,7 @@ PLANS: dict[str, Callable[[LayerGraph, Layer, int], Strategy] | None] = {
 }
 
 
-def plan_by(name: str, graph: LayerGraph, devices: int) -> Plan:
+def plan_by(name: str, devices: int, graph: LayerGraph) -> Plan:
     """The plan called `name` in PLANS for `graph` on `devices` devices."""
     choose = PLANS[name]
     if choose is None:

@@ -17,8 +17,7 @@ from tests.plans import PLANS, plan_by
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_kept(kind: str, plan: str, devices: int) -> None:
     model, args = KINDS[kind].build(), KINDS[kind].args()
-    planner = partial(plan_by, plan, devices=devices)
-    found = verify_plan(model, args, None, lambda graph: planner(graph=graph), devices=devices)
+    found = verify_plan(model, args, None, partial(plan_by, plan, devices), devices=devices)
     assert found.passed, found.rows
 
 

@@ -69,7 +69,8 @@ class MemoryModel:
             weights_bytes=self._nbytes(local, own) + self._nbytes(local, layer.buffers),
             gradients_bytes=gradients_bytes,
             optimizer_bytes=self._states * gradients_bytes,
-            saved_bytes=self._nbytes(local, (*self._homes.get(layer.name, ()), *self._gathered(local, calls))) + kept_bytes,
+            saved_bytes=self._nbytes(local, (*self._homes.get(layer.name, ()), *self._gathered(local, calls)))
+            + kept_bytes,
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
         )
 

@@ -128,7 +128,10 @@ def _absorb(joint: JointAxis, axis: OpAxis, node: fx.Node) -> None:
 
 
 def _enter(joint: JointAxis, place: Place) -> None:
-    if (joint.dims.get(place.tensor, place.dim), joint.outer.get(place.tensor, place.outer)) != (place.dim, place.outer):
+    if (joint.dims.get(place.tensor, place.dim), joint.outer.get(place.tensor, place.outer)) != (
+        place.dim,
+        place.outer,
+    ):
         joint.crossed = True
     joint.dims[place.tensor], joint.outer[place.tensor] = place.dim, place.outer
 
@@ -167,7 +170,11 @@ def layer_axes(
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
     batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
-    out_dims = {t: d for t, d in batches[0].dims.items() if t in outputs and batches[0].outer[t] == 1} if len(batches) == 1 else {}
+    out_dims = (
+        {t: d for t, d in batches[0].dims.items() if t in outputs and batches[0].outer[t] == 1}
+        if len(batches) == 1
+        else {}
+    )
     others = []
     for axis in joint:
         units = _units(axis, sizes)

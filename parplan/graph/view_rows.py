@@ -56,7 +56,9 @@ class _Group:
         >>> _Group(0, (2, 6), 0, (12,)).pairs()
         [(_Begin(dim=0, outer=1), _Begin(dim=0, outer=1)), (_Begin(dim=1, outer=1), _Begin(dim=0, outer=2))]
         """
-        starts = sorted({*accumulate(self.left_sizes[:-1], mul, initial=1), *accumulate(self.right_sizes[:-1], mul, initial=1)})
+        starts = sorted(
+            {*accumulate(self.left_sizes[:-1], mul, initial=1), *accumulate(self.right_sizes[:-1], mul, initial=1)}
+        )
         ends = [(_begin(self.left, self.left_sizes, at), _begin(self.right, self.right_sizes, at)) for at in starts]
         return [(own, new) for own, new in ends if own is not None and new is not None]
 

@@ -39,7 +39,9 @@ def baselines(graph: LayerGraph, formulation: Formulation, plan: Plan, solve: So
         _model_parallel(graph, formulation, plan),
         _hybrid(graph, formulation, plan),
     )
-    return tuple(_baseline(habit, formulation, plan, solve) for habit in habits if plan.devices > 1 or habit is habits[0])
+    return tuple(
+        _baseline(habit, formulation, plan, solve) for habit in habits if plan.devices > 1 or habit is habits[0]
+    )
 
 
 def _data_parallel(graph: LayerGraph, formulation: Formulation, plan: Plan) -> _Habit:
@@ -66,7 +68,9 @@ def _model_parallel(graph: LayerGraph, formulation: Formulation, plan: Plan) -> 
         return _all_shards(s, plan) if name in cut else len(s.devices) == 1
 
     weighted = [name for name in cut if graph.layers[name].parameters]
-    return _Habit("pure model parallel", allowed, "" if weighted else f"R5: no layer with weights divides by {plan.devices}")
+    return _Habit(
+        "pure model parallel", allowed, "" if weighted else f"R5: no layer with weights divides by {plan.devices}"
+    )
 
 
 def _all_shards(strategy: Strategy, plan: Plan) -> bool:

@@ -14,12 +14,12 @@ from parplan.errors import InfeasiblePlan
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.baselines import baselines
-from parplan.planner.solve import solve
 from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
-from parplan.planner.formulate import Formulation, Option, formulate
+from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.infeasible import why_not
 from parplan.planner.problem import Evaluation, Problem, Solution, Status, evaluate
 from parplan.planner.reasons import reason
+from parplan.planner.solve import solve
 from parplan.planner.strategies import strategies
 from parplan.planner.verifier import bends, check
 from parplan.planner.what_if import WhatIf
@@ -91,7 +91,9 @@ def decide(
     rivals = baselines(graph, formulation, draft, partial(solve, time_limit_s=10.0))
     total_s = time.perf_counter() - request.started
     seconds = Seconds(request.capture_s, costs_s, time.perf_counter() - begin - costs_s, total_s)
-    return _decision(graph, cluster, formulation, choice, draft, _proof(formulation, choice, solution), rivals, request, seconds)
+    return _decision(
+        graph, cluster, formulation, choice, draft, _proof(formulation, choice, solution), rivals, request, seconds
+    )
 
 
 def _formulate(
@@ -190,9 +192,7 @@ def _prediction(formulation: Formulation, choice: Sequence[int], found: Evaluati
     )
 
 
-def _facts(
-    graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
-) -> tuple[LayerFacts, ...]:
+def _facts(graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan) -> tuple[LayerFacts, ...]:
     problem = formulation.problem
     what_if = WhatIf(problem, choice)
     moved = [0.0] * len(problem.nodes)

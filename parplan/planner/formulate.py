@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -150,7 +151,9 @@ def _edges(
         a, b = position[source], position[target]
         targets = [[_input(graph, target, value, o.strategy) for o in options[b]] for value in values]
         edges.append(_edge(graph, costs, (a, b), values, options[a], targets))
-    delivered = [value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer]
+    delivered = [
+        value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer
+    ]
     by_layer: dict[str, list[str]] = {}
     for value in delivered:
         by_layer.setdefault(graph.producer[value], []).append(value)
@@ -199,7 +202,7 @@ def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Seq
             continue
         for rule, near in (("R2", graph.digraph.predecessors(name)), ("R3", graph.digraph.successors(name))):
             group = [other for other in near if not graph.layers[other].constant]
-            for one, other in zip(group, group[1:], strict=False):
+            for one, other in pairwise(group):
                 terms = {position[one]: counts[one], position[other]: -counts[other]}
                 rows.append(Linear(f"{rule} at {name}: {one} and {other} need equal replicas", terms, 0.0, 0.0))
     return rows

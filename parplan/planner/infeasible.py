@@ -33,7 +33,8 @@ def _memory(formulation: Formulation, found: Infeasibility) -> str:
     held = ", ".join(f"{name} {_size(amount)}" for name, amount in amounts.most_common() if amount)
     limit = _size(formulation.problem.limits[resource])
     where = formulation.problem.resource_name(resource)
-    return f"{where} has {limit} and lacks {_size(found.missing)} {_moment(formulation, found.time)}, where the most is held by {held}"
+    lacks = f"{where} has {limit} and lacks {_size(found.missing)} {_moment(formulation, found.time)}"
+    return f"{lacks}, where the most is held by {held}"
 
 
 def _moment(formulation: Formulation, time: int | None) -> str:

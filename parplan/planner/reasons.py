@@ -60,7 +60,11 @@ def _against(other: str, change: Change) -> str:
         "gradients to wait for": change.exposed_s,
     }
     if change.total_s < 0:
-        parts = {"less compute": -change.compute_s, "less to move": -change.transfer_s, "less to wait for": -change.exposed_s}
+        parts = {
+            "less compute": -change.compute_s,
+            "less to move": -change.transfer_s,
+            "less to wait for": -change.exposed_s,
+        }
     cause = max(parts, key=lambda text: parts[text])
     return f"{other}: {_time(change.total_s)}, {cause}"
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from parplan.errors import RuleError
 
 __all__ = [
-    "divisors", "r1_batch", "r2_feeders", "r3_fed", "r4_divides", "r5_axis", "r6_devices", "r7_loss", "r8_update_period",
+    "divisors", "r1_batch", "r2_feeders", "r3_fed", "r4_divides", "r5_axis", "r6_devices", "r7_loss",
+    "r8_update_period",
 ]  # fmt: skip
 
 
@@ -30,11 +31,15 @@ def r1_batch(layer: str, batch: int, units: int | None, replicas: int) -> None:
         return
     if units is None:
         raise RuleError(
-            "R1", layer, f"its samples depend on each other, so {replicas} replicas would change the numbers; use 1 replica"
+            "R1",
+            layer,
+            f"its samples depend on each other, so {replicas} replicas would change the numbers; use 1 replica",
         )
     if batch % replicas or units % replicas:
         whole = batch if batch % replicas else units
-        raise RuleError("R1", layer, f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas)}")
+        raise RuleError(
+            "R1", layer, f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas)}"
+        )
 
 
 def r2_feeders(layer: str, feeders: Mapping[str, int]) -> None:
@@ -67,14 +72,18 @@ def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int)
         known = ", ".join(f"{name} ({count})" for name, count in units.items()) or "none: it cannot be sharded"
         raise RuleError("R5", layer, f"it cannot be cut along {axis!r}; its axes are {known}")
     if units[axis] % shards:
-        raise RuleError("R5", layer, f"{units[axis]} {axis} cannot be cut in {shards}; {_choices(units[axis], shards, 'shards')}")
+        raise RuleError(
+            "R5", layer, f"{units[axis]} {axis} cannot be cut in {shards}; {_choices(units[axis], shards, 'shards')}"
+        )
 
 
 def r6_devices(layer: str, replicas: int, shards: int, devices: Sequence[int], available: int) -> None:
     """R6: replicas x shards is the number of devices the layer occupies, each of them once and there."""
     if replicas * shards != len(devices):
         raise RuleError(
-            "R6", layer, f"{replicas} replicas x {shards} shards need {replicas * shards} devices, it has {len(devices)}"
+            "R6",
+            layer,
+            f"{replicas} replicas x {shards} shards need {replicas * shards} devices, it has {len(devices)}",
         )
     if len(set(devices)) != len(devices):
         raise RuleError("R6", layer, f"devices {list(devices)} name one device twice; use different logical devices")

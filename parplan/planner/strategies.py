@@ -35,7 +35,9 @@ def strategies(layer: Layer, batch: int, devices: int, everywhere: bool = False)
         for replicas in divisors(len(block)):
             shards = len(block) // replicas
             axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
-            found += [Strategy(replicas, shards, axis, block) for axis in axes if _legal(layer, batch, replicas, shards, axis)]
+            found += [
+                Strategy(replicas, shards, axis, block) for axis in axes if _legal(layer, batch, replicas, shards, axis)
+            ]
     return tuple(found)
 
 

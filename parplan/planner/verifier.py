@@ -25,7 +25,9 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         rules.r7_loss(name, layer.is_loss, strategy.shards)
         rules.r5_axis(name, strategy.axis, {axis.name: axis.units for axis in layer.axes}, strategy.shards)
         units = batch_units(layer, plan.batch)
-        rules.r1_batch(name, plan.batch, units if graph.batch == plan.batch else units and plan.batch, strategy.replicas)
+        rules.r1_batch(
+            name, plan.batch, units if graph.batch == plan.batch else units and plan.batch, strategy.replicas
+        )
         rules.r8_update_period(name, strategy.update_period, plan.passes)
     if plan.rules == "strict":
         for name in plan.layers:
@@ -36,7 +38,9 @@ def _same_model(plan: Plan, graph: LayerGraph) -> None:
     missing = [name for name in graph.layers if name not in plan.layers]
     unknown = [name for name in plan.layers if name not in graph.layers]
     if missing or unknown:
-        parts = [f"has no layer {name!r}" for name in missing[:3]] + [f"has {name!r}, the model has not" for name in unknown[:3]]
+        parts = [f"has no layer {name!r}" for name in missing[:3]] + [
+            f"has {name!r}, the model has not" for name in unknown[:3]
+        ]
         count = len(missing) + len(unknown)
         raise PlanError(
             f"the plan is for another model: it {'; it '.join(parts)} ({count} layers differ); "
@@ -75,7 +79,7 @@ def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
         (rules.r4_divides, (name, plan.layers[name].replicas, fed)),
     ):
         try:
-            rule(*arguments)  # type: ignore[operator]
+            rule(*arguments)
         except PlanError as error:
             found.append(str(error))
     return tuple(found)

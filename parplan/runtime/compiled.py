@@ -142,8 +142,7 @@ class Compiled(nn.Module):
     # -- capture, plan, lower --
 
     def _capture(self, call: Call) -> _Captured:
-        frozen = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        kind = (self.training, frozen, call.signature)
+        kind = self._kind(call, self.training)
         if kind in self._captured:
             return self._captured[kind]
         batch = self._whole_batch(call)
@@ -158,6 +157,10 @@ class Compiled(nn.Module):
             self._captured[kind, batch] = known
         return self._captured[kind, batch]
 
+    def _kind(self, call: Call, training: bool) -> Hashable:
+        """What has to agree for two calls to share a graph."""
+        return (training, tuple(parameter.requires_grad for parameter in self.module.parameters()), call.signature)
+
     def _whole_batch(self, call: Call) -> int | None:
         """Samples over all processes, which all have to ask."""
         if call.batch is None:
@@ -170,7 +173,7 @@ class Compiled(nn.Module):
 
     def _trace(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
         """Capture for `batch` samples, or for 2 where it is 1, as an axis of 1 looks like none at all."""
-        key = (training, batch, call.signature)
+        key = (self._kind(call, training), batch)
         if key in self._traced:
             return self._traced.pop(key)
         graph = self._traced_at(call, training, 2 if batch == 1 else batch)
@@ -187,7 +190,7 @@ class Compiled(nn.Module):
     def _make_plan(self, call: Call, batch: int | None) -> None:
         # Every rank captures, at the same time; only one plans.
         graph = self._trace(call, True, batch)
-        self._traced[True, batch, call.signature] = graph
+        self._traced[self._kind(call, True), batch] = graph
         distributed = isinstance(self._transport, DistributedTransport)
 
         def planned() -> str:

@@ -27,8 +27,7 @@ CASES = [
 @pytest.mark.parametrize(("example", "name", "devices"), CASES)
 def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
     module, inputs = import_module(f"examples.{example}").small()
-    planner = partial(plan_by, name, devices=devices)
-    found = verify_plan(module, inputs, None, lambda graph: planner(graph=graph), devices=devices)
+    found = verify_plan(module, inputs, None, partial(plan_by, name, devices), devices=devices)
     assert found.passed, found.rows
 
 
@@ -38,6 +37,8 @@ def decided(example: str, gpus: int) -> Decision:
     return parplan.analyze(module.build(), module.example_inputs(), gpus=gpus)
 
 
-@pytest.mark.parametrize(("example", "gpus"), [("alexnet", 4), ("two_tower", 8), ("vgg16", 6), ("resnet50", 8), ("mlp", 7)])
+@pytest.mark.parametrize(
+    ("example", "gpus"), [("alexnet", 4), ("two_tower", 8), ("vgg16", 6), ("resnet50", 8), ("mlp", 7)]
+)
 def test_full_size_plans_are_proven(example: str, gpus: int) -> None:
     assert decided(example, gpus).proof.status == "OPTIMAL"

@@ -190,6 +190,7 @@ CLASS_LOSS = [
 UNBATCHED_CLASS = [call(T("k"), T("", "index:k"), None, 0)]
 DENSE_CLASS = [call(T("n k a b"), T("n a b", "index:k"), None, 0)]
 
+
 def recurrent(gates: int, states: int, batch_first: bool) -> Call:
     """One layer of a recurrent net: input, states, weights, has_biases, layers, dropout, train, both ways, order."""
     hx = [T("1 b h")] * states

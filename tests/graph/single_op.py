@@ -165,7 +165,8 @@ def _part(leaf: Tensor, axis: OpenAxis, name: str, start: int, share: int) -> Te
         return leaf
     dim, outer = axis.dims[name], axis.outer[name]
     unit = leaf.shape[dim] // outer // axis.units
-    return leaf.unflatten(dim, (outer, -1)).narrow(dim + 1, unit * start, unit * share).flatten(dim, dim + 1)
+    spread: Tensor = leaf.unflatten(dim, (outer, -1))
+    return spread.narrow(dim + 1, unit * start, unit * share).flatten(dim, dim + 1)
 
 
 def _joined(parts: Sequence[Tensor], axis: OpenAxis, name: str) -> Tensor:

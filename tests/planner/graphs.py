@@ -38,5 +38,7 @@ def classifier() -> LayerGraph:
 @cache
 def perceptron(width: int = 24) -> LayerGraph:
     """Three linear layers captured at a batch of 12."""
-    net = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, 12))
+    net = nn.Sequential(
+        nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, 12)
+    )
     return capture(net, (torch.randn(12, width),))

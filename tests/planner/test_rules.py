@@ -27,20 +27,20 @@ LEGAL: list[Callable[[], None]] = [
 ]
 
 BROKEN: list[tuple[str, Callable[[], None], str]] = [
-    ("R1", lambda: rules.r1_batch("fc", 130, 130, 4), "a batch of 130 cannot be split over 4 replicas; use 1 or 2 or 5 replicas"),
+    ("R1", lambda: rules.r1_batch("fc", 130, 130, 4), "130 cannot be split over 4 replicas; use 1 or 2 or 5 replicas"),
     ("R1", lambda: rules.r1_batch("pool", 128, 6, 4), "a batch of 6 cannot be split over 4 replicas; use 2 or 3 or 6"),
     ("R1", lambda: rules.r1_batch("roll", 128, None, 2), "its samples depend on each other"),
     ("R2", lambda: rules.r2_feeders("add", {"a": 2, "b": 4}), r"2 \(a\), 4 \(b\) replicas"),
     ("R3", lambda: rules.r3_fed("conv", {"a": 1, "b": 4}), r"1 \(a\), 4 \(b\) replicas"),
     ("R4", lambda: rules.r4_divides("pool", 4, {"fc": 3}), "4 replicas cannot feed the 3 of fc; give fc 1 or 2 or 4"),
-    ("R5", lambda: rules.r5_axis("fc6", "out-features", UNITS, 3), "4096 out-features cannot be cut in 3; use 1 or 2 or 4 shards"),
-    ("R5", lambda: rules.r5_axis("fc6", "heads", UNITS, 2), r"cannot be cut along 'heads'; its axes are out-features \(4096\)"),
+    ("R5", lambda: rules.r5_axis("fc", "out-features", UNITS, 3), "4096 out-features cannot be cut in 3; use 1 or 2"),
+    ("R5", lambda: rules.r5_axis("fc", "heads", UNITS, 2), r"along 'heads'; its axes are out-features \(4096\)"),
     ("R5", lambda: rules.r5_axis("fc6", "out-features", UNITS, 1), "one shard is not cut"),
     ("R6", lambda: rules.r6_devices("fc", 2, 2, (0, 1), 4), "2 replicas x 2 shards need 4 devices, it has 2"),
     ("R6", lambda: rules.r6_devices("fc", 1, 2, (1, 1), 4), "name one device twice"),
     ("R6", lambda: rules.r6_devices("fc", 1, 2, (3, 4), 4), "device 4 does not exist; the plan has devices 0 to 3"),
     ("R7", lambda: rules.r7_loss("loss", True, 2), "a loss is never sharded"),
-    ("R8", lambda: rules.r8_update_period("fc", 3, 4), "an update period of 3 does not divide 4 passes; use 1 or 2 or 4"),
+    ("R8", lambda: rules.r8_update_period("fc", 3, 4), "period of 3 does not divide 4 passes; use 1 or 2 or 4"),
 ]  # fmt: skip
 
 
