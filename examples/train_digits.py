@@ -217,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, then say how it went; under torchrun only rank 0 speaks."""
     args = parse(argv)
     place = join_processes()
+    torch.set_num_threads(1)  # so small a net only waits for its threads, and sums then have one order
     if args.batch % place.processes:
         raise SystemExit(f"--batch {args.batch} cannot be shared equally by {place.processes} processes")
     history = run(args, place)
