@@ -1,6 +1,7 @@
 # check: style, types and import directions.  test: the test suite.  bench: every benchmark, figures in build/bench/.
 PYTHON ?= python
 CODE := parplan tests benchmarks examples
+BENCHMARKS := solver plans verification ddp # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
 .PHONY: check test bench
 
@@ -15,8 +16,7 @@ test:
 
 bench:
 	mkdir -p build/bench
-	set -e; for file in benchmarks/*.py; do \
-		[ -e "$$file" ] || continue; \
-		echo "== $$file"; \
-		$(PYTHON) "$$file" --json "build/bench/$$(basename "$$file" .py).json"; \
+	set -e; for name in $(BENCHMARKS); do \
+		echo "== $$name"; \
+		$(PYTHON) -m benchmarks.$$name --json "build/bench/$$name.json"; \
 	done

@@ -1,6 +1,6 @@
 """Every example on 1 to 8 GPUs: is the plan proven, and how long does the whole command take?
 
-    python benchmarks/plans.py [--gpu NAME] [--json FILE] [EXAMPLE ...]
+    python -m benchmarks.plans [--gpu NAME] [--json FILE] [EXAMPLE ...]
 
 Each row is one `parplan analyze` in a process of its own, imports and capture included, as a user
 would wait for it.

@@ -1,6 +1,6 @@
 """Time the planner's solver on problems of the shape real networks give.
 
-python benchmarks/solver.py [--json FILE] [--time-limit S] [--workers N]
+python -m benchmarks.solver [--json FILE] [--time-limit S] [--workers N]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every example under every kind of plan on 2, 3 and 4 devices, against the plain model in float64.
 
-    python benchmarks/verification.py [--json FILE] [EXAMPLE ...]
+    python -m benchmarks.verification [--json FILE] [EXAMPLE ...]
 
 The small siblings of the examples are run (same layers, fewer channels). Exit 1 on a difference.
 """
@@ -15,8 +15,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from parplan.verification import verify_plan
 from tests.plans import PLANS, plan_by

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.graph.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan

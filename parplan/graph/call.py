@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from parplan.compat import schema_of
 from parplan.graph.op_axes import OpAxis, read_row
 
 __all__ = ["Call", "Row", "is_tensor", "shape_of", "text_row"]
@@ -87,7 +88,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def _by_name(node: fx.Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None:
         return dict(node.kwargs)
     named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}

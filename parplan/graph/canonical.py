@@ -40,19 +40,20 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
         CaptureError: the program changes its own inputs, or holds sub-graphs we do not inline.
     """
     program, graph = functional.program, functional.program.graph
-    ending = graph.output_node()
-    output = ending.args[0]
     _refuse_subgraphs(graph)
     buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
     found = Canonical(graph, _merged(graph, parameters), counters=dict(functional.counters))
-    by_name = {node.name: node for node in graph.nodes}
     running = _batch_norms(graph)
+    _dropouts(graph)
+    by_name = {node.name: node for node in graph.nodes}
+    # Read now: a result may have been one of the ops that were just replaced.
+    ending = graph.output_node()
+    output = ending.args[0]
     leaves: list[Any] = list(output) if isinstance(output, (tuple, list)) else [output]
     results: list[str | Constant] = []
     for spec, leaf in zip(program.graph_signature.output_specs, leaves, strict=True):
         _sort_output(spec, leaf, buffers, running, found, results)
     found.outputs = tuple(results)
-    _dropouts(graph)
     graph.erase_node(ending)
     kept = [by_name[name] for name in (*results, *found.buffer_updates.values()) if isinstance(name, str)]
     graph.output(tuple(kept))

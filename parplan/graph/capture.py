@@ -15,8 +15,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.canonical import canonicalise

@@ -19,6 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from parplan.compat import memory_of, overload_name, schema_of
 from parplan.graph.axis_table import TABLE, is_tensor
 
 __all__ = ["Functional", "functionalise"]
@@ -117,7 +118,7 @@ def _expanded(graph: fx.Graph, source: fx.Node, result: fx.Node) -> None:
 
 
 def _is_inplace(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
 
 
 def _reveal_aliases(graph: fx.Graph) -> None:
@@ -137,7 +138,7 @@ def _is_only_reader(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _memory(node: Any) -> int:
-    return int(node.meta["val"].untyped_storage()._cdata)
+    return memory_of(node.meta["val"])
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
@@ -182,9 +183,9 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _out_of_place(target: Any) -> Any:
-    packet = str(target._schema.name).split("::")[-1]
+    packet = str(schema_of(target).name).split("::")[-1]
     plain = getattr(aten, packet[:-1], None) if packet.endswith("_") else None
-    return getattr(plain, target._overloadname, None)
+    return getattr(plain, overload_name(target), None)
 
 
 def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:

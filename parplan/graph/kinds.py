@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from parplan.compat import schema_of
+
 __all__ = ["is_loss_op", "kind_of", "op_name"]
 
 # First match wins, so a layer is named after the heaviest thing in it.
@@ -42,7 +44,7 @@ _KINDS = tuple((kind, tuple(words.split())) for kind, words in _WORDS)
 
 def op_name(node: fx.Node) -> str:
     """Bare name of the op: `aten.add.Tensor` is "add"."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None:
         return getattr(node.target, "__name__", str(node.target))
     return str(schema.name).split("::")[-1].strip("_")

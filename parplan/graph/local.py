@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from parplan.compat import schema_of
 from parplan.graph import ops
 from parplan.graph.axis_table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
@@ -107,7 +108,7 @@ def _copy(
 def _dropped(part: LocalLayer, node: fx.Node, code: fx.Graph, made: Mapping[str, fx.Node]) -> dict[str, fx.Node | None]:
     """What stands for operands that only the first shard may use: nothing, or zeros where the op needs a tensor."""
     names = part.axis.first_only if part.axis is not None and part.column > 0 else frozenset()
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)} if schema else set()
     arguments = Call(node).arguments.items()
     found = {value.name: name in optional for name, value in arguments if isinstance(value, fx.Node)}

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.errors import TargetError
 
 __all__ = ["DTYPES", "Inputs", "from_example", "from_options", "with_batch"]

@@ -131,6 +131,37 @@ def test_batch_norm_updates_its_own_statistics() -> None:
     assert [name for name, layer in graph.layers.items() if layer.mixes_batch] == ["bn1", "bn2"]
 
 
+class Ends(nn.Module):
+    """Writes into a view, which takes the long way of functionalisation, and ends in a given layer."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 6) to (N, 8)."""
+        y = self.linear(x).clone()
+        y[:, :2].add_(1.0)
+        result: Tensor = self.last(y)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("last", "training", "op"),
+    [
+        (lambda: nn.Dropout(), True, torch.ops.aten.dropout.default),
+        (lambda: nn.BatchNorm1d(8), True, torch.ops.aten.batch_norm.default),
+        (lambda: nn.BatchNorm1d(8), False, torch.ops.aten.batch_norm.default),
+    ],
+)
+def test_a_result_may_come_from_dropout_or_batch_norm(last: Callable[[], nn.Module], training: bool, op: Any) -> None:
+    graph = capture(Ends(last()), (torch.zeros(4, 6),), training=training)
+    (node,) = graph.layers["last"].nodes
+    assert node.target is op
+    assert graph.user_outputs == (node.name,)
+
+
 def test_tied_parameters_share_one_placeholder() -> None:
     case = MODELS["tied"]()
     graph = capture(case.model, case.args)
