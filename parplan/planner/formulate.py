@@ -19,7 +19,7 @@ from parplan.layout import Grid, Layout
 from parplan.plan import Strategy
 from parplan.planner.problem import Edge, Linear, Node, Problem, Usage
 
-__all__ = ["Formulation", "Option", "formulate", "input_layout"]
+__all__ = ["Formulation", "Option", "delivery_layout", "formulate"]
 
 DELIVERY = "(delivery)"
 
@@ -158,7 +158,7 @@ def _edges(
     for value in delivered:
         by_layer.setdefault(graph.producer[value], []).append(value)
     for source, values in by_layer.items():
-        ends = [[input_layout(graph, cluster.count, value)] for value in values]
+        ends = [[delivery_layout(graph, cluster.count, value)] for value in values]
         edges.append(_edge(graph, costs, (position[source], len(names)), values, options[position[source]], ends))
     return edges
 
@@ -167,10 +167,10 @@ def _input(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Lay
     return graph.layers[layer].layout(value, strategy)
 
 
-def input_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
-    """Where the user's own samples of `value` are: spread evenly over all devices where they divide."""
+def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a result goes: samples back to where they came from, spread over all devices."""
     dim = graph.batch_dims.get(value)
-    if dim is None or graph.values[value].shape[dim] % devices:
+    if dim is None:
         return Layout(Grid((0,), 1, 1), None)
     return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
 
