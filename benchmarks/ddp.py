@@ -1,8 +1,10 @@
-"""Step time of a pure data-parallel plan against DistributedDataParallel, on CPU processes.
+"""Step time of plans against DistributedDataParallel, on CPU processes.
 
-A convolutional network with local batch norm (as DDP has it) on gloo processes with one thread each. Both models live
-in the same processes and take turns, a few steps each, so that a machine that slows down slows both: every round gives
-one ratio, and the median of the ratios is what counts, with the quartiles as its spread.
+A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
+fully-connected layers cut, much less. Both models live in the same gloo processes with one thread each and take turns,
+a few steps each, so that a machine that slows down slows both: every round gives one ratio, and the median of the ratios
+is what counts, with the quartiles as its spread. A step is everything: forward, loss, backward and SGD with momentum.
+Batch norm is local, as DDP has it.
 """
 
 from __future__ import annotations
@@ -24,15 +26,72 @@ from torch import multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from parplan.graph.layer_graph import LayerGraph
+from examples.alexnet import AlexNet
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.runtime.compiled import Compiled
+
+
+def convnet() -> nn.Module:
+    """Four convolutions with batch norm and two fully-connected layers: (N, 3, 32, 32) to (N, 10)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 128)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(128 * 4, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers)
+
+
+def data_parallel(layer: Layer, devices: int) -> Strategy:
+    """Every layer on every process."""
+    return Strategy(devices, 1, None, tuple(range(devices)))
+
+
+# Slices of fc6's outputs stay where they are until fc7 has used them as inputs, and so on.
+CUTS = {"fc6": "out-features", "fc7": "in-features", "fc8": "in-features"}
+BETWEEN = ("relu6", "drop6", "relu7", "drop7")
+
+
+def hybrid(layer: Layer, devices: int) -> Strategy:
+    """Convolutions on every process, fully-connected layers in slices, one on each."""
+    axis = CUTS.get(layer.name, "features" if layer.name in BETWEEN else None)
+    everyone = tuple(range(devices))
+    return Strategy(1, devices, axis, everyone) if axis else data_parallel(layer, devices)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: `samples` per process of images with `side` pixels, in `classes` classes."""
+
+    network: str
+    plan: str
+    build: Callable[[], nn.Module]
+    rule: Callable[[Layer, int], Strategy]
+    samples: int
+    side: int
+    classes: int
+    steps: int
+
+    def planner(self, graph: LayerGraph) -> Plan:
+        """The plan, whatever the network."""
+        count = dist.get_world_size()
+        chosen = {name: self.rule(layer, count) for name, layer in graph.layers.items()}
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, chosen)
+
+
+CASES = (
+    Case("convnet", "data parallel", convnet, data_parallel, 16, 32, 10, 5),
+    Case("alexnet", "data parallel", AlexNet, data_parallel, 8, 224, 1000, 1),
+    Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),
+)
 
 
 @dataclass(frozen=True)
 class Figures:
     """Seconds per step (medians over rounds) and the ratio of parplan's to DDP's."""
 
+    network: str
+    plan: str
     processes: int
     samples_per_process: int
     rounds: int
@@ -43,22 +102,16 @@ class Figures:
     ratio_lower_quartile: float
     ratio_upper_quartile: float
 
-
-def network() -> nn.Module:
-    """Four convolutions with batch norm and two fully-connected layers: (N, 3, 32, 32) to (N, 10)."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        layers += [nn.MaxPool2d(2)]
-    layers += [nn.Flatten(), nn.Linear(128 * 4, 512), nn.ReLU(), nn.Linear(512, 10)]
-    return nn.Sequential(*layers)
+    def line(self) -> str:
+        """One row of the printed table."""
+        return (
+            f"{self.network:8} {self.plan:14} {self.samples_per_process:7} {self.ddp_s * 1e3:9.1f} "
+            f"{self.parplan_s * 1e3:9.1f} {self.ratio:7.3f}  {self.ratio_lower_quartile:.3f} to "
+            f"{self.ratio_upper_quartile:.3f}  {1 / self.ratio:.2f}x"
+        )
 
 
-def data_parallel(graph: LayerGraph) -> Plan:
-    """Every layer on every process."""
-    everyone = tuple(range(dist.get_world_size()))
-    strategy = Strategy(len(everyone), 1, None, everyone)
-    return Plan(graph.model, graph.fingerprint, graph.batch or 1, len(everyone), dict.fromkeys(graph.layers, strategy))
+HEAD = "network  plan           samples    DDP ms   parplan   ratio  quartiles       faster"
 
 
 def stepper(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -82,41 +135,53 @@ def seconds(step: Callable[[], None], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def worker(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One process of the comparison."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=args.processes)
+def compare(case: Case, rank: int, rounds: int) -> Figures:
+    """Time both models in turns."""
     torch.manual_seed(0)
-    net = network()
+    net = case.build()
     torch.manual_seed(rank)
-    batch = (torch.randn(args.samples, 3, 32, 32), torch.randint(10, (args.samples,)))
+    batch = (torch.randn(case.samples, 3, case.side, case.side), torch.randint(case.classes, (case.samples,)))
     ddp = stepper(DistributedDataParallel(copy.deepcopy(net)), *batch)
-    own = stepper(Compiled(net, data_parallel, batch_norm="local"), *batch)
+    own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch)
     for step in (ddp, own):
         seconds(step, 3)
     # Turns alternate, so that neither always follows the other.
     times: dict[str, list[float]] = {"ddp": [], "parplan": []}
-    for turn in range(args.rounds):
+    for turn in range(rounds):
         both = [("ddp", ddp), ("parplan", own)]
         for name, step in both if turn % 2 == 0 else reversed(both):
-            times[name].append(seconds(step, args.steps))
+            times[name].append(seconds(step, case.steps))
+    lower, middle, upper = statistics.quantiles([b / a for a, b in zip(*times.values(), strict=True)], n=4)
+    return Figures(
+        network=case.network,
+        plan=case.plan,
+        processes=dist.get_world_size(),
+        samples_per_process=case.samples,
+        rounds=rounds,
+        steps_per_round=case.steps,
+        ddp_s=statistics.median(times["ddp"]),
+        parplan_s=statistics.median(times["parplan"]),
+        ratio=middle,
+        ratio_lower_quartile=lower,
+        ratio_upper_quartile=upper,
+    )
+
+
+def worker(rank: int, args: argparse.Namespace, port: int) -> None:
+    """One process of the comparison."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=args.processes)
     if rank == 0:
-        report(args, times["ddp"], times["parplan"])
+        print(HEAD)
+    found = []
+    for case in CASES:
+        if args.only in f"{case.network} {case.plan}":
+            found.append(compare(case, rank, args.rounds))
+            if rank == 0:
+                print(found[-1].line(), flush=True)
+    if rank == 0 and args.json:
+        args.json.write_text(json.dumps([asdict(figures) for figures in found], indent=1) + "\n")
     dist.destroy_process_group()
-
-
-def report(args: argparse.Namespace, ddp: Sequence[float], own: Sequence[float]) -> None:
-    """Print the figures, and write them where asked."""
-    ratios = [b / a for a, b in zip(ddp, own, strict=True)]
-    lower, middle, upper = statistics.quantiles(ratios, n=4)
-    figures = Figures(
-        args.processes, args.samples, args.rounds, args.steps,
-        statistics.median(ddp), statistics.median(own), middle, lower, upper,
-    )  # fmt: skip
-    print(f"DistributedDataParallel {figures.ddp_s * 1e3:.2f} ms per step, parplan {figures.parplan_s * 1e3:.2f} ms")
-    print(f"ratio {middle:.3f} (quartiles {lower:.3f} to {upper:.3f}, {args.rounds} paired rounds)")
-    if args.json:
-        args.json.write_text(json.dumps(asdict(figures), indent=1) + "\n")
 
 
 def free_port() -> int:
@@ -128,11 +193,10 @@ def free_port() -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the processes."""
-    parser = argparse.ArgumentParser(description="a pure data-parallel plan against DistributedDataParallel")
+    parser = argparse.ArgumentParser(description="plans against DistributedDataParallel")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=16, help="per process")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5, help="per round and model")
+    parser.add_argument("--only", default="", help="cases whose network and plan contain this")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
     mp.spawn(worker, (args, free_port()), args.processes)  # type: ignore[attr-defined,no-untyped-call]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.errors import ClusterError, PlanError
+from parplan.errors import ClusterError, ModelError, PlanError
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def compile(  # the name users know from torch.compile
     output_device: torch.device | str | None = None,
     plan: Plan | str | Path | None = None,
     batch_norm: str = "global",
+    scalars: str = "whole",
     dim: int = 0,
     rules: str = "default",
     precision: str = "fp32",
@@ -116,6 +117,9 @@ def compile(  # the name users know from torch.compile
         plan: run this plan (or file) instead of searching for one; it is verified first.
         batch_norm: "global" (statistics over the whole batch: the plain model's numbers) or "local"
             (per replica, as DataParallel and DistributedDataParallel do).
+        scalars: what a model that returns a number (its loss) gives: "whole" (the plain model's number) or
+            "per_replica" (a vector with one entry per replica, as DataParallel; under torchrun each process its own
+            number, as DistributedDataParallel).
         dim: the dimension of input tensors along which samples lie.
 
     Raises:
@@ -130,7 +134,15 @@ def compile(  # the name users know from torch.compile
             return _given(plan, graph, count)
         return _searched(graph, compiled.device, count, Request(precision, optimizer, rules, None, time_limit_s))
 
-    compiled = Compiled(model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm)
+    compiled = Compiled(
+        model,
+        planner,
+        devices=devices,
+        output_device=output_device,
+        dim=dim,
+        batch_norm=batch_norm,
+        scalars=scalars,
+    )
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled
@@ -188,9 +200,15 @@ def verify(
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
     graph = capture(model, args, kwargs)
     found = _given(given, graph, count) if given is not None else _for_cpu(graph, count)
-    few = 2 * max(strategy.replicas for strategy in found.layers.values()) if batch is None else batch
-    args, kwargs = first_samples((args, kwargs), graph.batch, few)
-    return verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
+    few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
+    try:
+        fewer = first_samples((args, kwargs), graph.batch, few)
+        return verify_plan(model, *fewer, lambda _: found, devices=count, seed=seed)
+    except ModelError:
+        if batch is not None:
+            raise
+        # Some models take one number of samples only.
+        return verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
 
 
 def _for_cpu(graph: LayerGraph, count: int) -> Plan:

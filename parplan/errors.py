@@ -9,6 +9,7 @@ __all__ = [
     "CaptureError",
     "ClusterError",
     "InfeasiblePlan",
+    "ModelError",
     "ParplanError",
     "PlanError",
     "RuleError",
@@ -27,6 +28,10 @@ class TargetError(ParplanError):
 
 class CaptureError(ParplanError):
     """The model cannot be captured as a graph (the text names the line)."""
+
+
+class ModelError(ParplanError):
+    """The model itself fails on the inputs it is given (the text names the line)."""
 
 
 class ClusterError(ParplanError):

@@ -7,6 +7,7 @@ sides, because no two ways of splitting a batch draw the same random numbers.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
+from parplan.errors import ModelError
 from parplan.graph.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.user_line import user_line
 from parplan.plan import Plan
 from parplan.runtime.compiled import Compiled
 
@@ -79,14 +82,37 @@ def verify_plan(
     so that a wrong order of samples shows. The user's model is copied, not changed.
     """
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
-    plain, compiled_model = (_without_dropout(copy.deepcopy(model).cpu().double().train()) for _ in range(2))
-    with _NoDropout():
-        reference = _run(plain, plain, args, kwargs, seed)
+    plain, compiled_model = (_without_dropout(_precise(copy.deepcopy(model).cpu()).train()) for _ in range(2))
+    samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
+    reference = _plain(plain, args, kwargs, seed, samples)
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False)
     found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
-    samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
     return Verification(compiled.plan, samples, _compare(reference, found))
+
+
+def _plain(model: nn.Module, args: Any, kwargs: Any, seed: int, samples: int) -> _Results:
+    """The plain model's results, or one error that says what the model itself did wrong."""
+    try:
+        with _NoDropout():
+            return _run(model, model, args, kwargs, seed)
+    except Exception as error:
+        line = user_line(error)
+        raise ModelError(
+            f"the plain model fails on {samples} samples in float64, so there is nothing to compare with\n"
+            f"  {type(error).__name__}: {error}" + (f"\n  at {line}" if line else "")
+        ) from error
+
+
+def _precise(model: nn.Module) -> nn.Module:
+    """The model in double precision, complex numbers too."""
+    return model._apply(lambda tensor: _double(tensor))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
@@ -129,12 +155,11 @@ def _doubled(tree: Any, seed: int) -> Any:
     def double(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not leaf.is_floating_point():
-            return leaf.cpu()
+        wanted = _double(leaf.detach().cpu())
+        if not (wanted.is_floating_point() or wanted.is_complex()):
+            return wanted
         flat = leaf.numel() > 1 and bool((leaf == leaf.flatten()[0]).all())
-        values = (
-            torch.randn(leaf.shape, generator=generator, dtype=torch.float64) if flat else leaf.detach().cpu().double()
-        )
+        values = torch.randn(leaf.shape, generator=generator, dtype=wanted.dtype) if flat else wanted
         return values.clone().requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(double, tree)
@@ -163,9 +188,11 @@ def _loss(leaves: Sequence[Tensor], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     loss = torch.zeros((), dtype=torch.float64)
     for leaf in leaves:
-        weights = torch.rand(leaf.shape, generator=generator, dtype=torch.float64)
-        if leaf.is_floating_point():
-            loss = loss + (leaf * weights).sum()
+        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        weights = torch.rand(real.shape, generator=generator, dtype=torch.float64)
+        if real.is_floating_point():
+            # A mask of -inf is compared as an output; in a sum it would hide everything else.
+            loss = loss + (real.nan_to_num(0.0, 0.0, 0.0) * weights).sum()
     return loss
 
 
@@ -180,23 +207,36 @@ def _compare(reference: _Results, found: _Results) -> tuple[VerificationRow, ...
             continue
         actual = found.groups[group]
         largest = max((_size(tensor) for tensor in expected.values()), default=0.0)
-        worst, difference = "", -1.0
-        for name, tensor in expected.items():
-            here = _difference(tensor, actual[name], _FLOOR * largest)
-            if not here <= difference:
-                worst, difference = name, here
-        rows.append(VerificationRow(group, len(expected), difference, worst))
+        found_by = {name: _difference(tensor, actual[name], _FLOOR * largest) for name, tensor in expected.items()}
+        worst = max(found_by, key=lambda name: math.inf if math.isnan(found_by[name]) else found_by[name])
+        rows.append(VerificationRow(group, len(expected), found_by[worst], worst))
     return tuple(rows)
 
 
 def _size(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    finite = _exact(tensor)[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.double()
 
 
 def _difference(expected: Tensor, actual: Tensor, floor: float) -> float:
-    """Largest absolute difference relative to the largest element; infinite where shapes differ."""
-    if expected.shape != actual.shape:
-        return float("inf")
+    """Largest absolute difference relative to the largest finite element.
+
+    Infinite where shapes or the places of infinities differ; NaN where the plain model gives one.
+    """
+    if bool(expected.isnan().any()):
+        return math.nan
+    if expected.shape != actual.shape or not torch.equal(_infinite(expected), _infinite(actual)):
+        return math.inf
     scale = max(_size(expected), floor)
-    difference = _size(expected.double() - actual.double())
+    difference = _size(_exact(expected) - _exact(actual))
     return difference / scale if scale > 0 else difference
+
+
+def _infinite(tensor: Tensor) -> Tensor:
+    """Where a tensor holds NaN, infinity and minus infinity."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
+    return torch.stack([real.isnan(), real.isposinf(), real.isneginf()])

@@ -113,10 +113,11 @@ def _user_line(node: fx.Node) -> str:
 
 
 def _counter_step(node: Any, buffer: str) -> int | None:
-    """The step of a counter (`self.steps += 1`): an integer buffer plus a constant."""
-    if node.target is not aten.add.Tensor or node.args[0].name != buffer or not isinstance(node.args[1], int):
+    """The step of a counter (`self.steps += 1`, maybe several times): an integer buffer plus constants."""
+    if node.target is not aten.add.Tensor or not isinstance(node.args[1], int):
         return None
-    return int(node.args[1])
+    before = 0 if node.args[0].name == buffer else _counter_step(node.args[0], buffer)
+    return None if before is None else before + int(node.args[1])
 
 
 def _batch_norms(graph: fx.Graph) -> set[str]:
@@ -125,6 +126,7 @@ def _batch_norms(graph: fx.Graph) -> set[str]:
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
             results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            _share_statistics(node, results)
             with graph.inserting_before(node):
                 plain = _like(graph, node, aten.batch_norm.default, (*node.args, False), results.get(0))
             if 0 in results:
@@ -139,6 +141,14 @@ def _batch_norms(graph: fx.Graph) -> set[str]:
             if first is not None:
                 first.replace_all_uses_with(plain)
     return running
+
+
+def _share_statistics(node: fx.Node, results: Mapping[Any, fx.Node]) -> None:
+    """A module called again reads the statistics where its first call has updated them: in the buffer."""
+    for place in (3, 4):  # of mean and variance, among the arguments and among the results
+        for user in list(results[place].users) if place in results else ():
+            if "batch_norm" in str(user.target) and user.args[place] is results[place]:
+                user.update_arg(place, node.args[place])
 
 
 def _like(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...], result: fx.Node | None) -> fx.Node:

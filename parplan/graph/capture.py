@@ -6,7 +6,6 @@ that updates its statistics in place, dropout), so that generated code runs at e
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from parplan.graph.functional import functionalise
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.quiet import quiet
+from parplan.graph.user_line import user_line
 
 __all__ = ["batch_of", "capture"]
 
@@ -135,16 +135,22 @@ def _is_leaf(module: nn.Module) -> bool:
 
 def _explain(model: nn.Module, error: Exception) -> str:
     """The user's line and the reason, without the exporter's own frames."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
-    own = [f for f in frames if "/parplan/" not in f.filename.replace("\\", "/")] or frames
-    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "(line unknown)"
+    line = user_line(error)
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return (
-        f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
-        f"  at {where}\n"
-        "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
-        "(use torch.where, or move them out of the model)"
-    )
+    text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
+    return text + (f"  at {line}\n" if line else "") + (_UNTRACEABLE if _is_exporters(error) else _UNFIT)
+
+
+_UNTRACEABLE = (
+    "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
+    "(use torch.where, or move them out of the model)"
+)
+_UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
+
+
+def _is_exporters(error: Exception) -> bool:
+    """Whether it is about tracing: what a wrong call or a wrong shape raises is plain Python or a RuntimeError."""
+    return type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,8 @@ def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             flows = node.name in trainable or any(_flows(source, specs) for source in node.all_input_nodes)
-            grad = flows and value.dtype.is_floating_point and node.target is not torch.ops.aten.detach.default
+            differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+            grad = flows and differentiable and node.target is not torch.ops.aten.detach.default
             specs[node.name] = TensorSpec(tuple(value.shape), value.dtype, grad)
         elif node.op == "call_function":
             flows = any(_flows(source, specs) for source in node.all_input_nodes)

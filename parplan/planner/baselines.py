@@ -21,11 +21,15 @@ Allowed = Callable[[str, Strategy], bool]
 
 @dataclass(frozen=True)
 class _Habit:
-    """A way to parallelise by hand: which strategies it allows, or why it is not legal here."""
+    """A way to parallelise by hand: which strategies it allows, or why it is not legal here.
+
+    `alone`: the other devices are not used at all, so no results are delivered to them.
+    """
 
     name: str
     allowed: Allowed
     why_not: str = ""
+    alone: bool = False
 
 
 def baselines(graph: LayerGraph, formulation: Formulation, plan: Plan, solve: Solve) -> tuple[Baseline, ...]:
@@ -34,7 +38,7 @@ def baselines(graph: LayerGraph, formulation: Formulation, plan: Plan, solve: So
     `plan` gives model, batch and devices; its layers are replaced.
     """
     habits = (
-        _Habit("one device", lambda name, s: len(s.devices) == 1),
+        _Habit("one device", lambda name, s: s.devices == (0,), alone=True),
         _data_parallel(graph, formulation, plan),
         _model_parallel(graph, formulation, plan),
         _hybrid(graph, formulation, plan),
@@ -101,7 +105,7 @@ def _baseline(habit: _Habit, formulation: Formulation, plan: Plan, solve: Solve)
     if not all(kept):
         layer = formulation.names[kept.index([])]
         return Baseline(habit.name, None, None, False, f"{layer} cannot be placed that way")
-    problem = formulation.problem
+    problem = _without_delivery(formulation.problem) if habit.alone else formulation.problem
     solution = solve(_restricted(problem, kept))
     if solution.choice is None:
         return Baseline(habit.name, None, None, False, "no such plan was found")
@@ -126,6 +130,11 @@ def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
 
     layers = [own(name, options) for name, options in zip(formulation.names, formulation.options, strict=False)]
     return layers + [[0]] * (len(formulation.problem.nodes) - len(layers))
+
+
+def _without_delivery(problem: Problem) -> Problem:
+    delivery = len(problem.nodes) - 1
+    return replace(problem, edges=tuple(edge for edge in problem.edges if edge.target != delivery))
 
 
 def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:

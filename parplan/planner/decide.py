@@ -91,9 +91,8 @@ def decide(
     rivals = baselines(graph, formulation, draft, partial(solve, time_limit_s=10.0))
     total_s = time.perf_counter() - request.started
     seconds = Seconds(request.capture_s, costs_s, time.perf_counter() - begin - costs_s, total_s)
-    return _decision(
-        graph, cluster, formulation, choice, draft, _proof(formulation, choice, solution), rivals, request, seconds
-    )
+    proof = _proof(formulation, choice, solution, request.plan is not None)
+    return _decision(graph, cluster, formulation, choice, draft, proof, rivals, request, seconds)
 
 
 def _formulate(
@@ -141,11 +140,11 @@ def _plan(
     return Plan(graph.model, graph.fingerprint, graph.batch or 1, cluster.count, layers, request.rules)
 
 
-def _proof(formulation: Formulation, choice: Sequence[int], solution: Solution) -> Proof:
+def _proof(formulation: Formulation, choice: Sequence[int], solution: Solution, given: bool) -> Proof:
     objective = evaluate(formulation.problem, choice).objective
     gap = max(0.0, (objective - solution.bound) / objective) if objective > 0 else 0.0
     status = solution.status.value if gap <= 1e-6 or solution.status is not Status.OPTIMAL else Status.FEASIBLE.value
-    return Proof(status, objective, solution.bound, gap, solution.seconds)
+    return Proof(status, objective, solution.bound, gap, solution.seconds, given)
 
 
 def _decision(
@@ -235,18 +234,27 @@ def _followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
 WORTH_IT = 0.03
 
 
+def _closeness(ratio: float) -> str:
+    """A given plan may be far slower than the habit."""
+    if ratio < 1 - WORTH_IT:
+        return f"{1 / ratio:.2f}x as fast as this plan"
+    return f"within {WORTH_IT:.0%} of the best plan"
+
+
 def _advice(step_s: float, rivals: Sequence[Baseline]) -> str:
     by_name = {rival.name: rival for rival in rivals}
     one, data = by_name.get("one device"), by_name.get("pure data parallel")
     if one is not None and one.fits and one.step_s is not None and one.step_s <= step_s * (1 + WORTH_IT):
         return "Use one device: more of them do not make this step faster."
     if data is not None and data.fits and data.step_s is not None and data.step_s <= step_s * (1 + WORTH_IT):
-        return f"Use plain data parallel: it is within {WORTH_IT:.0%} of the best plan and needs no planning."
+        return f"Use plain data parallel: it is {_closeness(data.step_s / step_s)} and needs no planning."
     legal = [rival for rival in rivals if rival.fits and rival.step_s is not None]
     if not legal:
         return "Use this plan: none of the usual ways is legal and fits these devices."
     best = min(legal, key=lambda rival: rival.step_s or 0.0)
     ratio = (best.step_s or 0.0) / step_s
+    if ratio < 1 - WORTH_IT:
+        return f"Do not use this plan: {best.name} is {1 / ratio:.2f}x as fast."
     if ratio <= 1 + WORTH_IT:
         return f"Use this plan: written by hand it would be {best.name}, which comes within {WORTH_IT:.0%} of it."
     return f"Use this plan: {ratio:.2f}x as fast as {best.name}, the best of the usual ways."

@@ -68,13 +68,17 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the solver vouches for. `objective` and `bound` in seconds; `gap` is relative."""
+    """What the solver vouches for. `objective` and `bound` in seconds; `gap` is relative.
+
+    `given`: the plan is a reviewed one, not what the solver found.
+    """
 
     status: str
     objective: float
     bound: float
     gap: float
     seconds: float
+    given: bool = False
 
 
 @dataclass(frozen=True)

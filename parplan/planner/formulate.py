@@ -14,6 +14,7 @@ import numpy as np
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Grid, Layout
 from parplan.plan import Strategy
@@ -105,9 +106,10 @@ def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGrap
 
 def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
     """One way of exchanging batch statistics: count, mean and squared deviations per channel."""
-    value = graph.values[layer.inputs[0]]
+    name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
+    value = graph.values[name]
     spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
-    cut = layer.layout(layer.inputs[0], strategy).shard_dim
+    cut = layer.layout(name, strategy).shard_dim
     shard_dim = None if cut is None else 2
     moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
     return moved.forward_s

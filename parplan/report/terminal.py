@@ -27,7 +27,7 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     print_origin(page, decision, mixed)
     print_prediction(page, decision)
     print_baselines(page, decision)
-    print_proof(page, decision.proof)
+    print_proof(page, decision)
     print_seconds(page, decision.seconds)
 
 

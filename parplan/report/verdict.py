@@ -68,10 +68,11 @@ def _print_rival(page: Page, name: str, figures: str, verdict: str, bold: bool) 
         page.line(" " * (len(name) + 2), Span(line, "red"))
 
 
-def print_proof(page: Page, proof: Proof) -> None:
+def print_proof(page: Page, decision: Decision) -> None:
     """Print what the solver vouches for, in plain words."""
+    proof = decision.proof
     claim = {
-        "OPTIMAL": "no plan of this model is faster under these costs",
+        "OPTIMAL": _optimal(decision),
         "FEASIBLE": _feasible(proof),
     }.get(proof.status, "the solver makes no claim about other plans")
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
@@ -83,7 +84,16 @@ def print_proof(page: Page, proof: Proof) -> None:
     page.paragraph(f": {claim}{brackets}.", first=proof.status, first_style=style)
 
 
+def _optimal(decision: Decision) -> str:
+    """A plan for several devices gives each its own samples' results back, which one device alone need not do."""
+    alone_is_faster = decision.speedup is not None and decision.speedup < 1
+    which = f"that gives results back to all {decision.cluster.count} devices" if alone_is_faster else "of this model"
+    return f"no plan {which} is faster under these costs"
+
+
 def _feasible(proof: Proof) -> str:
+    if proof.given and math.isfinite(proof.gap):
+        return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
     if not math.isfinite(proof.gap):
         return "the best plan found in the time; how much faster another one could be is not known"
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -11,6 +12,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_module
 from parplan.plan import Strategy
 from parplan.runtime import batch_norm
+from parplan.runtime.draws import Draws
 from parplan.runtime.program import Code, Compute, Program, Transfer
 
 __all__ = ["Codes", "written_buffers"]
@@ -24,34 +26,63 @@ class Codes:
     Args:
         graph, strategies: what the program was lowered from.
         program: the steps.
+        draws: sets apart the ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.
     """
 
-    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, dropout: bool) -> None:
+    def __init__(
+        self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, draws: Draws, dropout: bool
+    ) -> None:
         self._graph = graph
         self._strategies = strategies
         self._slots = program.slots
+        self._draws = draws
         self._dropout = dropout
-        self._made: dict[tuple[int, int, int], Function] = {}
+        self._made: dict[_Key, Function] = {}
 
     def get(self, step: Compute, device: int) -> Function:
         """What `device` runs in `step`; its arguments are the step's operands, then its states."""
-        column = step.grid.position(device)[1] if step.grid.shards > 1 else 0
-        key = (id(step), column, step.batch(device))
+        row, column = step.grid.position(device)
+        key = _Key(id(step), row if self._draws.any else 0, column if step.grid.shards > 1 else 0, step.batch(device))
         if key not in self._made:
-            self._made[key] = self._make(step, column, step.batch(device))
+            self._made[key] = self._make(step, key)
         return self._made[key]
 
-    def _make(self, step: Compute, column: int, batch: int) -> Function:
+    def _make(self, step: Compute, key: _Key) -> Function:
         if step.code is Code.STATISTICS:
             dtype = self._slots[step.results[0].slot].dtype
             return lambda x: (batch_norm.statistics(x, dtype),)
         if step.code is Code.NORMALISE:
             return _normaliser(self._graph.layers[step.layers[0]], step)
-        parts = [LocalLayer(self._graph.layers[n], self._strategies[n], column, batch) for n in step.layers]
+        parts = [LocalLayer(self._graph.layers[n], self._strategies[n], key.column, key.batch) for n in step.layers]
         inputs = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
         made = local_module(self._graph, parts, inputs, [result.name for result in step.results], self._dropout)
-        return made.forward
+        for part in parts if self._dropout else ():
+            self._draws.apply(made, part, key.row)
+        return self._with_entries(step, made.forward)
+
+    def _with_entries(self, step: Compute, code: Function) -> Function:
+        """Between numbers, as the code knows them, and slots that have one entry per replica."""
+        taken = [self._slots[operand.slot].per_replica for operand in step.operands] + [False] * len(step.states)
+        given = [self._slots[result.slot].per_replica for result in step.results]
+        if not any(taken) and not any(given):
+            return code
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results = code(*(t.squeeze(0) if entry else t for t, entry in zip(tensors, taken, strict=True)))
+            return tuple(t.unsqueeze(0) if entry else t for t, entry in zip(results, given, strict=True))
+
+        return run
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What devices that share code have in common; `row` counts only where random numbers do."""
+
+    step: int
+    row: int
+    column: int
+    batch: int
 
 
 def written_buffers(graph: LayerGraph, step: Compute | Transfer) -> frozenset[str]:

@@ -187,11 +187,15 @@ class DistributedTransport:
 
     def gather_sizes(self, size: int) -> tuple[int, ...]:
         """What every rank passes here, by rank."""
-        own = torch.tensor([size], dtype=torch.int64, device=self._device)
-        sizes = [torch.empty_like(own) for _ in range(self.processes)]
+        return tuple(entry for (entry,) in self.gather(size))
+
+    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers that every rank passes here, by rank; all pass equally many."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        found = [torch.empty_like(own) for _ in range(self.processes)]
         with explained("exchanging the numbers of samples", self.rank):
-            dist.all_gather(sizes, own, group=self._group)
-        return tuple(int(entry.item()) for entry in sizes)
+            dist.all_gather(found, own, group=self._group)
+        return [tuple(entry.tolist()) for entry in found]
 
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""

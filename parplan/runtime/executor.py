@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.runtime.codes import Codes, written_buffers
+from parplan.runtime.draws import Draws
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Compute, Program, Transfer
 from parplan.runtime.run import Run
@@ -35,6 +36,7 @@ class Executor:
         transport: moves tensors; says which devices are here.
         output: the device whose part of a result is handed back, where one process holds all.
         dropout: whether dropout drops anything.
+        draws: sets apart ops that draw on several devices at once; default: those of the graph and strategies.
     """
 
     def __init__(
@@ -46,13 +48,15 @@ class Executor:
         transport: Transport,
         output: int = 0,
         dropout: bool = True,
+        draws: Draws | None = None,
     ) -> None:
         self.graph = graph
         self.program = program
         self.store = store
         self.transport = transport
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
-        self.codes = Codes(graph, strategies, program, dropout)
+        self._draws = draws if draws is not None else Draws(graph, strategies)
+        self.codes = Codes(graph, strategies, program, self._draws, dropout)
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._last_reads = _last_reads(program)

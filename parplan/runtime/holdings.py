@@ -19,11 +19,13 @@ from parplan.layout import Range, Region, region
 from parplan.plan import Strategy
 from parplan.runtime.program import Bucket, shape_of
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "buckets", "holdings", "used_block", "within"]
+__all__ = ["ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "buckets", "holdings", "used_block", "within"]
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+# A gradient of this size travels alone: it is summed where it lies, while a bucket is a copy of what it holds.
+ALONE_BYTES = 8 << 20
 
 Strategies = Mapping[str, Strategy]
 Holdings = dict[str, dict[int, Region]]
@@ -94,6 +96,9 @@ def buckets(graph: LayerGraph, held: Holdings, memories: Sequence[int]) -> tuple
         spec = graph.values[parameter]
         kind = _Kind(groups, spec.dtype)
         size = max(prod(shape_of(block)) for block in held[parameter].values()) * spec.dtype.itemsize
+        if size >= ALONE_BYTES:
+            filled.append(Bucket((parameter,), groups))
+            continue
         bucket = being.setdefault(kind, _Open([], FIRST_BUCKET_BYTES))
         bucket.parameters.append(parameter)
         bucket.bytes_left -= size

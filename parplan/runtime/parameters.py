@@ -8,8 +8,8 @@ process's module holds just what its rank needs. Either way a gradient ends on t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class _Wanted:
     name: str
     place: torch.device
     block: Region
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class _Way:
 
 class Store:
     """The parameters, buffers and constants of one captured graph, as its devices hold them.
+
+    Attributes:
+        shapes: of the block that each device holds of each parameter.
 
     Args:
         module: the user's module.
@@ -70,6 +74,7 @@ class Store:
         }
         self._program = program
         self._holdings = program.holdings
+        self.shapes = {name: {d: shape_of(b) for d, b in held.items()} for name, held in program.holdings.items()}
         self._transport = transport
         self._sharded = sharded
         self._copies: dict[_Wanted, _Copy] = {}
@@ -94,9 +99,10 @@ class Store:
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
         wanted = self._wanted[id(state), device]
-        original = self.original(state.name)
-        here = original.device == wanted.place
-        return block(original.detach(), wanted.block) if here else self._copies[wanted].tensor
+        original = self.original(state.name).detach()
+        if original.device != wanted.place:
+            return self._copies[wanted].tensor
+        return original if original.shape == wanted.shape else block(original, wanted.block)
 
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
@@ -125,12 +131,12 @@ class Store:
         blocks = state.blocks[device]
         if not self._sharded and state.name in self._holdings:
             blocks = _absolute(blocks, self._holdings[state.name][device])
-        return _Wanted(state.name, self._transport.physical(device), blocks)
+        return _Wanted(state.name, self._transport.physical(device), blocks, shape_of(blocks))
 
     def place(self, name: str, device: int) -> Region:
         """Where the block that `device` holds of a parameter lies in the module's own tensor."""
         held = self._holdings[name][device]
-        return tuple(Range(0, size) for size in shape_of(held)) if self._sharded else held
+        return tuple(Range(0, size) for size in self.shapes[name][device]) if self._sharded else held
 
 
 def _absolute(inner: Region, outer: Region) -> Region:
@@ -143,6 +149,7 @@ class _Term:
 
     block: Region
     gradient: Tensor
+    own: bool  # nobody else reads its memory
 
 
 @dataclass(frozen=True)
@@ -157,16 +164,15 @@ class _Sum:
 class Gradients:
     """Gathers the parameter gradients of one backward."""
 
-    def __init__(self, store: Store, transport: Transport, holdings: Mapping[str, Mapping[int, Region]]) -> None:
+    def __init__(self, store: Store, transport: Transport) -> None:
         self._store = store
         self._transport = transport
-        self._holdings = holdings
         self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
         self._sums: list[_Sum] = []
 
-    def add(self, state: State, device: int, gradient: Tensor) -> None:
-        """Take in one compute step's gradient of the block it used."""
-        self._terms[state.name][device].append(_Term(state.blocks[device], gradient))
+    def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
+        """Take in one compute step's gradient of the block it used; if it is our `own`, it may be written to."""
+        self._terms[state.name][device].append(_Term(state.blocks[device], gradient, own))
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""
@@ -178,12 +184,19 @@ class Gradients:
             flats = {}
             for device in here:
                 with self._transport.on(device):
-                    flats[device] = torch.cat([self._own(p, device).reshape(-1) for p in bucket.parameters])
+                    flats[device] = self._flat(bucket, device)
             self._sums.append(_Sum(bucket, here[0], self._transport.reduce(name, group, flats)))
 
-    def _own(self, name: str, device: int) -> Tensor:
+    def _flat(self, bucket: Bucket, device: int) -> Tensor:
+        """What a device adds to a bucket's sum, in memory that the sum may overwrite."""
+        alone = self._terms[bucket.parameters[0]].get(device, []) if len(bucket.parameters) == 1 else []
+        owned = len(alone) == 1 and alone[0].own and alone[0].gradient.is_contiguous()
+        tensors = [self._total_on(name, device).reshape(-1) for name in bucket.parameters]
+        return tensors[0] if owned else torch.cat(tensors)
+
+    def _total_on(self, name: str, device: int) -> Tensor:
         """The sum of one device's terms, in the shape of what it holds."""
-        shape = shape_of(self._holdings[name][device])
+        shape = self._store.shapes[name][device]
         terms = self._terms[name].pop(device, [])
         if len(terms) == 1 and terms[0].gradient.shape == shape:
             return terms[0].gradient
@@ -197,12 +210,11 @@ class Gradients:
         """Wait for the sums that were started."""
         for entry in self._sums:
             flat = entry.pending.wait()[entry.device]
-            blocks = [self._holdings[name][entry.device] for name in entry.bucket.parameters]
-            shapes = [shape_of(held) for held in blocks]
-            parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+            shapes = [self._store.shapes[name][entry.device] for name in entry.bucket.parameters]
+            parts = flat.split([prod(shape) for shape in shapes])
             for name, shape, part in zip(entry.bucket.parameters, shapes, parts, strict=True):
                 whole = tuple(Range(0, size) for size in shape)
-                self._terms[name][entry.device] = [_Term(whole, part.view(shape))]
+                self._terms[name][entry.device] = [_Term(whole, part.view(shape), True)]
         self._sums.clear()
 
     def total(self, name: str) -> Tensor | None:

@@ -38,6 +38,7 @@ class Slot:
         rows: extent of the batch dimension in every row of the grid; None when rows hold the same.
         dtype: of the tensor.
         requires_grad: whether a gradient flows back through it.
+        per_replica: a number of which every row has its own: one entry each, where the layers' code has none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Slot:
     rows: tuple[int, ...] | None
     dtype: torch.dtype
     requires_grad: bool
+    per_replica: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ program's backward steps one by one, and asks autograd only for the gradients of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,7 @@ class Run:
             raise RuntimeError(AGAIN)
         self._done = not keeps_graph()
         grads = Parts(self._transport)
-        sums = Gradients(self._executor.store, self._transport, self._program.holdings)
+        sums = Gradients(self._executor.store, self._transport)
         self._take_outputs(outputs, grads)
         self._transport.begin()
         for step in self._program.backward:
@@ -201,10 +202,17 @@ class Run:
                 retain_graph=not self._done,
             )
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
-        self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], grads, sums)
+        shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
+        self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)
 
     def _hand_on(
-        self, step: Compute, device: int, given: Sequence[Tensor | None], grads: Parts, sums: Gradients
+        self,
+        step: Compute,
+        device: int,
+        given: Sequence[Tensor | None],
+        shared: Set[int] | None,
+        grads: Parts,
+        sums: Gradients,
     ) -> None:
         count = len(step.operands)
         for operand, gradient in zip(step.operands, given[:count], strict=True):
@@ -212,7 +220,8 @@ class Run:
                 grads.add(operand.slot, device, gradient)
         for state, gradient in zip(step.states, given[count:], strict=True):
             if gradient is not None:
-                sums.add(state, device, gradient)
+                own = shared is not None and _memory(gradient) not in shared
+                sums.add(state, device, gradient, own)
 
     def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
         slot = self._program.slots[name]
@@ -224,6 +233,17 @@ class Run:
             return None
         # The mean over processes is for parameters; a process's own inputs see its own loss.
         return gradient if self._transport.processes == 1 else gradient * self._transport.processes
+
+
+def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]:
+    """Memory that holds more than one gradient: of results that were passed on, or of several inputs."""
+    counts = Counter(_memory(gradient) for gradient in given if gradient is not None)
+    counts.update(_memory(gradient) for gradient in taken for _ in range(2))
+    return {memory for memory, count in counts.items() if count > 1}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _leaf(tensor: Tensor) -> Tensor:

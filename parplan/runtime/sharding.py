@@ -94,6 +94,11 @@ class Sharding:
                 parameter.grad = None
                 parameter.data = own
 
+    @property
+    def cuts(self) -> bool:
+        """Whether this rank's module holds less than the whole model."""
+        return any(tuple(self._module.get_parameter(n).shape) != shape for n, shape in self._shapes.items())
+
     def _cut(self, whole: Tensor, held: Mapping[int, Region]) -> Tensor:
         own = held.get(self._transport.rank)
         if own is None:

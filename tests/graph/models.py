@@ -36,6 +36,17 @@ class Repeated(nn.Module):
         return self.fc(self.relu(self.fc(x)))
 
 
+class Siamese(nn.Module):
+    """One encoder with a batch norm, called for two inputs: its statistics are updated twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
+
+    def forward(self, left: Tensor, right: Tensor) -> Any:
+        return self.encoder(left) - self.encoder(right)
+
+
 class Functional(nn.Module):
     """Raw parameters and buffers, no leaf modules."""
 
@@ -265,6 +276,7 @@ def images() -> Tensor:
 
 MODELS = {
     "repeated": lambda: Case(Repeated(), images()),
+    "siamese": lambda: Case(Siamese(), rand(6, 6), rand(6, 6)),
     "functional": lambda: Case(Functional(), images()),
     "custom": lambda: Case(Custom(), rand(6, 6)),
     "attention": lambda: Case(Attention(), rand(6, 5, 12)),

@@ -131,6 +131,21 @@ def test_batch_norm_updates_its_own_statistics() -> None:
     assert [name for name, layer in graph.layers.items() if layer.mixes_batch] == ["bn1", "bn2"]
 
 
+def test_a_batch_norm_called_twice_updates_its_own_statistics_twice() -> None:
+    case = MODELS["siamese"]()
+    graph = capture(case.model, case.args)
+    assert {graph.buffers[name]: step for name, step in graph.counters.items()} == {"encoder.1.num_batches_tracked": 2}
+    assert graph.buffer_updates == {}
+    for name in ("encoder.1", "encoder.1@1"):
+        layer = graph.layers[name]
+        assert [node.target for node in layer.nodes] == [torch.ops.aten.batch_norm.default]
+        assert layer.batch is not None
+        assert sorted(graph.buffers[name] for name in layer.buffers) == [
+            "encoder.1.running_mean",
+            "encoder.1.running_var",
+        ]
+
+
 class Ends(nn.Module):
     """Writes into a view, which takes the long way of functionalisation, and ends in a given layer."""
 
@@ -253,6 +268,8 @@ class WrongShape(nn.Module):
         (ChangesParameter, r"the model changes 'w' in place\n  at .*self\.w\.mul_\(0\.9\)"),
         (Conditional, r"holds a sub-graph, which parplan does not plan yet"),
         (WrongShape, r"WrongShape cannot be captured(.|\n)*test_capture\.py:\d+: return self\.fc\(x\)"),
+        (WrongShape, r"\n  the forward itself fails on the example inputs; check their number, names, shapes"),
+        (lambda: nn.Bilinear(4, 4, 2), r"captured: TypeError: missing a required argument: 'input2'\n  the forward"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -29,6 +29,25 @@ class Loss(nn.Module):
         return loss
 
 
+class Counted(nn.Module):
+    """A batch norm called twice, and how often it has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls = self.norm.num_batches_tracked
+        assert calls is not None
+        return self.norm(self.norm(x)), calls * 1
+
+
+@cache
+def counted() -> LayerGraph:
+    """`Counted` captured at a batch of 12."""
+    return capture(Counted(), (torch.randn(12, 12),))
+
+
 @cache
 def classifier() -> LayerGraph:
     """`Loss` captured at a batch of 12."""

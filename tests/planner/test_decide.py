@@ -14,13 +14,14 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import Request, _advice, decide
+from parplan.planner.decision import Baseline
 from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.problem import evaluate
 from parplan.planner.strategies import strategies
 from parplan.planner.verifier import check
 from parplan.planner.what_if import WhatIf
-from tests.planner.graphs import classifier, perceptron
+from tests.planner.graphs import classifier, counted, perceptron
 
 SLOW = "k20"
 
@@ -54,6 +55,7 @@ def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> Non
 def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> None:
     decision = decided(classifier(), cluster_preset(SLOW, devices))
     assert decision.proof.status == "OPTIMAL"
+    assert not decision.proof.given
     check(decision.plan, classifier())
     parts = decision.prediction
     assert parts.step_s == pytest.approx(parts.forward_s + parts.backward_s + parts.transfer_s + parts.exposed_reduce_s)
@@ -103,6 +105,18 @@ def test_a_given_plan_is_priced_not_replaced() -> None:
     assert decision.plan == mine
     best = decided(graph, cluster)
     assert decision.prediction.step_s >= best.prediction.step_s * (1 - 1e-6)
+    assert decision.proof.given
+
+
+def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, 5)  # 12 samples: not data parallel
+    names = list(graph.layers)
+    spread = {name: Strategy(devices=(index,)) for index, name in enumerate(names)}
+    mine = Plan(graph.model, graph.fingerprint, 12, 5, spread)
+    assert decided(graph, cluster, Request(plan=mine)).advice.startswith("Use one device")
+    rivals = (Baseline("pure data parallel", 1.0, 1, False), Baseline("pure model parallel", 1.0, 1, True))
+    assert _advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
+    assert _advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
 
 
 def test_a_given_plan_for_another_model_is_refused() -> None:
@@ -116,6 +130,33 @@ def test_every_layer_has_a_reason() -> None:
     assert all(layer.why for layer in decision.layers)
     loss = next(layer for layer in decision.layers if layer.kind == "loss")
     assert loss.why == "a loss is never sharded, and it needs all samples"
+
+
+def test_statistics_are_exchanged_of_what_a_batch_norm_normalises_not_of_what_its_layer_reads_first() -> None:
+    graph = counted()
+    assert graph.layers["norm@1"].inputs[0] == "add"  # the counter
+    first, second = (options for options in formulated(graph, cluster_preset(SLOW, 2)).options[:2])
+    by_strategy = {option.strategy: option.statistics_s for option in second}
+    assert [by_strategy[option.strategy] for option in first] == [option.statistics_s for option in first]
+    assert any(option.statistics_s > 0 for option in first)
+
+
+def test_one_device_costs_the_same_however_many_there_are_to_plan_for() -> None:
+    alone = decided(perceptron(), cluster_preset(SLOW, 1)).prediction
+    for devices in (2, 5, 8):
+        rivals = {rival.name: rival for rival in decided(perceptron(), cluster_preset(SLOW, devices)).baselines}
+        assert rivals["one device"].step_s == pytest.approx(alone.step_s)
+        assert rivals["one device"].memory_bytes == max(alone.memory_bytes)
+
+
+def test_one_device_is_one_device_when_memory_makes_plans_spread() -> None:
+    graph, cluster = classifier(), cluster_preset(SLOW, 3)
+    needed = max(decided(graph, cluster_preset(SLOW, 1)).prediction.memory_bytes)
+    decision = decided(graph, small_memory(cluster, needed // 2))
+    one = next(rival for rival in decision.baselines if rival.name == "one device")
+    assert one.plan is not None
+    assert {strategy.devices for strategy in one.plan.layers.values()} == {(0,)}
+    assert (one.memory_bytes, one.fits) == (needed, False)
 
 
 def test_data_parallel_is_not_legal_when_the_batch_does_not_divide() -> None:

@@ -98,6 +98,23 @@ def test_the_proof_in_words(status: str, gap: float, words: str) -> None:
     assert ("inf" in text) is False
 
 
+def test_a_plan_given_is_not_called_the_best_found() -> None:
+    decision = alexnet()
+    step_s = decision.prediction.step_s
+    text = printed(replace(decision, proof=Proof("FEASIBLE", step_s, step_s * 0.65, 0.35, 1.0, given=True)), 100)
+    words = " ".join(text.split())
+    assert "FEASIBLE: the plan given; another one is or could be faster by up to 35 % (bound" in words
+    assert "best plan found" not in words
+
+
+def test_one_device_that_is_faster_is_not_denied_by_the_proof() -> None:
+    decision = alexnet()
+    one, *others = decision.baselines
+    faster = replace(one, step_s=decision.prediction.step_s / 2)
+    words = " ".join(printed(replace(decision, baselines=(faster, *others)), 100).split())
+    assert "OPTIMAL: no plan that gives results back to all 4 devices is faster under these costs" in words
+
+
 def test_too_much_memory_is_said() -> None:
     decision = alexnet()
     memory = (16 * 2**30, *decision.prediction.memory_bytes[1:])

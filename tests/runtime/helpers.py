@@ -17,11 +17,13 @@ from parplan.plan import Plan, Strategy
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.executor import Executor
 from parplan.runtime.local import LocalTransport
-from parplan.runtime.lower import Setting, lower
+from parplan.runtime.lower import lower
 from parplan.runtime.parameters import Store
+from parplan.runtime.setting import Setting
 
 __all__ = [
     "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_strategies", "spread",
+    "spread_all",
 ]  # fmt: skip
 
 CLOSE = 1e-9  # relative, float64
@@ -43,6 +45,12 @@ def spread(devices: int, kind: str) -> Rule:
         return _replicated(layer, everyone) if kind == "data" else Strategy()
 
     return rule
+
+
+def spread_all(devices: int) -> Rule:
+    """Every layer on all devices, also those that no sample reaches, redundantly."""
+    everyone = tuple(range(devices))
+    return lambda layer: Strategy(devices, 1, None, everyone) if layer.batch or layer.constant else Strategy()
 
 
 def _replicated(layer: Layer, everyone: tuple[int, ...]) -> Strategy:

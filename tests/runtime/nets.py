@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["ConvNet", "Nested", "RandomNet", "Tied", "Towers", "conv_net", "mlp"]
+__all__ = ["Adds", "ConvNet", "DropLinear", "Nested", "RandomNet", "Tied", "Towers", "conv_net", "mlp"]
 
 
 def mlp(width: int = 12) -> nn.Sequential:
@@ -54,6 +54,28 @@ class Tied(nn.Module):
         """Twice through the weight."""
         result: Tensor = self.second(torch.tanh(self.first(x)))
         return result
+
+
+class Adds(nn.Module):
+    """Adds a table under dropout, which no sample reaches, to (N, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(32, dtype=torch.float64))
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same for every sample."""
+        result: Tensor = x + self.drop(self.table)
+        return result
+
+
+class DropLinear(nn.Linear):
+    """Dropout and a linear map in one layer, so that shards of out-features all drop the same whole input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in) to (N, out)."""
+        return functional.linear(functional.dropout(x, training=self.training), self.weight, self.bias)
 
 
 class Nested(nn.Module):

@@ -15,8 +15,8 @@ from parplan.plan import Strategy
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.transport import Exchange
-from tests.runtime.helpers import Rule, planner, spread
-from tests.runtime.nets import Tied, Towers, conv_net, mlp
+from tests.runtime.helpers import Rule, planner, spread, spread_all
+from tests.runtime.nets import Adds, DropLinear, Tied, Towers, conv_net, mlp
 
 __all__ = ["CASES"]
 
@@ -201,6 +201,18 @@ def local_batch_norm(rank: int, ranks: int) -> None:
     same_state(model, ddp.module)
 
 
+class OwnLoss(nn.Module):
+    """A model that returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean squared error."""
+        return nn.functional.mse_loss(self.net(x), y)
+
+
 class Centred(nn.Module):
     """A model whose code depends on the number of samples of all ranks."""
 
@@ -228,6 +240,55 @@ def frozen(rank: int, ranks: int) -> None:
     model = Compiled(net, planner(spread(ranks, "data"), ranks))
     model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False, False, False]
+
+
+def own_losses(rank: int, ranks: int) -> None:
+    """With scalars="per_replica" every rank has its own loss and DistributedDataParallel's gradients."""
+    net = OwnLoss()
+    for rule in (spread(ranks, "data"), spread(ranks, "out-features")):
+        plain = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
+        model = Compiled(copy.deepcopy(net), planner(rule, ranks), scalars="per_replica")
+        x, y = (torch.randn(3 * ranks, width, dtype=torch.float64)[3 * rank : 3 * rank + 3] for width in (6, 4))
+        found, wanted = model(x, y), plain(x, y)
+        assert found.shape == ()
+        same(found, wanted, "loss")
+        for loss, module in ((found, model), (wanted, plain)):
+            loss.backward()
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+        same_state(model, plain.module)
+
+
+def draws(rank: int, ranks: int) -> None:
+    """What is computed redundantly is dropped alike, shards are dropped apart, however the ranks were seeded."""
+    everyone = tuple(range(ranks))
+    model = Compiled(nn.Sequential(nn.Identity(), Adds()), planner(spread_all(ranks), ranks))
+    seen = []
+    for _ in range(2):
+        torch.rand(rank)  # ranks need not be in step
+        result = whole_of(model(torch.zeros(2, 32, dtype=torch.float64)))
+        assert (result == result[0]).all()
+        assert 0 < int((result[0] == 0).sum()) < 32
+        seen.append(result)
+    assert not torch.equal(*seen)
+    torch.manual_seed(3)
+    cut = {"0": Strategy(1, ranks, "features", everyone)}
+    apart = Compiled(nn.Sequential(nn.Dropout(), nn.Identity()), planner(cut, ranks))
+    parts = apart(torch.ones(1, 32 * ranks, dtype=torch.float64)).chunk(ranks, 1)
+    assert not any(torch.equal(parts[0], part) for part in parts[1:])
+    linear = DropLinear(16, 2 * ranks, bias=False).double()
+    linear.weight.data[:] = linear.weight.data[0].clone()
+    table = {"0": Strategy(1, ranks, "out-features", everyone)}
+    alike = Compiled(nn.Sequential(linear, nn.Identity()), planner(table, ranks))
+    torch.rand(rank)
+    result = alike(torch.ones(1, 16, dtype=torch.float64))
+    same(result, result[:, :1].expand_as(result), "shards that drop one input")
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """What all ranks have, one after the other."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.detach())
+    return torch.cat(found)
 
 
 def moves(rank: int, ranks: int) -> None:
@@ -266,6 +327,6 @@ CASES = {
     case.__name__: case
     for case in (
         moves, data_parallel, model_parallel, hybrid, save_and_load, tied, towers, loss_inside, local_batch_norm,
-        bound_to_the_batch, frozen,
+        bound_to_the_batch, frozen, own_losses, draws,
     )
 }  # fmt: skip

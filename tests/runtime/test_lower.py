@@ -17,8 +17,9 @@ from parplan.layout import Range
 from parplan.plan import Strategy
 from parplan.runtime import holdings as holdings_module
 from parplan.runtime.holdings import holdings
-from parplan.runtime.lower import Setting, lower
+from parplan.runtime.lower import lower
 from parplan.runtime.program import Program
+from parplan.runtime.setting import Setting
 from tests.runtime.nets import Tied, Towers, conv_net, mlp
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -1,0 +1,62 @@
+"""Where one step runs, and with how many samples: what lowering needs beside the graph and the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.layout import Grid, Layout, split_evenly
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where one step runs and with how many samples.
+
+    Args:
+        devices: how many logical devices there are.
+        samples: per process: all of them in one process, each rank's under torchrun.
+        memories: for every logical device, which memory it works in (physical device, or process).
+        home: in one process, the device where inputs arrive.
+        output: in one process, the device that results go to.
+        global_statistics: batch norm in training uses the statistics of all replicas.
+        per_replica: results that are one number are computed by every replica on its own samples.
+    """
+
+    devices: int
+    samples: tuple[int, ...]
+    memories: tuple[int, ...]
+    home: int = 0
+    output: int = 0
+    global_statistics: bool = True
+    per_replica: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Samples in the step, over all devices."""
+        return sum(self.samples)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+        return len(self.samples)
+
+    def rows(self, replicas: int) -> tuple[int, ...]:
+        """Samples per replica; where ranks divide into replicas, each takes its ranks' samples as they are."""
+        if self.ranks % replicas:
+            return split_evenly(self.batch, replicas)
+        each = self.ranks // replicas
+        return tuple(sum(self.samples[row * each : (row + 1) * each]) for row in range(replicas))
+
+    def arrival(self, batch_dim: int | None) -> Layout:
+        """The layout in which user inputs arrive."""
+        return self._edge(self.home, batch_dim)
+
+    def delivery(self, batch_dim: int | None) -> Layout:
+        """The layout in which results are handed back."""
+        return self._edge(self.output, batch_dim)
+
+    def _edge(self, device: int, batch_dim: int | None) -> Layout:
+        if self.ranks == 1:
+            return Layout(Grid((device,), 1, 1), None)
+        return Layout(Grid(tuple(range(self.ranks)), self.ranks, 1), batch_dim)
