@@ -2,9 +2,9 @@
 
 A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
 fully-connected layers cut, much less. Both models live in the same gloo processes with one thread each and take turns,
-a few steps each, so that a machine that slows down slows both: every round gives one ratio, and the median of the ratios
-is what counts, with the quartiles as its spread. A step is everything: forward, loss, backward and SGD with momentum.
-Batch norm is local, as DDP has it.
+so that a machine that slows down slows both: every round gives one ratio, and the median of the ratios is what counts,
+with the quartiles as its spread. A step is everything: forward, loss, backward and SGD with momentum. Batch norm is
+local, as DDP has it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def analyze(
 
     Args:
         example_inputs: a tensor, or a tuple of positional arguments; its batch is the whole step's.
-        gpus: how many devices; default: the GPUs that are here, else 1.
+        gpus: how many devices; default: the plan's, else the GPUs that are here, else 1.
         gpu: preset such as "v100-sxm2"; default: the GPUs that are here, else DEFAULT_GPU.
         link: link preset between them; default: the GPU's own.
         memory_bytes: memory a plan may use on each device, instead of the preset's.
@@ -70,6 +70,8 @@ def analyze(
     from parplan.planner.decide import Request, decide
 
     started = time.perf_counter()
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    gpus = given.devices if gpus is None and given is not None else gpus
     cluster, notes = _cluster(gpus, gpu, link, memory_bytes, measure)
     if progress is not None:
         progress.phase("capture")
@@ -81,7 +83,7 @@ def analyze(
         precision=precision,
         optimizer=optimizer,
         rules=rules,
-        plan=Plan.load(plan) if isinstance(plan, (str, Path)) else plan,
+        plan=given,
         time_limit_s=time_limit_s,
         notes=(*notes, *more),
         capture_s=capture_s,
@@ -202,8 +204,8 @@ def verify(
     found = _given(given, graph, count) if given is not None else _for_cpu(graph, count)
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
-        fewer = first_samples((args, kwargs), graph.batch, few)
-        return verify_plan(model, *fewer, lambda _: found, devices=count, seed=seed)
+        few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
+        return verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)
     except ModelError:
         if batch is not None:
             raise

@@ -106,7 +106,8 @@ def _plain(model: nn.Module, args: Any, kwargs: Any, seed: int, samples: int) ->
 
 def _precise(model: nn.Module) -> nn.Module:
     """The model in double precision, complex numbers too."""
-    return model._apply(lambda tensor: _double(tensor))
+    precise: nn.Module = model._apply(_double)
+    return precise
 
 
 def _double(tensor: Tensor) -> Tensor:

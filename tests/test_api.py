@@ -119,6 +119,11 @@ def test_analyze_needs_no_gpu_and_says_what_it_planned_for() -> None:
         assert "No GPU here" in parplan.analyze(perceptron(), inputs(), gpus=2).notes[0]
 
 
+def test_a_plan_is_reviewed_for_its_own_number_of_devices() -> None:
+    plan = parplan.analyze(perceptron(), inputs(), gpus=3).plan
+    assert parplan.analyze(perceptron(), inputs(), plan=plan).cluster.count == 3
+
+
 def test_measuring_one_device_cannot_stand_for_another() -> None:
     with pytest.raises(ClusterError, match="cannot stand for a v100"):
         parplan.analyze(perceptron(), inputs(), gpus=2, gpu="v100", measure=True)

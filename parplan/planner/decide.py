@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import InfeasiblePlan
+from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.baselines import baselines
@@ -75,7 +75,7 @@ def decide(
         PlanError: `request.plan` is for another model or breaks a rule.
     """
     if request.plan is not None:
-        check(request.plan, graph)
+        request = replace(request, plan=_reviewed(request.plan, graph, cluster))
     begin = time.perf_counter()
     formulation = _formulate(graph, cluster, costs, request, progress, everywhere=False)
     costs_s = time.perf_counter() - begin
@@ -93,6 +93,22 @@ def decide(
     seconds = Seconds(request.capture_s, costs_s, time.perf_counter() - begin - costs_s, total_s)
     proof = _proof(formulation, choice, solution, request.plan is not None)
     return _decision(graph, cluster, formulation, choice, draft, proof, rivals, request, seconds)
+
+
+def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
+    """A given plan, legal for the batch and the devices it is priced for.
+
+    Raises:
+        PlanError: it is for another model or number of devices, or breaks a rule.
+    """
+    if plan.devices != cluster.count:
+        raise PlanError(
+            f"the plan is for {plan.devices} devices, to be priced for {cluster.count}; say --gpus {plan.devices}, "
+            f"or make a plan for {cluster.count}"
+        )
+    plan = replace(plan, batch=graph.batch or plan.batch)
+    check(plan, graph)
+    return plan
 
 
 def _formulate(

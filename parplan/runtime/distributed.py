@@ -7,7 +7,7 @@ failure of a collective ends as a RuntimeFailure that names the step; the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +121,7 @@ class DistributedTransport:
         self.owned: tuple[int, ...] = (self.rank,)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
+        self._kept: dict[Hashable, Tensor] = {}
 
     def physical(self, device: int) -> torch.device:
         """Where this rank's device lives."""
@@ -172,6 +173,19 @@ class DistributedTransport:
         ]
         with explained(name, self.rank):
             return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors behind each other; on the CPU in memory that is kept, as new memory costs as much as the copy."""
+        if len(tensors) == 1:
+            return tensors[0].view(-1)
+        flat = [tensor.view(-1) for tensor in tensors]
+        elements = sum(tensor.numel() for tensor in flat)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() != elements or kept.dtype != flat[0].dtype:
+            kept = torch.empty(elements, dtype=flat[0].dtype, device=self._device)
+            if self._device.type == "cpu":
+                self._kept[name] = kept
+        return torch.cat(flat, out=kept)
 
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Summing:
         """Start an all-reduce in place of this rank's flat tensor over `group`."""

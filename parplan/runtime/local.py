@@ -7,7 +7,7 @@ through pinned host memory where they cannot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -79,6 +79,10 @@ class LocalTransport:
                 like = torch.empty(shape, dtype=exchange.dtype, device=self._devices[device])
                 parts[device] = assemble(plan, lambda piece: self._fetch(piece, tensors), like)
         return _Arrived(parts, self._streams)
+
+    def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors behind each other."""
+        return tensors[0].view(-1) if len(tensors) == 1 else torch.cat([tensor.view(-1) for tensor in tensors])
 
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Arrived:
         """Sum on the group's first device, in the order of the group."""

@@ -1,15 +1,14 @@
-"""What each device holds of the module's parameters and buffers, and where gradients come together.
+"""What each device holds of the module's parameters and buffers.
 
 In one process the user's module keeps its tensors: a device in the same memory works on views of them, a device in
 another memory on copies that are refreshed, all in one message, when the originals were written. Under torchrun each
-process's module holds just what its rank needs. Either way a gradient ends on the user's own parameter.
+process's module holds just what its rank needs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, Region
 from parplan.runtime.compat import Version, version
-from parplan.runtime.program import Bucket, Compute, Program, State, shape_of
-from parplan.runtime.transport import Pending, Transport, block
+from parplan.runtime.program import Compute, Program, State, shape_of
+from parplan.runtime.transport import Transport, block
 
-__all__ = ["Gradients", "Store"]
+__all__ = ["Store"]
 
 
 @dataclass(frozen=True)
@@ -141,94 +140,3 @@ class Store:
 
 def _absolute(inner: Region, outer: Region) -> Region:
     return tuple(extent.shifted(start.start) for extent, start in zip(inner, outer, strict=True))
-
-
-@dataclass(frozen=True)
-class _Term:
-    """A gradient of a block of what a device holds."""
-
-    block: Region
-    gradient: Tensor
-    own: bool  # nobody else reads its memory
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A bucket's sum over one group, on its way."""
-
-    bucket: Bucket
-    device: int
-    pending: Pending
-
-
-class Gradients:
-    """Gathers the parameter gradients of one backward."""
-
-    def __init__(self, store: Store, transport: Transport) -> None:
-        self._store = store
-        self._transport = transport
-        self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
-        self._sums: list[_Sum] = []
-
-    def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
-        """Take in one compute step's gradient of the block it used; if it is our `own`, it may be written to."""
-        self._terms[state.name][device].append(_Term(state.blocks[device], gradient, own))
-
-    def launch(self, bucket: Bucket) -> None:
-        """Start the sums of a bucket whose terms are complete."""
-        name = f"the gradient sum of {', '.join(bucket.parameters)}"
-        for group in bucket.groups:
-            here = [device for device in group if device in self._transport.owned]
-            if not here or len(group) == 1:
-                continue
-            flats = {}
-            for device in here:
-                with self._transport.on(device):
-                    flats[device] = self._flat(bucket, device)
-            self._sums.append(_Sum(bucket, here[0], self._transport.reduce(name, group, flats)))
-
-    def _flat(self, bucket: Bucket, device: int) -> Tensor:
-        """What a device adds to a bucket's sum, in memory that the sum may overwrite."""
-        alone = self._terms[bucket.parameters[0]].get(device, []) if len(bucket.parameters) == 1 else []
-        owned = len(alone) == 1 and alone[0].own and alone[0].gradient.is_contiguous()
-        tensors = [self._total_on(name, device).reshape(-1) for name in bucket.parameters]
-        return tensors[0] if owned else torch.cat(tensors)
-
-    def _total_on(self, name: str, device: int) -> Tensor:
-        """The sum of one device's terms, in the shape of what it holds."""
-        shape = self._store.shapes[name][device]
-        terms = self._terms[name].pop(device, [])
-        if len(terms) == 1 and terms[0].gradient.shape == shape:
-            return terms[0].gradient
-        original = self._store.original(name)
-        total = torch.zeros(shape, dtype=original.dtype, device=self._transport.physical(device))
-        for term in terms:
-            block(total, term.block).add_(term.gradient)
-        return total
-
-    def arrive(self) -> None:
-        """Wait for the sums that were started."""
-        for entry in self._sums:
-            flat = entry.pending.wait()[entry.device]
-            shapes = [self._store.shapes[name][entry.device] for name in entry.bucket.parameters]
-            parts = flat.split([prod(shape) for shape in shapes])
-            for name, shape, part in zip(entry.bucket.parameters, shapes, parts, strict=True):
-                whole = tuple(Range(0, size) for size in shape)
-                self._terms[name][entry.device] = [_Term(whole, part.view(shape), True)]
-        self._sums.clear()
-
-    def total(self, name: str) -> Tensor | None:
-        """The gradient of the module's own parameter; None when no step has used it."""
-        original = self._store.original(name)
-        by_device = {device: terms for device, terms in sorted(self._terms.pop(name, {}).items()) if terms}
-        if not by_device:
-            return None
-        first = next(iter(by_device.values()))[0].gradient
-        if len(by_device) == 1 and first.shape == original.shape and len(next(iter(by_device.values()))) == 1:
-            return first.to(original.device)
-        total = torch.zeros_like(original, memory_format=torch.contiguous_format)
-        for device, terms in by_device.items():
-            here = block(total, self._store.place(name, device))
-            for term in terms:
-                block(here, term.block).add_(term.gradient.to(original.device))
-        return total

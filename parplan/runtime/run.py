@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import keeps_graph
-from parplan.runtime.parameters import Gradients
+from parplan.runtime.gradients import Gradients
 from parplan.runtime.parts import Parts
 from parplan.runtime.program import Code, Compute, Reduce, Slot, State, Transfer
 

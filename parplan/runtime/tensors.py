@@ -6,25 +6,25 @@ captured from the old one no longer fits then.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["OwnTensors"]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One parameter or buffer and the dictionary of the submodule that it is in."""
+    """A parameter, buffer or submodule, and the dictionary of its module that it is in."""
 
-    place: Mapping[str, Tensor | None]
+    place: Mapping[str, object]
     key: str
-    tensor: Tensor
+    thing: object
 
     @property
     def current(self) -> bool:
-        return self.place.get(self.key) is self.tensor
+        return self.place.get(self.key) is self.thing
 
 
 class OwnTensors:
@@ -32,26 +32,26 @@ class OwnTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters: list[_Entry] = []
-        self._buffers: list[_Entry] = []
+        self._entries: list[_Entry] = []
+        self._parameters: list[nn.Parameter] = []
         self.look_up()
 
     def look_up(self) -> None:
         """Take the module's tensors of now."""
-        modules = list(self._module.modules())
-        self._parameters = _entries([module._parameters for module in modules])
-        self._buffers = _entries([module._buffers for module in modules])
+        self._parameters = list(self._module.parameters())
+        places: list[Mapping[str, object]] = [
+            place
+            for module in self._module.modules()
+            for place in (module._parameters, module._buffers, module._modules)
+        ]
+        self._entries = [_Entry(place, key, thing) for place in places for key, thing in place.items()]
 
     @property
     def replaced(self) -> bool:
         """Whether one of them is no longer the module's."""
-        return not all(entry.current for entry in self._parameters) or not all(e.current for e in self._buffers)
+        return not all(entry.current for entry in self._entries)
 
     @property
     def trained(self) -> Hashable:
         """Which parameters take gradients."""
-        return tuple(entry.tensor.requires_grad for entry in self._parameters)
-
-
-def _entries(places: Sequence[Mapping[str, Tensor | None]]) -> list[_Entry]:
-    return [_Entry(place, key, tensor) for place in places for key, tensor in place.items() if tensor is not None]
+        return tuple(parameter.requires_grad for parameter in self._parameters)

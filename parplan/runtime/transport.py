@@ -7,7 +7,7 @@ that a step never waits for data another step will use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,6 +78,13 @@ class Transport(Protocol):
 
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Start a movement from the owned source parts to the owned target parts."""
+        ...
+
+    def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
+        """Contiguous tensors of one owned device as one flat tensor, to be summed; the tensor itself where it is one.
+
+        Its memory may be used again for the next message of this `name`.
+        """
         ...
 
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> Pending:

@@ -11,7 +11,7 @@ import pytest
 from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.errors import InfeasiblePlan, PlanError
+from parplan.errors import InfeasiblePlan, PlanError, RuleError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, _advice, decide
@@ -117,6 +117,23 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
     rivals = (Baseline("pure data parallel", 1.0, 1, False), Baseline("pure model parallel", 1.0, 1, True))
     assert _advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
     assert _advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
+
+
+def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, 2)
+    mine = Plan(graph.model, graph.fingerprint, 1000, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
+    assert decided(graph, cluster, Request(plan=mine)).plan == replace(mine, batch=12)
+    odd = {name: Strategy(replicas=5, devices=tuple(range(5))) for name in graph.layers}
+    with pytest.raises(RuleError, match=r"R1"):
+        decided(graph, cluster_preset(SLOW, 5), Request(plan=replace(mine, devices=5, layers=odd)))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_given_plan_for_other_devices_is_refused(devices: int) -> None:
+    graph = perceptron()
+    mine = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
+    with pytest.raises(PlanError, match=f"for 2 devices, to be priced for {devices}; say --gpus 2"):
+        decided(graph, cluster_preset(SLOW, devices), Request(plan=mine))
 
 
 def test_a_given_plan_for_another_model_is_refused() -> None:
