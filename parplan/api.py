@@ -31,6 +31,8 @@ __all__ = ["analyze", "compile", "verify"]
 
 # Planned for when no GPU is here and none is named: the most common card of current clusters.
 DEFAULT_GPU = "a100-80g-sxm"
+# Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
+MOST_GPUS = 1024
 
 
 def analyze(
@@ -240,6 +242,8 @@ def _cluster(
     count = gpus if gpus is not None else max(here, 1)
     if count < 1:
         raise ClusterError(f"--gpus {count}: a plan needs at least 1 device")
+    if count > MOST_GPUS:
+        raise ClusterError(f"--gpus {count}: parplan plans for up to {MOST_GPUS} devices")
     if measure and gpu is not None:
         raise ClusterError(
             f"--measure times the devices of this machine, which cannot stand for a {gpu}; leave out --gpu"

@@ -108,6 +108,10 @@ def test_no_gpus(gpus: str, model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "at least 1" in refused(["analyze", str(model), "--gpus", gpus], capsys)
 
 
+def test_more_gpus_than_can_be_planned_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "up to 1024 devices" in refused(["analyze", str(model), "--gpus", "1000000000"], capsys)
+
+
 def test_an_unknown_preset_lists_those_known(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(["analyze", str(model), "--gpus", "2", "--gpu", "v10"], capsys)
     assert "did you mean v100" in text

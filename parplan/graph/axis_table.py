@@ -43,6 +43,12 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.all_but("dim"), "_log_softmax _softmax chunk cumsum log_softmax.int softmax.int sort split.Tensor topk"),
     (rows.all_but("dim"), "split_with_sizes"),
     (rows.all_but("dims"), "flip"),
+    (rows.all_but("dim"), "glu"),
+    (rows.repeated, "repeat_interleave.self_int"),
+    (weight_rows.prelu, "prelu"),
+    (weight_rows.cell, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell"),
+    (weight_rows.instance_norm, "instance_norm"),
+    (rows.leading(3), "pixel_shuffle pixel_unshuffle"),
 
     (weight_rows.linear, "linear"),
     (weight_rows.addmm, "addmm"),

@@ -93,7 +93,13 @@ class _Call:
 def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
     shape = [size if d == dim and size is not None else s for d, s in enumerate(leaf.shape)]
     make = torch.empty if leaf.is_floating_point() else torch.zeros
-    return make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+    try:
+        return make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+    except (RuntimeError, MemoryError) as error:
+        raise CaptureError(
+            f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
+            "use a smaller batch"
+        ) from error
 
 
 def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parplan.graph.call import Call, Row, shape_of
 from parplan.graph.op_axes import Cut, OpAxis
 
-__all__ = ["all_but", "leading", "pointwise", "reduction"]
+__all__ = ["all_but", "leading", "pointwise", "reduction", "repeated"]
 
 
 def pointwise(call: Call) -> tuple[OpAxis, ...]:
@@ -44,6 +44,14 @@ def leading(kept: int) -> Row:
         return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(lead))
 
     return row
+
+
+def repeated(call: Call) -> tuple[OpAxis, ...]:
+    """Every element several times along `dim`: parts of the operand give the same parts of the result."""
+    source = call.tensors()[0]
+    if call["dim"] is None or call["output_size"] is not None:
+        return ()
+    return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(len(shape_of(source))))
 
 
 def reduction(cut: Cut) -> Row:

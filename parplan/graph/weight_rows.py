@@ -9,12 +9,16 @@ __all__ = [
     "addmm",
     "attention",
     "batch_norm",
+    "cell",
     "convolution",
     "embedding",
     "group_norm",
+    "instance_norm",
     "layer_norm",
     "linear",
     "matmul",
+    "prelu",
+    "recurrent",
     "transposed_convolution",
 ]
 
@@ -66,6 +70,19 @@ def group_norm(call: Call) -> tuple[OpAxis, ...]:
     return call.rows("n c s!.., c, c -> n c s!..", ("input", "weight", "bias"), names=names, units=units)
 
 
+def instance_norm(call: Call) -> tuple[OpAxis, ...]:
+    """Samples and channels, where no statistics are kept over the batch."""
+    if call["running_mean"] is not None:
+        return ()
+    return call.rows("n c s!.., c, c -> n c s!..", ("input", "weight", "bias"), names={"n": "batch", "c": "channels"})
+
+
+def prelu(call: Call) -> tuple[OpAxis, ...]:
+    """Element by element, with one weight for all channels or one for each."""
+    row = "n.. -> n.." if call.shape("weight") == (1,) else "n c s.., c -> n c s.."
+    return call.rows(row, ("self", "weight") if "," in row else ("self",))
+
+
 def layer_norm(call: Call) -> tuple[OpAxis, ...]:
     """All but the normalised dimensions."""
     inner = " ".join(f"d{index}!" for index in range(len(call["normalized_shape"])))
@@ -88,6 +105,13 @@ def recurrent(call: Call) -> tuple[OpAxis, ...]:
     samples = 0 if call["batch_first"] else 1
     dims = {str(call.name("input")): samples} | {state.name: 1 for state in states}
     return (OpAxis(dims | {name: 1 if index else samples for index, name in call.results.items()}, name="batch"),)
+
+
+def cell(call: Call) -> tuple[OpAxis, ...]:
+    """One step of a recurrent net: samples do not meet."""
+    states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
+    names = [str(call.name("input")), *(state.name for state in states), *call.outputs]
+    return (OpAxis(dict.fromkeys(names, 0), name="batch"),) if len(call.shape("input")) == 2 else ()
 
 
 def attention(call: Call) -> tuple[OpAxis, ...]:

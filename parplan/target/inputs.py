@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 _OPTION = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SEED = 0
+# Elements of one sample, which are made here (4 GiB in fp32), and of all of them, which are only counted.
+_MOST_SAMPLE = 2**30
+_MOST = 2**44
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,19 @@ def _tensor(option: str, shape: list[int], dtype: str) -> Tensor:
         raise TargetError(f"--input {option}: there is no type {dtype}; use {', '.join(DTYPES)}")
     if min(shape) < 1:
         raise TargetError(f"--input {option}: a size of 0 leaves nothing to compute; use 1 or more")
+    _refuse_too_large(f"--input {option}", shape)
     one = (1, *shape[1:])
     if DTYPES[dtype].is_floating_point:
         generator = torch.Generator().manual_seed(_SEED)
         return torch.randn(one, generator=generator).to(DTYPES[dtype]).expand(shape)
     return torch.zeros(one, dtype=DTYPES[dtype]).expand(shape)
+
+
+def _refuse_too_large(option: str, shape: Sequence[int]) -> None:
+    sample = prod(shape[1:])
+    if sample > _MOST_SAMPLE or prod(shape) > _MOST:
+        raise TargetError(f"{option}: {prod(shape):,} elements, {sample:,} in one sample, are more than devices hold; "
+                          "use smaller sizes")  # fmt: skip
 
 
 def with_batch(inputs: Inputs, batch: int) -> Inputs:
@@ -113,6 +125,7 @@ def with_batch(inputs: Inputs, batch: int) -> Inputs:
 
 def _resized(tensor: Tensor, batch: int) -> Tensor:
     """The first samples, or the first one seen `batch` times."""
+    _refuse_too_large(f"--batch {batch}", (batch, *tensor.shape[1:]))
     if batch <= tensor.shape[0]:
         return tensor[:batch]
     return tensor[:1].expand(batch, *tensor.shape[1:])

@@ -47,6 +47,18 @@ class Siamese(nn.Module):
         return self.encoder(left) - self.encoder(right)
 
 
+class Styled(nn.Module):
+    """Instance norm that keeps statistics, which no row of the axis table tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.kept, self.free = nn.InstanceNorm2d(6, track_running_stats=True), nn.InstanceNorm2d(6, affine=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.free(self.kept(self.conv(x)))
+
+
 class Functional(nn.Module):
     """Raw parameters and buffers, no leaf modules."""
 
@@ -277,6 +289,7 @@ def images() -> Tensor:
 MODELS = {
     "repeated": lambda: Case(Repeated(), images()),
     "siamese": lambda: Case(Siamese(), rand(6, 6), rand(6, 6)),
+    "styled": lambda: Case(Styled(), images()),
     "functional": lambda: Case(Functional(), images()),
     "custom": lambda: Case(Custom(), rand(6, 6)),
     "attention": lambda: Case(Attention(), rand(6, 5, 12)),

@@ -191,6 +191,13 @@ UNBATCHED_CLASS = [call(T("k"), T("", "index:k"), None, 0)]
 DENSE_CLASS = [call(T("n k a b"), T("n a b", "index:k"), None, 0)]
 
 
+def step(gates: int, states: int = 1) -> Call:
+    """One step of a recurrent net: input, states, weights, biases."""
+    hidden = [T("n h") for _ in range(states)]
+    weights = T(f"h*{gates} i"), T(f"h*{gates} h"), T(f"h*{gates}"), T(f"h*{gates}")
+    return call(T("n i"), hidden if states > 1 else hidden[0], *weights)
+
+
 def recurrent(gates: int, states: int, batch_first: bool) -> Call:
     """One layer of a recurrent net: input, states, weights, has_biases, layers, dropout, train, both ways, order."""
     hx = [T("1 b h")] * states
@@ -262,6 +269,13 @@ SAMPLES: dict[str, list[Call]] = {
     "_log_softmax": [call(X, 2, False)],
     "cumsum": [call(X, 1)],
     "flip": [call(X, [0]), call(X, [1, -1])],
+    "glu": [call(T("a b*2 c"), 1), call(T("a b 4"))],
+    "repeat_interleave.self_int": [call(X, 2, 1), call(X, 3, 0), call(X, 2)],
+    "prelu": [call(T("n c 4"), T("c")), call(X, T("1")), call(T("n c"), T("c")), call(T("n c 1"), T("c"))],
+    **{op: [step(gates)] for op, gates in (("gru_cell", 3), ("rnn_relu_cell", 1), ("rnn_tanh_cell", 1))},
+    "lstm_cell": [step(4, states=2)],
+    "pixel_shuffle": [call(T("n 12 2 3"), 2)],
+    "pixel_unshuffle": [call(T("n 3 4 6"), 2)],
     "sort": [call(X), call(X, 0)],
     "topk": [call(X, 2), call(X, 1, 1)],
     "split.Tensor": [call(X, 2, 1), call(T("a 5 b"), 2, 1)],
@@ -297,6 +311,11 @@ SAMPLES: dict[str, list[Call]] = {
         call(T("n c"), None, None, T("c", "normal."), T("c", "positive."), False, 0.1, 1e-5, False),
         call(T("n c 4"), T("c"), T("c"), T("c", "normal."), T("c", "positive."), True, 0.1, 1e-5, False),
         call(T("n c 4"), T("c"), T("c"), None, None, True, 0.1, 1e-5, False),
+    ],
+    "instance_norm": [
+        call(T("n c 4 3"), T("c"), T("c"), None, None, True, 0.1, 1e-5, False),
+        call(T("n c 4"), None, None, None, None, True, 0.1, 1e-5, False),
+        call(T("n c 4"), T("c"), T("c"), T("c", "normal."), T("c", "positive."), False, 0.1, 1e-5, False),
     ],
     "group_norm": [call(T("n g*4 3 2"), S("g"), T("g*4"), T("g*4")), call(T("n c*2 3"), 2)],
     "layer_norm": [call(T("a b c"), [S("c")], T("c"), T("c")), call(T("a b c"), [S("b"), S("c")])],

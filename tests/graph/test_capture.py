@@ -87,6 +87,11 @@ def test_the_batch_is_that_of_the_first_tensor_that_has_one(leaves: list[Any], d
     assert batch_of(leaves, dim) == batch
 
 
+def test_an_input_that_has_no_room_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"no room for an input of shape \[1099511627776, 6\].*a smaller batch"):
+        capture(Residual().double(), (torch.zeros(1, 6).expand(2**40, 6),))
+
+
 def test_samples_may_lie_along_another_dimension() -> None:
     model = nn.Linear(4, 6).double()
     graph = capture(model, (rand(5, 8, 4),), dim=1)
@@ -144,6 +149,13 @@ def test_a_batch_norm_called_twice_updates_its_own_statistics_twice() -> None:
             "encoder.1.running_mean",
             "encoder.1.running_var",
         ]
+
+
+def test_statistics_that_only_the_op_knows_of_are_written_out() -> None:
+    case = MODELS["styled"]()
+    graph = capture(case.model, case.args)
+    updated = {graph.buffers[name] for name in (*graph.buffer_updates, *graph.counters)}
+    assert {"kept.running_mean", "kept.running_var"} <= updated
 
 
 class Ends(nn.Module):

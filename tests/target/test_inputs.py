@@ -55,6 +55,8 @@ def test_a_large_batch_takes_the_memory_of_one_sample() -> None:
         (["8x3:half"], r"--input 8x3:half: there is no type half; use float32, float16"),
         (["a=8x3", "a=8x4"], r"--input a=8x4: a is given twice"),
         (["0a=8x3"], r"--input 0a=8x3: write sizes"),
+        (["8x99999999999"], r"799,999,999,992 elements, 99,999,999,999 in one sample, are more than"),
+        (["9999999999999999999x3"], r"29,999,999,999,999,999,997 elements, 3 in one sample, are more than"),
     ],
 )
 def test_refused(options: list[str], words: str) -> None:
@@ -80,6 +82,11 @@ def test_fewer_samples_are_the_first_ones() -> None:
     first = with_batch(nested(), 2).args[0]
     assert isinstance(first, Tensor)
     assert torch.equal(first, torch.arange(6.0).reshape(2, 3))
+
+
+def test_a_batch_that_nothing_could_hold() -> None:
+    with pytest.raises(TargetError, match=r"--batch 10+: 3[0,]+ elements, 3 in one sample, are more than devices hold"):
+        with_batch(nested(), 10**22)
 
 
 @pytest.mark.parametrize("inputs", [Inputs((), {}), Inputs((3,), {}), Inputs((torch.tensor(1.0),), {})])
