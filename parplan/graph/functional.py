@@ -179,9 +179,7 @@ def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     target = _out_of_place(node.target) if _is_inplace(node) else node.target
-    # Its statistics change unseen: only batch norm's are understood to.
-    keeps_statistics = target is aten.instance_norm.default and node.args[3] is not None
-    return (target in TABLE and not keeps_statistics) or target is operator.getitem
+    return target in TABLE or target is operator.getitem
 
 
 def _out_of_place(target: Any) -> Any:
