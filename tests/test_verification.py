@@ -68,7 +68,7 @@ class Stubborn(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("make", [Masked, Square, nn.Identity])
+@pytest.mark.parametrize("make", [Masked, Spectrum, Square, nn.Identity])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) -> None:
     found = parplan.verify(make(), torch.randn(12, 12), devices=devices)

@@ -123,7 +123,9 @@ class _Call(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         results = run.forward(list(tensors[: len(run._inputs)]), record=True)
-        ctx.mark_non_differentiable(*(tensor for tensor in results if not tensor.is_floating_point()))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor in results if not (tensor.is_floating_point() or tensor.is_complex()))
+        )
         return tuple(results)
 
     @staticmethod
