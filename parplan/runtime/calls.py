@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 
 __all__ = ["Call"]

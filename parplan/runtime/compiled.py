@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
-from parplan.runtime.captures import Captured, Captures, Options, Planner
+from parplan.runtime.captures import Captures, Planner
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.program import Program
+from parplan.runtime.programs import Captured, Options
 from parplan.runtime.sharding import same_start
 
 __all__ = ["Compiled"]
@@ -70,15 +71,8 @@ class Compiled(nn.Module):
         self.module: nn.Module
         self.training = module.training
         self.program: Program | None = None
-        self._given: dict[str, Any] = {
-            "devices": devices,
-            "output_device": output_device,
-            "dim": dim,
-            "batch_norm": batch_norm,
-            "scalars": scalars,
-            "dropout": dropout,
-            "group": group,
-        }
+        self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
+        self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout}
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -91,6 +85,7 @@ class Compiled(nn.Module):
             dropout=dropout,
         )
         self._captures = Captures(module, planner, self._transport, options)
+        self._programs = self._captures.programs
         if isinstance(self._transport, DistributedTransport):
             same_start(module, self._transport)
 
@@ -105,10 +100,10 @@ class Compiled(nn.Module):
         samples = self._agree(call, captured)
         if captured.shares or self._transport.processes == 1:
             call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
-        executor = self._captures.executor(captured, samples)
+        executor = self._programs.executor(captured, samples)
         self.program = executor.program
-        if self._captures.sync is not None:
-            self._captures.sync.run()
+        if self._programs.sync is not None:
+            self._programs.sync.run()
         values = zip(captured.graph.user_inputs, _placed(call), strict=True)
         results = executor({name: tensor for name, tensor in values if name is not None and tensor is not None})
         self._after(captured.graph)
@@ -128,7 +123,7 @@ class Compiled(nn.Module):
     @property
     def device_count(self) -> int:
         """How many logical devices there are, over all processes."""
-        return self._captures.device_count
+        return self._programs.device_count
 
     @property
     def device(self) -> torch.device:
@@ -154,8 +149,8 @@ class Compiled(nn.Module):
     def _after(self, graph: LayerGraph) -> None:
         for name, step in graph.counters.items():
             self.module.get_buffer(graph.buffers[name]).add_(step)
-        if self._captures.sync is not None and graph.training:
-            self._captures.sync.written()
+        if self._programs.sync is not None and graph.training:
+            self._programs.sync.written()
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
@@ -178,11 +173,11 @@ class Compiled(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state, with its names; under torchrun full tensors, gathered by all ranks together."""
         state = self.module.state_dict(*args, **kwargs)
-        return self._captures.sharding.gather(state) if self._captures.sharding else state
+        return self._programs.sharding.gather(state) if self._programs.sharding else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a plain model's state, of full tensors; each rank keeps its blocks."""
-        state = self._captures.sharding.cut(state_dict) if self._captures.sharding else state_dict
+        state = self._programs.sharding.cut(state_dict) if self._programs.sharding else state_dict
         return self.module.load_state_dict(state, strict, assign)
 
     def named_modules(
@@ -207,7 +202,7 @@ class Compiled(nn.Module):
         Raises:
             RuntimeFailure: this process holds only a part of the parameters.
         """
-        if self._captures.sharding is not None and self._captures.sharding.cuts:
+        if self._programs.sharding is not None and self._programs.sharding.cuts:
             raise RuntimeFailure(
                 "this process holds slices of the parameters, which cannot be copied to another model; build the model "
                 "anew, compile it, and load state_dict()"

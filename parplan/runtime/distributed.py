@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Piece
+from parplan.runtime.messages import Flat, messages
 from parplan.runtime.program import shape_of
 from parplan.runtime.transport import Assembly, Exchange, Held, assemble, assembly, block
 
@@ -36,33 +37,13 @@ def explained(what: str, rank: int) -> Iterator[None]:
         ) from error
 
 
-@dataclass
-class _Message:
-    """Blocks that one rank sends another in one flat tensor."""
-
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def elements(self) -> int:
-        return sum(piece.elements for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A flat message to or from another rank."""
-
-    other: int
-    sent: bool
-    tensor: Tensor
-
-
 @dataclass(frozen=True)
 class _Sent:
     """Messages whose memory is kept until they have left."""
 
     name: str
     works: Sequence[Any]
-    flats: Sequence[_Flat]
+    flats: Sequence[Flat]
 
 
 @dataclass
@@ -73,7 +54,7 @@ class _Receiving:
     exchange: Exchange
     plan: Assembly | None = None
     works: Sequence[Any] = ()
-    flats: list[_Flat] = field(default_factory=list)
+    flats: list[Flat] = field(default_factory=list)
     blocks: dict[Piece, Tensor] = field(default_factory=dict)
     like: Tensor | None = None
     parts: Held | None = None
@@ -166,7 +147,7 @@ class DistributedTransport:
             receiving.like = torch.empty(exchange.shapes[self.rank], dtype=exchange.dtype, device=self._device)
         return receiving
 
-    def _begin(self, name: str, flats: Sequence[_Flat]) -> list[Any]:
+    def _begin(self, name: str, flats: Sequence[Flat]) -> list[Any]:
         ops = [
             dist.P2POp(dist.isend if flat.sent else dist.irecv, flat.tensor, self._peer(flat.other), self._group)
             for flat in flats
@@ -231,31 +212,21 @@ class DistributedTransport:
     def _peer(self, device: int) -> int:
         return device if self._group is None else dist.get_global_rank(self._group, device)
 
-    def _sending(self, exchange: Exchange, tensors: Held) -> list[_Flat]:
+    def _sending(self, exchange: Exchange, tensors: Held) -> list[Flat]:
         flats = []
-        for target, message in _messages(exchange.pieces, self.rank, sending=True).items():
+        for target, message in messages(exchange.pieces, self.rank, sending=True).items():
             blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in message.pieces]
             # Contiguous memory that nothing writes to before it has left.
             flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
-            flats.append(_Flat(target, True, flat))
+            flats.append(Flat(target, True, flat))
         return flats
 
     def _receiving(self, exchange: Exchange, plan: Assembly) -> _Receiving:
         found = _Receiving(self, exchange, plan)
-        for source, message in _messages(plan.pieces, self.rank, sending=False).items():
+        for source, message in messages(plan.pieces, self.rank, sending=False).items():
             flat = torch.empty(message.elements, dtype=exchange.dtype, device=self._device)
-            found.flats.append(_Flat(source, False, flat))
+            found.flats.append(Flat(source, False, flat))
             parts = flat.split([piece.elements for piece in message.pieces])
             for piece, part in zip(message.pieces, parts, strict=True):
                 found.blocks[piece] = part.view(shape_of(piece.source_region))
         return found
-
-
-def _messages(pieces: Sequence[Piece], rank: int, sending: bool) -> dict[int, _Message]:
-    """What `rank` sends to (or gets from) every other rank, in the order of the pieces."""
-    found: dict[int, _Message] = {}
-    for piece in pieces:
-        own, other = (piece.source, piece.target) if sending else (piece.target, piece.source)
-        if own == rank and other != rank:
-            found.setdefault(other, _Message()).pieces.append(piece)
-    return found

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.layout import split_evenly
 

@@ -103,6 +103,8 @@ class Store:
             return self._copies[wanted].tensor
         return original if original.shape == wanted.shape else block(original, wanted.block)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parplan.errors import RuntimeFailure
 from parplan.layout import Grid, Layout, pieces
 from parplan.plan import Strategy
 from parplan.runtime.compiled import Compiled
@@ -93,6 +95,8 @@ def model_parallel(rank: int, ranks: int) -> None:
     """Every linear layer cut; ranks hold slices."""
     model = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks))
     assert next(iter(model.parameters())).shape == (12 // ranks, 6)
+    with pytest.raises(RuntimeFailure, match="slices of the parameters"):
+        copy.deepcopy(model)
     train(mlp(), spread(ranks, "in-features"), (6,), rank, steps(ranks))
 
 

@@ -47,9 +47,22 @@ def test_fifty_steps_leave_no_tensor_behind() -> None:
     assert counts[0] == counts[1]
 
 
+class Weighed(nn.Module):
+    """Holds a tensor made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = conv_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores times a constant."""
+        result: Tensor = self.net(x) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64).repeat(4)
+        return result
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_model_first_called_without_gradients_can_be_trained(mode: Callable[[], torch.no_grad]) -> None:
-    plain = conv_net()
+    plain = Weighed()
     model = compiled(plain, spread(2, "hybrid"), 2)
     x = images()
     with mode():

@@ -1,0 +1,152 @@
+"""Programs of one model: what its captured graphs are lowered to, and what this process then holds of the parameters.
+
+A graph is lowered once per number of samples. Under torchrun the first graph decides which blocks of the parameters
+every rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from parplan.errors import RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Region
+from parplan.plan import Plan, Strategy
+from parplan.runtime.buffers import BufferSync, fresh_buffers
+from parplan.runtime.devices import memories
+from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.draws import Draws
+from parplan.runtime.executor import Executor
+from parplan.runtime.lower import lower
+from parplan.runtime.parameters import Store
+from parplan.runtime.program import Program
+from parplan.runtime.setting import Setting
+from parplan.runtime.sharding import Sharding
+from parplan.runtime.strategies import strategies_for
+from parplan.runtime.transport import Transport
+
+__all__ = ["Captured", "Options", "Programs"]
+
+# Samples per rank that a program is lowered for to see whether it needs the ranks' real numbers.
+SUPPOSED_SAMPLES = 2
+# Programs kept per graph; ranks with ever new numbers of samples would fill the memory with them.
+KEPT_PROGRAMS = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a compiled model runs; see `Compiled`."""
+
+    dim: int = 0
+    output: int = 0
+    global_statistics: bool = True
+    per_replica: bool = False
+    dropout: bool = True
+
+
+@dataclass
+class Captured:
+    """A captured graph, how its layers run, and what it was lowered to, by samples per process.
+
+    Attributes:
+        draws: random numbers that devices draw together.
+        shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+    """
+
+    graph: LayerGraph
+    strategies: Mapping[str, Strategy]
+    draws: Draws
+    shares: bool
+    executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+
+
+class Programs:
+    """Lowers captured graphs.
+
+    Args:
+        module: the user's module.
+        transport: which devices there are.
+        options: how programs are lowered.
+
+    Attributes:
+        sharding: under torchrun, which blocks of the parameters this rank holds.
+        sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport, options: Options) -> None:
+        self._module = module
+        self._transport = transport
+        self._memories = memories(transport)
+        self._options = options
+        self._held: Mapping[str, Mapping[int, Region]] = {}
+        self.sharding: Sharding | None = None
+        self.sync: BufferSync | None = None
+
+    @property
+    def device_count(self) -> int:
+        """How many logical devices there are, over all processes."""
+        return len(self._memories)
+
+    def know(self, graph: LayerGraph, plan: Plan) -> Captured:
+        """A captured graph, ready to be lowered by `plan`."""
+        strategies = strategies_for(graph, plan)
+        supposed = self._lower(graph, strategies, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        draws = Draws(graph, strategies)
+        if isinstance(self._transport, DistributedTransport):
+            self._hold(graph, supposed)
+        return Captured(graph, strategies, draws, bool(supposed.transfers) or draws.any)
+
+    def _lower(self, graph: LayerGraph, strategies: Mapping[str, Strategy], samples: tuple[int, ...]) -> Program:
+        setting = Setting(
+            devices=self.device_count,
+            samples=samples,
+            memories=self._memories,
+            output=self._options.output,
+            global_statistics=self._options.global_statistics,
+            per_replica=self._options.per_replica,
+        )
+        return lower(graph, strategies, setting)
+
+    def _hold(self, graph: LayerGraph, program: Program) -> None:
+        """Cut the module's parameters to this rank's blocks, once; later graphs have to agree."""
+        assert isinstance(self._transport, DistributedTransport)
+        held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
+        if self.sharding is None:
+            self._held = held
+            self.sharding = Sharding(self._module, held, self._transport)
+        self.sharding.fresh |= fresh_buffers(graph, program)
+        for name, blocks in held.items():
+            if self._held.get(name) != blocks:
+                raise RuntimeFailure(
+                    f"{name} is held as {self._held.get(name)} since the first call, and this call needs {blocks}; "
+                    "call the model in training mode first, with the inputs it is trained with"
+                )
+
+    def executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
+        """What runs a graph for these samples per process."""
+        if samples not in captured.executors:
+            if len(captured.executors) >= KEPT_PROGRAMS:
+                captured.executors.pop(next(iter(captured.executors)))
+            captured.executors[samples] = self._executor(captured, samples)
+        return captured.executors[samples]
+
+    def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
+        graph, options = captured.graph, self._options
+        program = self._lower(graph, captured.strategies, samples)
+        distributed = isinstance(self._transport, DistributedTransport)
+        store = Store(self._module, graph, program, self._transport, sharded=distributed)
+        if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
+            self.sync = self.sync or BufferSync(graph, program, store, self._transport)
+        return Executor(
+            graph,
+            captured.strategies,
+            program,
+            store,
+            self._transport,
+            output=options.output,
+            dropout=options.dropout,
+            draws=captured.draws,
+        )
