@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.errors import ClusterError, ModelError, PlanError
+from parplan.errors import ModelError, PlanError
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
 
     from parplan.cluster import Cluster
     from parplan.cost_models.costs import CostModel
-    from parplan.cost_models.roofline import RooflineCosts
     from parplan.graph.layer_graph import LayerGraph
+    from parplan.look_back import Foreseen
     from parplan.planner.decide import Progress, Request
     from parplan.planner.decision import Decision
     from parplan.runtime.compiled import Compiled
+    from parplan.runtime.expected import Expected
     from parplan.verification import Verification
 
-__all__ = ["analyze", "compile", "verify"]
-
-# Planned for when no GPU is here and none is named: the most common card of current clusters.
-DEFAULT_GPU = "a100-80g-sxm"
-# Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
-MOST_GPUS = 1024
+__all__ = ["analyze", "analyze_profile", "compile", "verify"]
 
 
 def analyze(
@@ -40,9 +36,10 @@ def analyze(
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    gpus: int | None = None,
+    gpus: int | str | None = None,
     gpu: str | None = None,
     link: str | None = None,
+    cluster: Cluster | str | Path | None = None,
     rules: str = "default",
     precision: str = "fp32",
     optimizer: str = "adam",
@@ -57,41 +54,97 @@ def analyze(
 
     Args:
         example_inputs: a tensor, or a tuple of positional arguments; its batch is the whole step's.
-        gpus: how many devices; default: the plan's, else the GPUs that are here, else 1.
-        gpu: preset such as "v100-sxm2"; default: the GPUs that are here, else DEFAULT_GPU.
+        gpus: how many devices, or hosts x devices of each, "2x8"; default: the plan's, else the GPUs that are here,
+            else 1.
+        gpu: preset such as "v100-sxm2"; default: the GPUs that are here, else the most common card.
         link: link preset between them; default: the GPU's own.
+        cluster: the devices and links to plan for, or a file that describes them, instead of the three above.
         memory_bytes: memory a plan may use on each device, instead of the preset's.
         measure: time layers on the device that is here instead of estimating.
         plan: review this plan (or file) instead of searching for one.
         name: what to call the model in the report.
 
     Raises:
-        ParplanError: the model cannot be captured, no plan fits, an unknown preset.
+        ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
+    from parplan.cost_models.asked import Asked, find_cluster
     from parplan.graph.capture import capture
     from parplan.planner.decide import Request, decide
 
     started = time.perf_counter()
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    gpus = given.devices if gpus is None and given is not None else gpus
-    cluster, notes = _cluster(gpus, gpu, link, memory_bytes, measure)
+    gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
+    asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))
     if progress is not None:
         progress.phase("capture")
     graph = capture(model, _arguments(example_inputs), kwargs)
     graph = replace(graph, model=name) if name else graph
     capture_s = time.perf_counter() - started
-    costs, more = _costs(graph, cluster, precision, optimizer, measure, progress)
+    costs, more = _costs(graph, asked.cluster, precision, optimizer, asked.device, measure, progress)
     request = Request(
         precision=precision,
         optimizer=optimizer,
         rules=rules,
         plan=given,
         time_limit_s=time_limit_s,
-        notes=(*notes, *more),
+        notes=(*asked.notes, *more),
         capture_s=capture_s,
         started=started,
     )
-    return decide(graph, cluster, costs, request, progress)
+    return decide(graph, asked.cluster, costs, request, progress)
+
+
+def analyze_profile(
+    file: str | Path,
+    *,
+    gpus: int | str | None = None,
+    gpu: str | None = None,
+    link: str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    rules: str = "default",
+    optimizer: str = "adam",
+    memory_bytes: int | None = None,
+    batch: int | None = None,
+    time_limit_s: float = 60.0,
+    plan: Plan | str | Path | None = None,
+    progress: Progress | None = None,
+) -> Decision:
+    """Plan a model that only somebody's measurements are known of (docs/profile-graph.md) and say why.
+
+    Args:
+        file: the layer profile; its times stand for any device, so `gpu` and `link` give memory and links only.
+        batch: samples in one step, over all devices; default: the profile's.
+
+    The others are those of `analyze`.
+
+    Raises:
+        ParplanError: the file is no layer profile, no plan fits, an unknown preset.
+    """
+    from parplan.cost_models.asked import Asked, find_cluster
+    from parplan.cost_models.layer_profile_text import load_layer_profile
+    from parplan.cost_models.profile_costs import ProfileCosts
+    from parplan.cost_models.profile_graph import profile_graph, profile_notes
+    from parplan.planner.decide import Request, decide
+
+    started = time.perf_counter()
+    profile = load_layer_profile(file)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
+    asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, False))
+    graph = profile_graph(profile, batch)
+    costs = ProfileCosts(profile, graph, asked.cluster, optimizer)
+    request = Request(
+        precision=profile.precision or "precision unknown",
+        optimizer=optimizer,
+        rules=rules,
+        plan=given,
+        time_limit_s=time_limit_s,
+        notes=(*asked.notes, *profile_notes(profile, str(file), graph.batch or 1, asked.cluster)),
+        capture_s=time.perf_counter() - started,
+        started=started,
+        times_from=str(file),
+    )
+    return decide(graph, asked.cluster, costs, request, progress)
 
 
 def compile(  # the name users know from torch.compile
@@ -136,7 +189,13 @@ def compile(  # the name users know from torch.compile
         count = compiled.device_count
         if plan is not None:
             return _given(plan, graph, count)
-        return _searched(graph, compiled.device, count, Request(precision, optimizer, rules, None, time_limit_s))
+        request = Request(precision, optimizer, rules, None, time_limit_s)
+        compiled.decision = _searched(graph, compiled.device, count, request)
+        found: Plan = compiled.decision.plan
+        return found
+
+    def foresee(graph: LayerGraph, made: Plan) -> Expected:
+        return foreseen(graph, made, compiled.device, compiled.device_count, precision, optimizer).expected
 
     compiled = Compiled(
         model,
@@ -147,6 +206,7 @@ def compile(  # the name users know from torch.compile
         batch_norm=batch_norm,
         scalars=scalars,
     )
+    compiled.foresee = foresee
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled
@@ -165,14 +225,26 @@ def _given(plan: Plan | str | Path, graph: LayerGraph, devices: int) -> Plan:
     return found
 
 
-def _searched(graph: LayerGraph, device: torch.device, count: int, request: Request) -> Plan:
+def foreseen(
+    graph: LayerGraph, plan: Plan, device: torch.device, count: int, precision: str = "fp32", optimizer: str = "adam"
+) -> Foreseen:
+    """What `plan` is predicted to take on `count` devices like `device`."""
+    from parplan.cost_models.here import this_cluster
+    from parplan.look_back import foresee
+
+    cluster = this_cluster(count, device)
+    costs, _ = _costs(graph, cluster, precision, optimizer, device)
+    return foresee(graph, plan, cluster, costs)
+
+
+def _searched(graph: LayerGraph, device: torch.device, count: int, request: Request) -> Decision:
     """The fastest plan for `count` devices like `device`."""
     from parplan.cost_models.here import this_cluster
     from parplan.planner.decide import decide
 
     cluster = this_cluster(count, device)
-    costs, _ = _costs(graph, cluster, request.precision, request.optimizer, False, None)
-    return decide(graph, cluster, costs, request).plan
+    costs, _ = _costs(graph, cluster, request.precision, request.optimizer, device)
+    return decide(graph, cluster, costs, request)
 
 
 def verify(
@@ -220,7 +292,7 @@ def _for_cpu(graph: LayerGraph, count: int) -> Plan:
 
     from parplan.planner.decide import Request
 
-    return _searched(graph, torch.device("cpu"), count, Request())
+    return _searched(graph, torch.device("cpu"), count, Request()).plan
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:
@@ -229,76 +301,55 @@ def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
-def _cluster(
-    gpus: int | None, gpu: str | None, link: str | None, memory_bytes: int | None, measure: bool
-) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster asked for, and what the reader must know about it."""
-    import torch
-
-    from parplan.cost_models.here import this_cluster
-    from parplan.cost_models.presets import cluster_preset
-
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = gpus if gpus is not None else max(here, 1)
-    if count < 1:
-        raise ClusterError(f"--gpus {count}: a plan needs at least 1 device")
-    if count > MOST_GPUS:
-        raise ClusterError(f"--gpus {count}: parplan plans for up to {MOST_GPUS} devices")
-    if measure and gpu is not None:
-        raise ClusterError(
-            f"--measure times the devices of this machine, which cannot stand for a {gpu}; leave out --gpu"
-        )
-    notes: tuple[str, ...] = ()
-    if measure or (gpu is None and here):
-        cluster = this_cluster(count, calibrate=measure)
-        if measure and not here:
-            notes = (f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine.",)
-    else:
-        cluster = cluster_preset(gpu or DEFAULT_GPU, count, link)
-        if gpu is None:
-            notes = (f"No GPU here and no --gpu: planned for {count} x {DEFAULT_GPU}, a preset.",)
-    if memory_bytes is not None:
-        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
-    return cluster, notes
-
-
 # Longest that --measure takes; what is left is interpolated, and the report says so.
 MEASURE_S = 120.0
 
 
 def _costs(
-    graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str, measure: bool, progress: Progress | None
+    graph: LayerGraph,
+    cluster: Cluster,
+    precision: str,
+    optimizer: str,
+    device: torch.device | None,
+    measure: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[CostModel, tuple[str, ...]]:
-    """The cost model asked for, and what the reader must know about its figures."""
+    """The best costs there are, and what the reader must know about them; `device` is one of the cluster, if here."""
+    from parplan.cost_models.roofline import rate_notes
+    from parplan.profiler.known import known_costs
+
+    notes = _measured(graph, cluster, device, progress) if measure and device is not None else ()
+    known = known_costs(graph, cluster, device=device, precision=precision, optimizer=optimizer)
+    return known.costs, (*rate_notes(cluster, precision), *known.notes, *notes)
+
+
+def _measured(graph: LayerGraph, cluster: Cluster, device: torch.device, progress: Progress | None) -> tuple[str, ...]:
+    """Measure, in this process, what the user's store lacks of the parts a plan could use."""
+    from parplan.cost_models.conditions import here
+    from parplan.cost_models.measuring import measure_parts
     from parplan.cost_models.roofline import RooflineCosts
+    from parplan.cost_models.store import ProfileStore
+    from parplan.profiler.session import requests_by_devices
 
-    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
-    return _measured(graph, cluster, roofline, progress) if measure else (roofline, ())
-
-
-def _measured(
-    graph: LayerGraph, cluster: Cluster, roofline: RooflineCosts, progress: Progress | None
-) -> tuple[CostModel, tuple[str, ...]]:
-    """Costs of every part a plan could use, timed on the device that is here."""
-    import torch
-
-    from parplan.cost_models.measure import MeasuredCosts, Request
-    from parplan.planner.strategies import strategies
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    costs = MeasuredCosts(roofline, device)
     if progress is not None:
         progress.phase("measure")
-    requests = [
-        Request(layer, strategy)
-        for layer in graph.layers.values()
-        for strategy in strategies(layer, graph.batch or 1, cluster.count)
-    ]
-    outcome = costs.measure(requests, MEASURE_S, progress.advance if progress is not None else None)
-    step = costs.measure_step()
-    factor = costs.correct(step.forward_s + step.backward_s)
-    notes = [f"Layer times are scaled by {factor:.2f}, so that on one device they add up to a measured step."]
+    wanted = [request for own in requests_by_devices(graph, cluster).values() for request in own]
+    with ProfileStore() as store:
+        outcome = measure_parts(
+            graph,
+            RooflineCosts(graph, cluster),
+            wanted,
+            device,
+            store.under(here(device, 1)),
+            time_cap_s=MEASURE_S,
+            on_progress=progress.advance if progress is not None else None,
+        )
+    notes = []
+    if cluster.count > 1 and device.type == "cpu":
+        notes.append(
+            f"Measured one device at a time; `parplan profile --devices {cluster.count}` measures devices that work "
+            "at once, and their links."
+        )
     if outcome.left:
         notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
-    notes += [f"Not measured: {why}" for why in outcome.failed[:3]]
-    return costs, tuple(notes)
+    return (*notes, *(f"Not measured: {why}" for why in outcome.failed[:3]))

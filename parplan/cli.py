@@ -1,4 +1,4 @@
-"""The command line: `parplan analyze` plans and explains, `parplan verify` checks a plan's numbers.
+"""The command line: `parplan analyze` plans and explains, `parplan verify` checks a plan's numbers, and so on.
 
 Nothing heavy is imported before a command needs it, so that `--help`, `--version` and typing errors answer at once.
 Exit codes: 0 done; 1 a verification found a difference; 2 refused, and one message says why; 70 a bug of parplan;
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
+    from parplan.run_report import Report
 
 __all__ = ["main"]
 
@@ -35,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code (see the module)."""
     verbose = "--verbose" in (sys.argv[1:] if argv is None else argv)
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = _parsed(sys.argv[1:] if argv is None else argv)
         with _warnings(shown=options.verbose):
             code = _COMMANDS[options.command](options)
-        sys.stdout.flush()
         return code
     except ParplanError as error:
         if verbose:
@@ -53,16 +53,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"error: a bug of parplan, {type(error).__name__}; please report the lines above", BUG)
 
 
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; what `--help` and `--version` print is out before they end the process."""
+    try:
+        return parse(argv)
+    except SystemExit:
+        if sys.stdout is not None:
+            _write("")
+        raise
+
+
+def _write(text: str) -> None:
+    """Text on standard output, now, so that what goes wrong shows here.
+
+    Raises:
+        ParplanError: it is closed, or the disk it leads to is full.
+        BrokenPipeError: nobody reads it.
+    """
+    if sys.stdout is None:
+        raise ParplanError("standard output is closed: the report has no place to go; open it, or name a --json FILE")
+    with _stdout_trouble():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _stdout_trouble() -> Iterator[None]:
+    """What keeps standard output from being written is no bug of parplan."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_stdout()
+        raise ParplanError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
 def _say(text: str, code: int) -> int:
     print(f"parplan: {text}", file=sys.stderr)
     return code
 
 
 def _pipe_closed() -> int:
-    """Nothing to say; and nothing more may be written, not even when Python ends."""
+    """Nothing to say."""
+    _drop_stdout()
+    return PIPE_CLOSED
+
+
+def _drop_stdout() -> None:
+    """Nothing more may be written, not even when Python ends."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
 
 
 @contextlib.contextmanager
@@ -75,13 +116,12 @@ def _warnings(shown: bool) -> Iterator[None]:
 
 
 def _analyze(options: argparse.Namespace) -> int:
-    from parplan.report.output import check_writable, write_files
+    from parplan.files import check_writable, write_files
 
-    files = {path: option for option, path in (("--out", options.out), ("--json", options.json)) if path}
     if options.out and options.out == options.json:
         raise ParplanError(f"--out and --json both name {options.out}; give each a file of its own")
-    for path, option in files.items():
-        if not (path == "-" and option == "--json"):
+    for option, path in (("--out", options.out), ("--json", options.json)):
+        if path is not None and (option, path) != ("--json", "-"):
             check_writable(path, option)
     decision = _decide(options, _plan(options.plan))
     texts = {options.out: decision.plan.to_json()} if options.out else {}
@@ -91,7 +131,7 @@ def _analyze(options: argparse.Namespace) -> int:
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
     write_files(texts)
-    sys.stdout.write(json_alone or _report(decision, options))
+    _write(json_alone or _report(decision, options))
     return DONE
 
 
@@ -106,6 +146,8 @@ def _plan(path: str | None) -> Plan | None:
 def _decide(options: argparse.Namespace, plan: Plan | None) -> Decision:
     from parplan.report.progress import Progress
 
+    if options.profile_graph is not None:
+        return _decide_profile(options, plan)
     # What the model prints while it runs is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
@@ -120,6 +162,7 @@ def _decide(options: argparse.Namespace, plan: Plan | None) -> Decision:
             gpus=options.gpus,
             gpu=options.gpu,
             link=options.link,
+            cluster=options.cluster,
             rules=options.rules,
             precision=options.precision,
             optimizer=options.optimizer,
@@ -132,12 +175,37 @@ def _decide(options: argparse.Namespace, plan: Plan | None) -> Decision:
         )
 
 
+def _decide_profile(options: argparse.Namespace, plan: Plan | None) -> Decision:
+    """As `_decide`, from measurements instead of a model."""
+    from parplan import api
+    from parplan.report.progress import Progress
+
+    with Progress() as progress:
+        return api.analyze_profile(
+            options.profile_graph,
+            gpus=options.gpus,
+            gpu=options.gpu,
+            link=options.link,
+            cluster=options.cluster,
+            rules=options.rules,
+            optimizer=options.optimizer,
+            memory_bytes=None if options.memory is None else int(options.memory * GIB),
+            batch=options.batch,
+            time_limit_s=options.time_limit,
+            plan=plan,
+            progress=progress,
+        )
+
+
 def _report(decision: Decision, options: argparse.Namespace) -> str:
     from parplan.report.terminal import render
 
     def written(console: Console) -> None:
         render(decision, console, options.all_layers)
-        if options.out:
+        if options.out and options.profile_graph is not None:
+            text = f"Plan written to {options.out}, for reading: a profile has no model that could run it."
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif options.out:
             lines = f"Plan written to {options.out}; this checks its numbers:\n  parplan verify {options.target} "
             console.print(f"{lines}--plan {options.out}", markup=False, highlight=False, soft_wrap=True)
 
@@ -149,7 +217,7 @@ def _printed(write: Callable[[Console], None]) -> str:
     from rich.console import Console
 
     console = Console()
-    with console.capture() as captured:
+    with _stdout_trouble(), console.capture() as captured:
         write(console)
     return captured.get()
 
@@ -175,8 +243,76 @@ def _verify(options: argparse.Namespace) -> int:
             batch=options.batch,
             seed=options.seed,
         )
-    sys.stdout.write(_printed(lambda console: render_verification(found, console)))
+    _write(_printed(lambda console: render_verification(found, console)))
     return DONE if found.passed else DIFFERS
 
 
-_COMMANDS = {"analyze": _analyze, "verify": _verify}
+def _profile(options: argparse.Namespace) -> int:
+    from parplan.profile_command import run
+
+    _write(run(options))
+    return DONE
+
+
+def _presets(options: argparse.Namespace) -> int:
+    from parplan.files import check_writable, write_files
+    from parplan.report.presets import presets_json, render_presets
+
+    if options.json in (None, "-"):
+        _write(presets_json() if options.json else _printed(render_presets))
+        return DONE
+    check_writable(options.json, "--json")
+    write_files({options.json: presets_json()})
+    return DONE
+
+
+def _run_report(options: argparse.Namespace) -> int:
+    from parplan.files import check_writable, write_files
+
+    if options.json and options.json != "-":
+        check_writable(options.json, "--json")
+    # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    report = _ran(options, _plan(options.plan))
+    if report is None:
+        return DONE
+    from parplan.report.look_back import render_look_back, to_json
+    from parplan.runtime.measured_text import notes, title
+
+    found = report.look_back
+    said = title(found.measured), [*notes(found.measured), *report.learned]
+    text = to_json(found, *said) if options.json else ""
+    if options.json == "-":
+        sys.stdout.write(text)
+        return DONE
+    write_files({options.json: text} if options.json else {})
+    sys.stdout.write(_printed(lambda console: render_look_back(found, *said, console, options.all_layers)))
+    return DONE
+
+
+def _ran(options: argparse.Namespace, plan: Plan | None) -> Report | None:
+    from parplan.report.progress import Progress
+
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        progress.phase("run")
+        from parplan.run_report import Job, run_report
+
+        job = Job(
+            target=options.target,
+            inputs=tuple(options.input),
+            batch=options.batch,
+            devices=options.devices,
+            plan=plan.to_json() if plan is not None else None,
+            steps=options.steps,
+            optimizer=options.optimizer,
+        )
+        return run_report(job, processes=options.processes, learned=options.learn)
+
+
+_COMMANDS = {
+    "analyze": _analyze,
+    "verify": _verify,
+    "profile": _profile,
+    "run-report": _run_report,
+    "presets": _presets,
+}

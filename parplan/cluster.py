@@ -1,17 +1,20 @@
 """The devices a plan is for and the links between them.
 
-Links come in levels: devices 0..size-1 share the innermost level's switch, groups of those share
-the next level, and so on. A cluster says nothing of models; presets live in cost_models.
+Devices are numbered; they may be of several kinds. Links come in levels: devices 0..size-1 share the innermost
+level's switch, groups of those share the next level, and so on. A cluster says nothing of models; presets live in
+cost_models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 from parplan.errors import ClusterError
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Device", "DeviceGroup", "Link"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Device:
         launch_s: the least time one kernel or op takes.
         source: where these numbers come from.
         estimated: True when any of them is unverified.
+        like: the preset whose share of peak its kernels reach; None is `kind`, empty is none of them.
     """
 
     kind: str
@@ -35,6 +39,7 @@ class Device:
     launch_s: float
     source: str
     estimated: bool = True
+    like: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,27 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """`count` equal devices and the levels of links between them, innermost first.
-
-    Raises:
-        ClusterError: no device, or the outermost level does not join all devices.
-    """
+class DeviceGroup:
+    """All devices of one kind: what they are and their logical numbers, ascending."""
 
     device: Device
-    count: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices by logical number and the levels of links between them, innermost first.
+
+    Args:
+        name: what to call it; empty for none.
+
+    Raises:
+        ClusterError: no device, levels that do not nest, or the outermost level does not join all devices.
+    """
+
+    devices: tuple[Device, ...]
     links: tuple[Link, ...]
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -78,6 +94,56 @@ class Cluster:
         if self.count > 1 and (not self.links or self.links[-1].size < self.count):
             reach = self.links[-1].size if self.links else 1
             raise ClusterError(f"the outermost link joins {reach} devices of {self.count}; add a level that joins all")
+        for inner, outer in pairwise(self.links):
+            if outer.size <= inner.size or (outer.size < self.count and outer.size % inner.size):
+                raise ClusterError(
+                    f"{outer.name} joins {outer.size} devices, {inner.name} below it {inner.size}; levels come "
+                    "innermost first, each joining a multiple of what the one below joins"
+                )
+
+    @classmethod
+    def of(cls, device: Device, count: int, links: tuple[Link, ...]) -> Cluster:
+        """`count` equal devices."""
+        return cls((device,) * count, links)
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return len(self.devices)
+
+    @property
+    def device(self) -> Device:
+        """What each device is, where all are alike.
+
+        Raises:
+            ClusterError: there are several kinds.
+        """
+        if len(self.groups) > 1:
+            raise ClusterError(f"{self.describe()} has devices of several kinds; this is for equal ones")
+        return self.devices[0]
+
+    @cached_property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """The kinds of devices there are, in the order of their first devices."""
+        members: list[tuple[Device, list[int]]] = []
+        for number, device in enumerate(self.devices):
+            known = next((own for kind, own in members if kind is device or kind == device), None)
+            if known is None:
+                members.append((device, [number]))
+            else:
+                known.append(number)
+        return tuple(DeviceGroup(device, tuple(own)) for device, own in members)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are several kinds of devices."""
+        return len(self.groups) > 1
+
+    def with_memory(self, memory_bytes: int) -> Cluster:
+        """The same cluster with so much memory on every device."""
+        changed = {id(group.device): replace(group.device, memory_bytes=memory_bytes) for group in self.groups}
+        kinds = {number: changed[id(group.device)] for group in self.groups for number in group.members}
+        return replace(self, devices=tuple(kinds[number] for number in range(self.count)))
 
     def link(self, devices: Sequence[int]) -> Link:
         """The innermost level that joins all of `devices`."""
@@ -87,6 +153,7 @@ class Cluster:
         return self.links[-1]
 
     def describe(self) -> str:
-        """Words for a report: `4 x a100-80g-sxm, nvlink 3`."""
-        names = ", ".join(link.name for link in self.links) if self.count > 1 else ""
-        return f"{self.count} x {self.device.kind}" + (f", {names}" if names else "")
+        """Words for a report: `4 x a100-80g-sxm, nvlink3`, `desk: 2 x rtx4090 + 1 x cpu, pcie4`."""
+        kinds = " + ".join(f"{len(group.members)} x {group.device.kind}" for group in self.groups)
+        names = [link.name for link in self.links] if self.count > 1 else []
+        return (f"{self.name}: " if self.name else "") + ", ".join((kinds, *names))

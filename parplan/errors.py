@@ -12,6 +12,7 @@ __all__ = [
     "ModelError",
     "ParplanError",
     "PlanError",
+    "ProfileError",
     "RuleError",
     "RuntimeFailure",
     "TargetError",
@@ -40,6 +41,10 @@ class ClusterError(ParplanError):
 
 class PlanError(ParplanError):
     """A plan cannot be read, or does not belong to this model."""
+
+
+class ProfileError(ParplanError):
+    """A profile store, or the text of a profile, cannot be used (the text names the file and what to do)."""
 
 
 class RuleError(PlanError):

@@ -124,6 +124,28 @@ def test_a_plan_is_reviewed_for_its_own_number_of_devices() -> None:
     assert parplan.analyze(perceptron(), inputs(), plan=plan).cluster.count == 3
 
 
+def test_a_cluster_is_planned_for_and_its_plan_reviewed() -> None:
+    cluster = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "workstation.toml"
+    decision = parplan.analyze(perceptron(), inputs(), cluster=cluster)
+    assert decision.cluster.describe() == "workstation: 2 x rtx4090 + 1 x desktop-cpu, pcie4-staged"
+    assert parplan.analyze(perceptron(), inputs(), cluster=decision.cluster, plan=decision.plan).plan == decision.plan
+    with pytest.raises(PlanError, match="the plan is for 3 devices, to be priced for 2"):
+        parplan.analyze(perceptron(), inputs(), gpus=2, plan=decision.plan)
+    with pytest.raises(ClusterError, match="leave out --gpus"):
+        parplan.analyze(perceptron(), inputs(), cluster=cluster, gpus=3)
+
+
+def test_a_cpu_beside_gpus_computes_at_the_rate_it_has_and_the_reader_is_told() -> None:
+    cluster = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "workstation.toml"
+    notes = parplan.analyze(perceptron(), inputs(), cluster=cluster, precision="tf32").notes
+    assert "desktop-cpu has no tf32 rate: what it computes is priced at its fp32 rate." in notes
+
+
+def test_hosts_of_gpus() -> None:
+    found = parplan.analyze(perceptron(), inputs(), gpus="2x2", gpu="v100").cluster
+    assert [(link.name, link.size) for link in found.links] == [("nvlink2", 2), ("100gbe", 4)]
+
+
 def test_measuring_one_device_cannot_stand_for_another() -> None:
     with pytest.raises(ClusterError, match="cannot stand for a v100"):
         parplan.analyze(perceptron(), inputs(), gpus=2, gpu="v100", measure=True)

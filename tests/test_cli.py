@@ -90,7 +90,8 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
     given = calls.arguments
     assert given.pop("progress") is not None
     assert given == {
-        "module": "Net", "shape": (8, 6), "kwargs": {}, "gpus": None, "gpu": None, "link": None, "rules": "default",
+        "module": "Net", "shape": (8, 6), "kwargs": {}, "gpus": None, "gpu": None, "link": None,
+        "cluster": None, "rules": "default",
         "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "time_limit_s": 60.0,
         "plan": None, "name": "Net",
     }  # fmt: skip
@@ -99,6 +100,8 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
 OPTIONS = [
     ("--gpus 8", "gpus", 8),
     ("--gpus 0", "gpus", 0),
+    ("--gpus 2x8", "gpus", "2x8"),
+    ("--cluster two.toml", "cluster", "two.toml"),
     ("--gpu v100-sxm2", "gpu", "v100-sxm2"),
     ("--link pcie3", "link", "pcie3"),
     ("--rules strict", "rules", "strict"),
@@ -178,7 +181,7 @@ def test_a_failure_leaves_files_as_they_were(
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 USAGE = [
-    ("", "say what to do: parplan analyze TARGET or parplan verify TARGET"),
+    ("", "say what to do, such as parplan analyze TARGET; commands are "),
     ("plan net.py", "argument COMMAND: invalid choice: 'plan'"),
     ("analyze", "the following arguments are required: TARGET (see `parplan analyze --help`)"),
     ("analyze net.py --gps 4", "--gps is not known; did you mean --gpus? (see `parplan analyze --help`)"),
@@ -186,7 +189,14 @@ USAGE = [
     ("analyze net.py --zzz", "--zzz is not known (see"),
     ("analyze net.py other.py", "other.py is not known"),
     ("analyze net.py --prec fp16", "--prec is not known; did you mean --precision?"),
-    ("analyze net.py --gpus four", "argument --gpus: invalid int value: 'four'"),
+    ("analyze net.py --gpus four", "argument --gpus: four is neither a number, such as 16, nor hosts x GPUs"),
+    ("analyze net.py --gpus 2x", "argument --gpus: 2x is neither a number"),
+    ("analyze net.py --memory 1e300", "argument --memory: 1e300 GiB is not plausible; give GiB (2^30 bytes)"),
+    ("analyze net.py --memory 1e-300", "argument --memory: 1e-300 GiB is not plausible"),
+    ("analyze net.py --out=", "--out: the name of the file is empty; name one"),
+    ("analyze net.py --json=", "--json: the name of the file is empty; name one"),
+    ("presets --json=", "--json: the name of the file is empty; name one"),
+    ("presets k20", "k20 is not known (see `parplan presets --help`)"),
     ("analyze net.py --precision fp8", "argument --precision: invalid choice: 'fp8'"),
     ("analyze net.py --batch 0", "argument --batch: 0 is not a whole number of at least 1"),
     ("analyze net.py --batch 1.5", "argument --batch: 1.5 is not a whole number of at least 1"),
@@ -341,11 +351,51 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.parametrize("words", [["presets"], ["presets", "--json", "-"], ["--help"], ["--version"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+def test_a_full_disk_is_refused_and_no_bug(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "parplan", *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+            check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        2, "parplan: error: cannot write to standard output: No space left on device\n",
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes file descriptor 1 as a POSIX shell does")
+def test_a_closed_standard_output_is_refused_and_no_bug() -> None:
+    command = f"exec {sys.executable} -m parplan presets >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("parplan: error: standard output is closed")
+
+
+# ---- presets --------------------------------------------------------------------------------------------------------
+
+
+def test_presets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert main(["presets"]) == 0
+    out = capsys.readouterr().out
+    assert "a100-80g-sxm" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(["presets", "--json", "-"]) == main(["presets", "--json", "presets.json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "presets.json").read_text())
+
+
+def test_an_empty_target(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", ""]) == 2
+    assert capsys.readouterr().err.startswith("parplan: error: the target is empty; name a model.py")
+
+
 def test_the_decision_is_what_the_real_signature_gives() -> None:
     """The stand-ins above take any keyword; the real functions have to know those that the commands use."""
     import inspect
 
-    used = {"kwargs", "gpus", "gpu", "link", "rules", "precision", "optimizer", "memory_bytes", "measure",
+    used = {"kwargs", "gpus", "gpu", "link", "cluster", "rules", "precision", "optimizer", "memory_bytes", "measure",
             "time_limit_s", "plan", "name", "progress"}  # fmt: skip
     assert used <= set(inspect.signature(api.analyze).parameters)
     assert {"kwargs", "plan", "devices", "seed"} <= set(inspect.signature(api.verify).parameters)

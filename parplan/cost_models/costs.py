@@ -6,7 +6,7 @@ its source, so the planner never knows which one it talks to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -18,7 +18,7 @@ from parplan.graph.layer_graph import Layer, TensorSpec
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["CostModel", "LayerCost", "LayerMemory", "Source", "TransferCost", "TransferMatrix"]
+__all__ = ["CostModel", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost", "TransferMatrix"]
 
 
 class Source(Enum):
@@ -32,20 +32,97 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds one device spends on its part of a layer, with the spread (relative) where measured."""
+    """Seconds one device spends on its part of a layer.
+
+    Args:
+        forward_s, backward_s: its ops.
+        source: where these two come from.
+        spread: how far they may be off, relative (one standard deviation, where figures are measured).
+        update_s: the optimizer's update of the parameters that the device holds.
+    """
 
     forward_s: float
     backward_s: float
     source: Source
     spread: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What is said of a whole step rather than of its layers and transfers.
+
+    Args:
+        overhead_s: what the runtime itself takes (Python, autograd), in every step.
+        overlap: share of the gradient reductions that takes nothing from the backward pass beside it; 1 on links and
+            devices that work independently, towards 0 where the processor that computes also has to carry and sum.
+        spread: how far times of transfers and reductions may be off, relative.
+        links: where the times of transfers and reductions come from.
+    """
+
+    overhead_s: float = 0.0
+    overlap: float = 1.0
+    spread: float = 0.0
+    links: Source = Source.ESTIMATED
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The time points of a training step of `layers` layers, at which memory is counted.
+
+    Layer i runs forward at i, the results are delivered at n, the loss is taken at n + 1, layer i runs backward at
+    2n + 1 - i, and the optimizer updates its parameters at 2n + 2 + i (or those of all layers at 2n + 2).
+    """
+
+    layers: int
+
+    def backward(self, layer: int) -> int:
+        """When a layer runs backward."""
+        return 2 * self.layers + 1 - layer
+
+    @property
+    def loss(self) -> int:
+        """When the loss is taken and its gradient begins."""
+        return self.layers + 1
+
+    def update(self, layer: int = 0) -> int:
+        """When the parameters of a layer are updated one by one; without one, when all are."""
+        return 2 * self.layers + 2 + layer
+
+    @property
+    def end(self) -> int:
+        """The time point after the last."""
+        return self.update(max(1, self.layers))
+
+    def text(self, time: int, names: Sequence[str]) -> str:
+        """A time point in words, such as "in the backward of fc6"; `names` of the layers."""
+        if time < self.layers:
+            return f"in the forward of {names[time]}"
+        if time <= self.loss:
+            return "when the results are delivered" if time < self.loss else "in the loss"
+        if time <= self.backward(0):
+            return f"in the backward of {names[self.backward(time)]}"
+        return "in the optimizer's update"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes held at the time points [start, end) of a step (see Moments)."""
+
+    start: int
+    end: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class LayerMemory:
     """Bytes one device holds for its part of a layer.
 
-    `saved_bytes` live from the layer's forward to its backward, `transient_bytes` only while it
-    runs, the others all the time.
+    Args:
+        saved_bytes: what lives from its forward into the backward.
+        transient_bytes: what it holds besides at the moment it holds most.
+        held: all of it by time, which is what a peak is the sum of; the intervals are the same for all strategies,
+            each at most once.
     """
 
     weights_bytes: int
@@ -53,10 +130,11 @@ class LayerMemory:
     optimizer_bytes: int
     saved_bytes: int
     transient_bytes: int
+    held: tuple[Held, ...] = ()
 
     @property
     def resident_bytes(self) -> int:
-        """What stays for the whole step: weights, gradients and optimizer state."""
+        """Weights, gradients and optimizer state: what is there at the update."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
@@ -85,12 +163,21 @@ class TransferMatrix:
 class CostModel(Protocol):
     """Prices layers, transfers and gradient reductions on one cluster."""
 
+    @property
+    def step(self) -> StepCost:
+        """What is said of whole steps."""
+        ...
+
     def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
         """Cost of the slowest device's part of `layer`."""
         ...
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
+        ...
+
+    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
+        """Peak bytes per device of a whole plan; None where no more is known than what its layers add up to."""
         ...
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:

@@ -53,9 +53,10 @@ class Efficiency:
 
 def efficiency(device: Device, precision: str) -> Efficiency:
     """Estimated efficiencies of `device` with tensors of `precision` ("fp32", "tf32", "fp16", "bf16", "fp64")."""
-    if device.kind in _ACHIEVED:
+    like = device.kind if device.like is None else device.like
+    if like in _ACHIEVED:
         return Efficiency(1.0, CONVOLUTION_TO_PRODUCT, 1.0, device.launch_s)
-    row = next((row for row in _PRODUCTS if device.kind.startswith(row[0])), ("", OTHERWISE, OTHERWISE))
+    row = next((row for row in _PRODUCTS if like.startswith(row[0])), ("", OTHERWISE, OTHERWISE))
     gemm = row[2] if precision in ("fp32", "fp64") else row[1]
     return Efficiency(gemm, gemm * CONVOLUTION_TO_PRODUCT, OTHERWISE, device.launch_s)
 

@@ -14,8 +14,8 @@ from time import perf_counter
 
 import torch
 
-from parplan.cluster import Cluster, Device, Link
-from parplan.cost_models.presets import USABLE_MEMORY, cluster_links, device_names, device_preset, host_links
+from parplan.cluster import Cluster, Device
+from parplan.cost_models.presets import USABLE_MEMORY, cluster_links, device_names, device_preset
 from parplan.cost_models.sampling import one_thread
 from parplan.errors import ClusterError
 
@@ -24,7 +24,7 @@ __all__ = ["calibrate_cpu", "device_memory_bytes", "host_device", "preset_of", "
 # What has to be in a CUDA device's name for it to be that preset; the first that fits.
 _NAMES: tuple[tuple[str, str], ...] = (
     ("k20", "k20"), ("k40", "k40"), ("k80", "k80"),
-    ("p100 sxm2", "p100-sxm2"), ("p100", "p100-pcie"),
+    ("p100 sxm2", "p100-sxm2"), ("p100 12gb", "p100-pcie-12g"), ("p100", "p100-pcie"),
     ("v100 sxm2 32gb", "v100-sxm2-32g"), ("v100 sxm2", "v100-sxm2"), ("v100", "v100-pcie"),
     ("a100 sxm4 80gb", "a100-80g-sxm"), ("a100 sxm4", "a100-40g-sxm"),
     ("a100 80gb", "a100-80g-pcie"), ("a100", "a100-40g-pcie"),
@@ -70,7 +70,13 @@ def host_device(kind: str = "cpu", calibrate: bool = False) -> Device:
     return _cuda_device(device.index or 0, memory_bytes)
 
 
-def this_cluster(count: int | None = None, device: torch.device | None = None, calibrate: bool = False) -> Cluster:
+def this_cluster(
+    count: int | None = None,
+    device: torch.device | None = None,
+    calibrate: bool = False,
+    link: str | None = None,
+    hosts: int | None = None,
+) -> Cluster:
     """The devices that are here as a cluster of `count` logical ones.
 
     Logical devices beyond the physical ones share those, and their memory with them.
@@ -79,9 +85,11 @@ def this_cluster(count: int | None = None, device: torch.device | None = None, c
         count: how many; by default all CUDA devices, or one CPU device.
         device: the kind to use; by default CUDA where there is one, else the CPU.
         calibrate: measure the CPU's rates (about a second) instead of taking the preset's.
+        link: what joins them, as for `cluster_preset`.
+        hosts: how many machines like this one they are in, as for `cluster_preset`.
 
     Raises:
-        ClusterError: `count` is not positive, or the CUDA devices are of several kinds.
+        ClusterError: `count` is not positive, no such link, or the CUDA devices are of several kinds.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = device.type if device is not None else ("cuda" if here else "cpu")
@@ -91,17 +99,16 @@ def this_cluster(count: int | None = None, device: torch.device | None = None, c
     names = {torch.cuda.get_device_name(index) for index in range(min(present, wanted))} if kind == "cuda" else set()
     if len(names) > 1:
         raise ClusterError(f"the CUDA devices differ ({', '.join(sorted(names))}); choose equal ones, or name a preset")
-    sharing = -(-wanted // max(1, present))
+    sharing = -(-wanted // (max(1, present) * (hosts or 1)))
     if sharing > 1:
         shared = f"{found.source}; {sharing} logical devices share each"
         found = replace(found, memory_bytes=found.memory_bytes // sharing, source=shared)
-    return Cluster(found, wanted, _links(found, wanted))
+    known = found.kind if found.kind in device_names() else _LIKE_UNKNOWN
+    return Cluster.of(found, wanted, cluster_links(known, wanted, link, hosts))
 
 
-def _links(device: Device, count: int) -> tuple[Link, ...]:
-    if device.kind in device_names() and device.kind != "cpu":
-        return cluster_links(device.kind, count)
-    return host_links("shared memory" if device.kind == "cpu" else "pcie4", count)
+# What joins GPUs that are no preset: the usual links of this one.
+_LIKE_UNKNOWN = "a100-80g-pcie"
 
 
 def _cuda_device(index: int, memory_bytes: int) -> Device:

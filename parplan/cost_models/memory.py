@@ -1,39 +1,46 @@
-"""Bytes each device holds for a layer: one model for every strategy and every cost model.
+"""Bytes each device holds for a layer, and when: one model for every strategy and every cost model.
 
-A value that autograd keeps is counted once, by the layer that makes it, however many layers keep it, and so is a view
-of it; masks, indices and statistics are counted by the layer whose ops make them. A user input is counted by the first
-layer that takes it, and so is a parameter that several layers share. An input that every shard needs whole is gathered,
-so the layer that keeps it counts its own copy too (an upper bound: the producer may already have it whole).
+Every tensor is counted by one layer: a value by the layer that makes it, however many layers keep it or view it; a user
+input by the first layer that takes it, and so is a parameter that several layers share. An input that every shard
+needs whole is gathered, so the layer that takes it counts its own copy too (an upper bound: the producer may already
+have it whole). What a layer's ops hold inside at the same time is followed op by op.
+
+Assumed is the usual step: gradients are set to None before the forward, so they live from their layer's backward to the
+update; and a loss outside the model that holds two tensors of the size of the results, as cross entropy does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from parplan.cost_models.costs import LayerMemory
+from parplan.cost_models.costs import Held, LayerMemory, Moments
+from parplan.cost_models.lifetimes import Lifetime, Lifetimes
 from parplan.cost_models.op_calls import OpCall, Operand, op_calls, total_bytes
-from parplan.cost_models.saved import saved_by
-from parplan.errors import ParplanError
+from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
+from parplan.cost_models.saved import Saved, saved_by
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.plan import Strategy
 
 __all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
 
-# Tensors of a parameter's size and type that an optimizer keeps beside it.
-OPTIMIZER_STATES: Mapping[str, int] = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+# A gradient of this size travels alone, a smaller one as a copy in a message (runtime/holdings.py).
+_ALONE_BYTES = 8 << 20
 
 
-def optimizer_states(optimizer: str) -> int:
-    """How many tensors per parameter `optimizer` keeps.
+# What torch's caching allocator rounds every tensor up to (kMinBlockSize in c10/cuda/CUDACachingAllocator). On the CPU
+# torch counts what was asked for.
+_CUDA_BLOCK_BYTES = 512
 
-    Raises:
-        ParplanError: unknown optimizer; the text lists those known.
-    """
-    if optimizer not in OPTIMIZER_STATES:
-        known = ", ".join(OPTIMIZER_STATES)
-        raise ParplanError(f"the state of optimizer {optimizer!r} is not known; use the closest of {known}")
-    return OPTIMIZER_STATES[optimizer]
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes from op time `start` to `stop`, both included (see Lifetimes); `stop` beyond the backward: to the end."""
+
+    start: int
+    stop: int
+    nbytes: int
 
 
 class MemoryModel:
@@ -41,74 +48,199 @@ class MemoryModel:
 
     Args:
         graph: the captured model.
-        optimizer: whose state is counted, a key of OPTIMIZER_STATES.
+        optimizer: whose state is counted: a key of OPTIMIZER_STATES, or how many tensors it keeps per parameter.
+        on_cpu: where kernels and optimizers differ, take the CPU's; else CUDA's.
+
+    Attributes:
+        graph, on_cpu: as given.
+        moments: the time points at which memory is counted.
     """
 
-    def __init__(self, graph: LayerGraph, optimizer: str) -> None:
-        self._graph = graph
-        self._states = optimizer_states(optimizer)
-        self._roots: dict[str, str] = {}
-        wholes = [(name, op_calls(graph, _whole(graph, name))) for name in graph.layers]
-        self._calls = [(name, call) for name, calls in wholes for call in calls]
-        for _, call in self._calls:
-            if call.is_view:
-                self._roots.update({out.name: self._root(call.inputs[0].name) for out in call.outputs if call.inputs})
-        self._homes = self._find_homes()
+    def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False) -> None:
+        self.graph = graph
+        self._optimizer = optimizer_memory(optimizer)
+        self.on_cpu = on_cpu
+        self._times = Lifetimes(graph, on_cpu)
+        self.moments = Moments(len(graph.layers))
+        self._index = {name: index for index, name in enumerate(graph.layers)}
+        self._owned: dict[str, list[Lifetime]] = defaultdict(list)
+        for lifetime in (*self._times.values, *self._times.gradients):
+            self._owned[lifetime.layer].append(lifetime)
+        self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
         self._owners = _first_users(graph)
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
-        graph, layer = self._graph, local.layer
-        own = [name for name in layer.parameters if self._owners[graph.parameters[name]] == layer.name]
-        trained = [name for name in own if graph.values[name].requires_grad]
-        gradients_bytes = self._nbytes(local, trained)
-        calls = op_calls(graph, local)
-        kept_bytes = sum(saved_by(call).inner_bytes for call in calls)
+        layer, trained = local.layer, self._trained(local)
+        calls = op_calls(self.graph, local)
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
         return LayerMemory(
-            weights_bytes=self._nbytes(local, own) + self._nbytes(local, layer.buffers),
-            gradients_bytes=gradients_bytes,
-            optimizer_bytes=self._states * gradients_bytes,
-            saved_bytes=self._nbytes(local, (*self._homes.get(layer.name, ()), *self._gathered(local, calls)))
-            + kept_bytes,
+            weights_bytes=self._nbytes(local, self._stored(local)),
+            gradients_bytes=self._nbytes(local, trained),
+            optimizer_bytes=self._optimizer.states * self._nbytes(local, trained),
+            saved_bytes=self._saved_bytes(local, calls),
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
+            held=_merged([*self.own(local), *self._around(local)]),
         )
 
-    def _gathered(self, local: LocalLayer, calls: Iterable[OpCall]) -> list[str]:
-        """Inputs that this layer keeps for its backward and that its shards need whole."""
+    def own(self, local: LocalLayer) -> list[Held]:
+        """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
+        trained = self._trained(local)
+        always = self._taken(local, self._stored(local)) + self._optimizer.states * self._taken(local, trained)
+        spans = self._spans(local, op_calls(self.graph, local))
+        return [
+            Held(0, self.moments.end, always),
+            *self._update(local, trained),
+            *self._held(local.layer.name, spans),
+        ]
+
+    def _around(self, local: LocalLayer) -> list[Held]:
+        """What it adds depending on the layers around it: user inputs, gathered copies, messages, the loss."""
+        layer, index = local.layer, self._index[local.layer.name]
+        inputs = [value for value, taker in self._times.inputs.items() if taker == layer.name]
+        back, end = self.moments.backward(index), self.moments.end
+        messages_bytes = self._messages_bytes(local)
+        alone = layer.outputs if _shares_statistics(local) else ()
+        return [
+            *(Held(self.last_held(value) + 1, back + 1, self._taken(local, [value])) for value in alone),
+            Held(0, end, self._taken(local, inputs)),
+            Held(index, back + 1, self._taken(local, self._gathered(local))),
+            # The CPU's are kept from step to step.
+            Held(0 if self.on_cpu else back, end if self.on_cpu else self.moments.update(), messages_bytes),
+            Held(self.moments.loss, self.moments.loss + 1, 2 * self._taken(local, self.delivered(layer.outputs))),
+        ]
+
+    def allocated(self, nbytes: int) -> int:
+        """Bytes the allocator counts for a tensor of so many."""
+        return nbytes if self.on_cpu else -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+    def delivered(self, values: Iterable[str]) -> list[str]:
+        """Those of `values` that a loss outside the model is taken to read: results that are no single number."""
+        specs = self.graph.values
+        outputs = [value for value in values if value in self.graph.user_outputs]
+        return [value for value in outputs if specs[value].requires_grad and specs[value].elements > 1]
+
+    def last_held(self, value: str) -> int:
+        """The last moment at which `own` counts a value (or what it is a view of)."""
+        return self._moment(self._times.last_held(value))
+
+    def _trained(self, local: LocalLayer) -> list[str]:
+        return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
+
+    def _own_parameters(self, local: LocalLayer) -> list[str]:
+        names = self.graph.parameters
+        return [name for name in local.layer.parameters if self._owners[names[name]] == local.layer.name]
+
+    def _stored(self, local: LocalLayer) -> list[str]:
+        return [*self._own_parameters(local), *local.layer.buffers]
+
+    # -- by op --
+
+    def _spans(self, local: LocalLayer, calls: Sequence[OpCall]) -> list[_Span]:
+        """What the layer's own tensors take, by op time."""
+        times, name = self._times, local.layer.name
+        found = [_Span(one.start, one.stop, self._taken(local, [one.value])) for one in self._owned[name]]
+        for value, one in times.state_gradients.items():
+            if one.layer == name:
+                found.append(_Span(one.start, times.back(0) + 1, self._taken(local, [value])))
+        for position, call in enumerate(calls, times.first[name]):
+            saved, back = self._saved(local, call), times.back(position)
+            found.append(_Span(position, back, saved.inner_bytes))
+            found.append(_Span(position, position, saved.forward_bytes))
+            found.append(_Span(back, back, saved.backward_bytes))
+        return found
+
+    def _held(self, name: str, spans: Iterable[_Span]) -> list[Held]:
+        """By moments of the step: what crosses a moment's border as it is, of the rest the most at once."""
+        found: list[Held] = []
+        within: dict[int, list[_Span]] = defaultdict(list)
+        for span in spans:
+            start, stop = self._moment(span.start), self._moment(span.stop)
+            if start != stop:
+                found.append(Held(start, stop + 1, span.nbytes))
+            for moment in {start, stop}:
+                within[moment].append(span)
+        for moment, here in within.items():
+            crossing = sum(s.nbytes for s in here if self._moment(s.start) != self._moment(s.stop))
+            ticks = {time for s in here for time in (s.start, s.stop) if self._moment(time) == moment}
+            most = max(sum(s.nbytes for s in here if s.start <= tick <= s.stop) for tick in ticks)
+            found.append(Held(moment, moment + 1, max(0, most - crossing)))
+        return found
+
+    def _moment(self, time: int) -> int:
+        times, moments = self._times, self.moments
+        if time < times.ops:
+            return self._layer_at[time]
+        if time == times.ops:
+            return moments.loss
+        return moments.backward(self._layer_at[2 * times.ops - time]) if time <= times.back(0) else moments.end - 1
+
+    # -- whole amounts --
+
+    def _update(self, local: LocalLayer, trained: Sequence[str]) -> list[Held]:
+        """The optimizer's temporaries: of the largest parameter, or of all."""
+        sizes = [self._taken(local, [name]) for name in trained]
+        if self.on_cpu:
+            time = self.moments.update(self._index[local.layer.name])
+            return [Held(time, time + 1, self._optimizer.one_by_one * max(sizes, default=0))]
+        time = self.moments.update()
+        return [Held(time, time + 1, self._optimizer.together * sum(sizes))]
+
+    def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
+        """What an op keeps, with what the runtime's own forms of it need."""
+        saved = saved_by(call, self.on_cpu)
+        if _shares_statistics(local) and "batch_norm" in call.op:
+            # runtime/batch_norm.py: two products of the size of its input.
+            return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
+        if call.op == "embedding" and local.axis is not None and call.outputs[0].name in local.axis.partial:
+            # graph/ops.py: indices of its own and which of them are here; rows before others are set to zero.
+            indices, rows_bytes = call.inputs[1].elements, call.outputs[0].nbytes
+            return replace(saved, inner_bytes=9 * indices, forward_bytes=rows_bytes, backward_bytes=rows_bytes)
+        return saved
+
+    def _messages_bytes(self, local: LocalLayer) -> int:
+        """Copies of the gradients that several devices sum, as one process per device makes them."""
+        strategy, axis = local.strategy, local.axis
+        trained = self._trained(local)
+        summed = [n for n in trained if strategy.replicas > 1 or (axis is not None and n not in axis.dims)]
+        sizes = [self._taken(local, [name]) for name in summed]
+        return sum(size for size in sizes if size < _ALONE_BYTES)
+
+    def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
+        kept = [value for value in self._times.kept if self._times.home(value) == local.layer.name]
+        inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
+        gathered = [name for name in self._gathered(local) if self._times.keeps(local.layer.name, name)]
+        return self._nbytes(local, (*kept, *gathered)) + inner
+
+    def _gathered(self, local: LocalLayer) -> list[str]:
+        """Inputs that this layer's shards need whole."""
         if local.axis is None:
             return []
-        kept = {name for call in calls for name in saved_by(call).values}
-        whole = [name for name in local.layer.inputs if name not in local.axis.dims]
-        return [name for name in whole if name in kept and name in self._graph.producer]
+        return [n for n in local.layer.inputs if n not in local.axis.dims and n in self.graph.producer]
+
+    def _taken(self, local: LocalLayer, names: Iterable[str]) -> int:
+        return sum(self.allocated(self._nbytes(local, [name])) for name in names)
 
     def _nbytes(self, local: LocalLayer, names: Iterable[str]) -> int:
-        values = self._graph.values
+        values = self.graph.values
         return sum(
-            Operand(name, local_shape(self._graph, local, name), values[name].dtype).nbytes
+            Operand(name, local_shape(self.graph, local, name), values[name].dtype).nbytes
             for name in names
             if name in values
         )
 
-    def _root(self, name: str) -> str:
-        return self._roots.get(name, name)
 
-    def _find_homes(self) -> dict[str, list[str]]:
-        """Values that are kept, by the layer that counts them."""
-        makers = {out.name: layer for layer, call in self._calls for out in call.outputs}
-        takers: dict[str, str] = {}
-        for layer, call in self._calls:
-            for operand in call.inputs:
-                takers.setdefault(operand.name, layer)
-        kept = dict.fromkeys(self._root(name) for _, call in self._calls for name in sorted(saved_by(call).values))
-        homes: dict[str, list[str]] = {}
-        for name in kept:
-            homes.setdefault(makers.get(name) or takers[name], []).append(name)
-        return homes
+def _shares_statistics(local: LocalLayer) -> bool:
+    """Whether it is batch norm over replicas, which runs alone and holds its result until its backward."""
+    return local.layer.mixes_batch and local.strategy.replicas > 1
 
 
-def _whole(graph: LayerGraph, name: str) -> LocalLayer:
-    return LocalLayer(graph.layers[name], Strategy(), 0, graph.batch or 1)
+def _merged(held: Iterable[Held]) -> tuple[Held, ...]:
+    """One entry per interval, empty ones left out."""
+    amounts: dict[tuple[int, int], int] = defaultdict(int)
+    for one in held:
+        amounts[one.start, one.end] += one.nbytes
+    return tuple(Held(*interval, nbytes) for interval, nbytes in sorted(amounts.items()) if nbytes > 0)
 
 
 def _first_users(graph: LayerGraph) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Devices and clusters by name, for planning where the hardware is not.
 
-    device_preset("v100-sxm2")            one kind of GPU
-    cluster_preset("a100-80g-sxm", 16)    two hosts of eight, NVLink inside, InfiniBand between
-    cluster_preset("k20", 8, "10gbe")     the same GPUs, each in a host of its own
+    device_preset("v100-sxm2")                  one kind of GPU
+    cluster_preset("a100-80g-sxm", 16)          two hosts of eight, NVLink inside, InfiniBand between
+    cluster_preset("k20", 8, "10gbe")           the same GPUs, each in a host of its own
+    cluster_preset("k20", 8, "10gbe", hosts=2)  two hosts of four
 
 Defaults, where the table (hardware.py) leaves a choice: a host has 8 GPUs; its network adapters are shared evenly by
-them; a preset offers 94 % of the labelled memory, the rest being for the driver's context and the allocator's rounding.
+them, and of a network that is not the kind's usual one it has a single adapter; a preset offers 94 % of the labelled
+memory, the rest being for the driver's context and the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -14,43 +16,35 @@ import difflib
 from collections.abc import Iterable
 
 from parplan.cluster import Cluster, Device, Link
-from parplan.cost_models.hardware import ALIASES, GPUS, LINKS, GpuRow, LinkRow
+from parplan.cost_models.hardware import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow
 from parplan.errors import ClusterError
 
 __all__ = [
     "GPUS_PER_HOST",
+    "MOST_GPUS",
     "USABLE_MEMORY",
     "cluster_links",
     "cluster_preset",
     "device_names",
     "device_preset",
-    "host_links",
     "link_names",
+    "link_preset",
 ]
 
+# Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
+MOST_GPUS = 1024
 GPUS_PER_HOST = 8
 USABLE_MEMORY = 0.94
-
-# One thread of a server core, as achieved in large matrix products and copies, for CPU processes nobody has measured.
-_CPU = Device(
-    kind="cpu",
-    memory_bytes=4 << 30,
-    flops_per_s={"fp32": 5e10, "fp64": 2.5e10, "bf16": 2.5e10, "fp16": 2.5e10},
-    bandwidth_bytes_per_s=8e9,
-    launch_s=5e-6,
-    source="one thread of a server core, from memory; this_machine.calibrate_cpu() measures it",
-)
-_CPU_LINK = LinkRow("shared memory", 2.0, 50.0, "copies between processes of one host, from memory", estimated=True)
 
 
 def device_names() -> tuple[str, ...]:
     """Every preset's name, aliases not included."""
-    return (*(row.kind for row in GPUS), _CPU.kind)
+    return (*(row.kind for row in GPUS), CPU.kind)
 
 
 def link_names() -> tuple[str, ...]:
     """Every link preset's name."""
-    return tuple(row.name for row in LINKS)
+    return tuple(row.name for row in (*LINKS, CPU_LINK))
 
 
 def device_preset(name: str) -> Device:
@@ -59,44 +53,59 @@ def device_preset(name: str) -> Device:
     Raises:
         ClusterError: no such preset; the text lists those there are and the closest.
     """
-    wanted = name.lower()
-    if wanted == _CPU.kind:
-        return _CPU
-    return _device(_gpu(wanted, name))
+    return _device(_gpu(name))
 
 
-def cluster_preset(name: str, count: int, link: str | None = None) -> Cluster:
+def link_preset(name: str) -> Link:
+    """The link called `name` ("nvlink3", "pcie4", ...), in any case, as one level that joins a pair.
+
+    Raises:
+        ClusterError: no such preset; the text lists those there are and the closest.
+    """
+    return _level(_link_row(name), 2, 1.0)
+
+
+def cluster_preset(name: str, count: int, link: str | None = None, hosts: int | None = None) -> Cluster:
     """`count` devices called `name`, joined by their usual links.
 
     Args:
         link: another link than the device's own, by preset name: a host link replaces what joins the devices of a
-            host, a network link puts every device into a host of its own.
+            host; a network link what joins hosts, and without `hosts` every device has one of its own.
+        hosts: how many hosts share the devices evenly; default: as many as hosts of 8 take.
 
     Raises:
-        ClusterError: no such device or link, or `count` is not positive.
+        ClusterError: no such device or link, `count` is not positive or not a multiple of `hosts`.
     """
-    device = device_preset(name)
-    row = None if device.kind == _CPU.kind else _gpu(name.lower(), name)
-    inner = _link_row(link) if link is not None else (_link_row(row.link) if row else _CPU_LINK)
-    if inner.network or row is None:
-        return Cluster(device, count, host_links(inner.name, count))
-    return Cluster(device, count, cluster_links(row.kind, count, inner.name))
+    row = _gpu(name)
+    return Cluster.of(_device(row), count, cluster_links(row.kind, count, link, hosts))
 
 
-def host_links(link: str, count: int) -> tuple[Link, ...]:
-    """One level (or two, where the link comes in islands) called `link` that joins `count` devices; none for one."""
-    return tuple(_host_levels(_link_row(link), count)) if count > 1 else ()
+def cluster_links(kind: str, count: int, link: str | None = None, hosts: int | None = None) -> tuple[Link, ...]:
+    """The levels that join `count` devices of preset `kind`, innermost first; none for one (see `cluster_preset`).
 
-
-def cluster_links(kind: str, count: int, link: str | None = None) -> tuple[Link, ...]:
-    """The levels that join `count` GPUs of `kind` (a preset's full name), innermost first; none for one GPU."""
-    row = _gpu(kind, kind)
-    inner = _link_row(link or row.link)
-    host = min(count, GPUS_PER_HOST)
-    levels = _host_levels(inner, host) if count > 1 else []
+    Raises:
+        ClusterError: no such device or link, or `count` is not a multiple of `hosts`.
+    """
+    row, named = _gpu(kind), None if link is None else _link_row(link)
+    if count <= 1:
+        return ()
+    apart = named is not None and named.network
+    inner = _link_row(row.link) if named is None or apart else named
+    network = named if named is not None and apart else _link_row(row.network)
+    host = _devices_of_a_host(row, count, hosts, apart)
+    levels = _host_levels(inner, host) if host > 1 else []
     if count > host:
-        levels.append(_level(_link_row(row.network), count, min(1.0, row.nics / GPUS_PER_HOST)))
+        adapters = row.nics if network.name == row.network else 1
+        levels.append(_level(network, count, min(1.0, adapters / host)))
     return tuple(levels)
+
+
+def _devices_of_a_host(row: GpuRow, count: int, hosts: int | None, apart: bool) -> int:
+    if hosts is None:
+        return 1 if apart else count if row is CPU else min(count, GPUS_PER_HOST)
+    if hosts < 1 or count % hosts:
+        raise ClusterError(f"{count} devices do not spread evenly over {hosts} hosts; say it as hosts x devices, 2x8")
+    return count // hosts
 
 
 def _host_levels(row: LinkRow, host: int) -> list[Link]:
@@ -122,16 +131,16 @@ def _device(row: GpuRow) -> Device:
     )
 
 
-def _gpu(wanted: str, name: str) -> GpuRow:
-    kind = ALIASES.get(wanted, wanted)
-    for row in GPUS:
+def _gpu(name: str) -> GpuRow:
+    kind = ALIASES.get(name.lower(), name.lower())
+    for row in (*GPUS, CPU):
         if row.kind == kind:
             return row
     raise _unknown("device", name, (*device_names(), *ALIASES), device_names())
 
 
 def _link_row(name: str) -> LinkRow:
-    for row in (*LINKS, _CPU_LINK):
+    for row in (*LINKS, CPU_LINK):
         if row.name == name.lower():
             return row
     raise _unknown("link", name, link_names(), link_names())

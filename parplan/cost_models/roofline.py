@@ -1,36 +1,45 @@
 """Costs of a plan on hardware that is not here: roofline for layers, links' rates for transfers.
 
 A layer's time is the sum of its kernels', each the slower of its arithmetic and its memory traffic at estimated
-efficiencies (efficiency.py), on the device with the largest part. Nothing overlaps within a layer.
+efficiencies (efficiency.py), on the device with the largest part. Nothing overlaps within a layer. Where devices differ
+the largest part is priced once for each kind of device that has a part, and the slowest counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import TypeVar
 
 import torch
 
-from parplan.cluster import Cluster
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, TransferCost, TransferMatrix
+from parplan.cluster import Cluster, Device
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
 from parplan.cost_models.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
-from parplan.cost_models.memory import MemoryModel
+from parplan.cost_models.hardware import CPU
+from parplan.cost_models.links import MeasuredLinks
+from parplan.cost_models.memory import MemoryModel, optimizer_states
 from parplan.cost_models.op_calls import op_calls
+from parplan.cost_models.peaks import plan_peaks
 from parplan.cost_models.transfers import Transfers
-from parplan.cost_models.work import Kernel, op_work
+from parplan.cost_models.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "part_key", "part_of"]
+__all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "part_key", "part_of", "rate_notes"]
 
 # Gradients are summed in buckets of this size (the default of torch's DistributedDataParallel), so a layer pays the
 # latency of an all-reduce in proportion to its share of a bucket.
 BUCKET_BYTES = 25 * 2**20
+
+# How far estimates may be off, relative: of layers (nothing was measured), of links whose numbers were measured
+# elsewhere, and of other links. Judgement, not statistics: the report prints ranges from them.
+DOUBT, LINK_SPREAD, LINK_DOUBT = 0.4, 0.2, 0.4
 
 _PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -57,6 +66,15 @@ def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy) -> LocalLayer:
     return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / strategy.replicas))
 
 
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """One kind of device with what is known of it so far."""
+
+    device: Device
+    efficiencies: dict[str, Efficiency]
+    layers: dict[PartKey, LayerCost]
+
+
 class RooflineCosts:
     """Estimated costs of one graph on one cluster (a CostModel).
 
@@ -66,10 +84,14 @@ class RooflineCosts:
         precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (bytes
             stay those of the captured types, which overstates autocast's traffic). Other types compute in their own.
         optimizer: whose state the memory includes.
-        efficiencies: shares of peak by precision, in place of the estimated ones.
+        efficiencies: shares of peak by precision, in place of the estimated ones (of every kind of device).
+        links: measured communication, in place of the cluster's rates.
+
+    Attributes:
+        notes: what the reader must know of these figures.
 
     Raises:
-        ClusterError: the device has no rate for `precision`.
+        ClusterError: a device other than the CPU has no rate for `precision`.
         ParplanError: unknown optimizer.
     """
 
@@ -80,28 +102,52 @@ class RooflineCosts:
         precision: str = "fp32",
         optimizer: str = "adam",
         efficiencies: Mapping[str, Efficiency] | None = None,
+        links: MeasuredLinks | None = None,
     ) -> None:
-        if precision not in cluster.device.flops_per_s:
-            known = ", ".join(cluster.device.flops_per_s)
-            raise ClusterError(f"{cluster.device.kind} has no {precision} rate; use one of {known}")
+        kinds = tuple(group.device for group in cluster.groups)
+        self.notes = rate_notes(cluster, precision)
         self.graph = graph
         self.cluster = cluster
         self.precision = precision
         self.optimizer = optimizer
-        self._efficiencies = dict(efficiencies or {})
-        self._memory_model = MemoryModel(graph, optimizer)
-        self.transfers = Transfers(cluster)
-        self._layers: dict[PartKey, LayerCost] = {}
+        self._kinds = tuple(_Kind(device, dict(efficiencies or {}), {}) for device in kinds)
+        self._kind_of = {number: self._kinds[i] for i, group in enumerate(cluster.groups) for number in group.members}
+        on_cpu = all(CPU.kind in (device.kind, device.like) for device in kinds)
+        self._memory_model = MemoryModel(graph, optimizer, on_cpu)
+        self.transfers = Transfers(cluster, links)
+        specs = [graph.values[name] for name in graph.parameters]
+        self._trained_bytes = sum(spec.nbytes for spec in specs if spec.requires_grad)
         self._memories: dict[PartKey, LayerMemory] = {}
+
+    @property
+    def step(self) -> StepCost:
+        """Perfect overlap, and no time for the runtime itself."""
+        return StepCost(spread=LINK_DOUBT if any(link.estimated for link in self.cluster.links) else LINK_SPREAD)
 
     def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer`."""
-        return _once(self._layers, layer, strategy, lambda: self._layer(layer, strategy))
+        used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
+        costs = [_once(own.layers, layer, strategy, partial(self._layer, layer, strategy, own)) for own in used]
+        return costs[0] if len(costs) == 1 else _slowest(costs)
+
+    def ideal_seconds(self, flops: float, nbytes: float) -> float:
+        """What so much work takes at the peaks of the first device: the slower of arithmetic and memory."""
+        return max(self.peak_seconds(flops, nbytes), self.cluster.devices[0].launch_s)
+
+    def peak_seconds(self, flops: float, nbytes: float) -> float:
+        """The same without the least time that a kernel takes."""
+        device = self.cluster.devices[0]
+        compute_s = flops / rate_of(device.flops_per_s, self.precision)
+        return max(compute_s, nbytes / device.bandwidth_bytes_per_s)
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
         part = part_of(self.graph, layer, strategy)
         return _once(self._memories, layer, strategy, lambda: self._memory_model.layer_memory(part))
+
+    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """Peak bytes per device of a whole plan, transfers included."""
+        return plan_peaks(self._memory_model, strategies, self.cluster.count)
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""
@@ -136,22 +182,62 @@ class RooflineCosts:
         return self._all_reduce_s(columns, cut_bytes) + self._all_reduce_s([grid.devices], whole_bytes)
 
     def _all_reduce_s(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
-        time = self.transfers.topology.all_reduce(groups)
-        return nbytes * (time.s_per_byte + time.latency_s / BUCKET_BYTES)
+        """A layer's share of a bucket, or of all gradients where these do not fill one."""
+        bucket = max(1, min(BUCKET_BYTES, self._trained_bytes))
+        return nbytes * self.transfers.all_reduce(groups, bucket) / bucket if nbytes else 0.0
 
-    def _layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
+    def _layer(self, layer: Layer, strategy: Strategy, kind: _Kind) -> LayerCost:
         works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy))]
-        forward_s = sum(self._seconds(kernel) for work in works for kernel in work.forward)
-        backward_s = sum(self._seconds(kernel) for work in works for kernel in work.backward)
-        return LayerCost(forward_s, backward_s, Source.ESTIMATED)
+        forward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.forward)
+        backward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.backward)
+        return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, self._update_s(layer, strategy, kind))
 
-    def _seconds(self, kernel: Kernel) -> float:
-        device = self.cluster.device
+    def _update_s(self, layer: Layer, strategy: Strategy, kind: _Kind) -> float:
+        """The update as one pass: reads weights, gradients and state, writes weights and state."""
+        trained_bytes = self.memory(layer, strategy).gradients_bytes
+        passes = 3 + 2 * optimizer_states(self.optimizer)
+        update = Kernel(Engine.MEMORY, 0.0, passes * trained_bytes, torch.float32)
+        return self._seconds(update, kind) if trained_bytes else 0.0
+
+    def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = _PRECISIONS.get(kernel.dtype, self.precision)
-        if precision not in self._efficiencies:
-            self._efficiencies[precision] = efficiency(device, precision)
-        rate = rate_of(device.flops_per_s, precision)
-        return kernel_seconds(kernel, device, rate, self._efficiencies[precision])
+        if precision not in kind.efficiencies:
+            kind.efficiencies[precision] = efficiency(kind.device, precision)
+        rate = rate_of(kind.device.flops_per_s, precision)
+        return kernel_seconds(kernel, kind.device, rate, kind.efficiencies[precision])
+
+
+def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
+    """What the reader must know of devices that have no rate for `precision`: CPUs fall back on their fp32 rate.
+
+    Raises:
+        ClusterError: another device has none.
+    """
+    return tuple(note for group in cluster.groups if (note := _without_rate(group.device, precision)))
+
+
+def _without_rate(device: Device, precision: str) -> str:
+    """What to say of a CPU that has no rate for `precision`; nothing of a device that has one.
+
+    Raises:
+        ClusterError: any other device without one.
+    """
+    if precision in device.flops_per_s:
+        return ""
+    if CPU.kind not in (device.kind, device.like):
+        known = ", ".join(device.flops_per_s)
+        raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
+    return f"{device.kind} has no {precision} rate: what it computes is priced at its fp32 rate."
+
+
+def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
+    """What a layer takes whose devices differ: forward, backward and update each wait for the slowest."""
+    return replace(
+        costs[0],
+        forward_s=max(cost.forward_s for cost in costs),
+        backward_s=max(cost.backward_s for cost in costs),
+        update_s=max(cost.update_s for cost in costs),
+    )
 
 
 def _once(known: dict[PartKey, T], layer: Layer, strategy: Strategy, work_out: Callable[[], T]) -> T:

@@ -25,12 +25,22 @@ class Measurement:
 
     The spread is 1.48 times the median distance from the median, a standard deviation if runs were normal; 1.0, that
     is unknown, when there was time for a single run.
+
+    Args:
+        reference_s: what the reference kernel took in the same second; 0 where none was run.
+        saved_bytes: what autograd kept from forward to backward; None where that was not measured.
+        peak_bytes: the most that was allocated at once; None where that was not measured.
+        when: UTC, ISO 8601, to the second.
     """
 
     forward_s: float
     backward_s: float
     spread: float
     runs: int
+    reference_s: float = 0.0
+    saved_bytes: int | None = None
+    peak_bytes: int | None = None
+    when: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,34 @@
 """What autograd keeps of an op from its forward to its backward.
 
 One row per op, after the formulas of torch's derivatives.yaml; an op without a row is taken to keep its inputs. Where
-kernels differ between devices the row is that of CUDA (attention: the fused kernels; dropout: a byte per element).
+kernels differ between devices the row here is that of CUDA (attention: the fused kernels; dropout: a byte per element),
+that of the CPU is in saved_cpu.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 
-from parplan.cost_models.op_calls import OpCall, Operand
+from parplan.cost_models.kept import Rule, Saved, names
+from parplan.cost_models.op_calls import OpCall
+from parplan.cost_models.saved_cpu import CPU_RULES
 
 __all__ = ["Saved", "saved_by"]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Values an op keeps, by name, and bytes it keeps of its own (masks, indices, statistics)."""
+def saved_by(call: OpCall, on_cpu: bool = False) -> Saved:
+    """What `call` keeps for its backward; nothing when it has none, and never parameters or buffers.
 
-    values: frozenset[str] = frozenset()
-    inner_bytes: int = 0
-
-
-Rule = Callable[[OpCall], Saved]
-
-
-def saved_by(call: OpCall) -> Saved:
-    """What `call` keeps for its backward; nothing when it has none, and never parameters or buffers."""
+    Args:
+        on_cpu: of the CPU's kernels rather than CUDA's.
+    """
     if not call.differentiated or call.is_view:
         return Saved()
-    saved = _RULES.get(call.op, _inputs)(call)
+    rule = _RULES.get(call.op, _inputs)
+    saved = (CPU_RULES.get(call.op, rule) if on_cpu else rule)(call)
     state = {operand.name for operand in call.inputs if operand.state}
-    return Saved(saved.values - state, saved.inner_bytes)
-
-
-def _names(*operands: Operand) -> frozenset[str]:
-    return frozenset(operand.name for operand in operands)
+    return replace(saved, values=saved.values - state)
 
 
 def _nothing(call: OpCall) -> Saved:
@@ -44,15 +36,15 @@ def _nothing(call: OpCall) -> Saved:
 
 
 def _inputs(call: OpCall) -> Saved:
-    return Saved(_names(*call.inputs))
+    return Saved(names(*call.inputs))
 
 
 def _output(call: OpCall) -> Saved:
-    return Saved(_names(*call.outputs))
+    return Saved(names(*call.outputs))
 
 
 def _first(call: OpCall) -> Saved:
-    return Saved(_names(*call.inputs[:1]))
+    return Saved(names(*call.inputs[:1]))
 
 
 def _factors(call: OpCall) -> Saved:
@@ -62,7 +54,17 @@ def _factors(call: OpCall) -> Saved:
         return _inputs(call) if call.argument(0) is call.argument(1) else Saved()
     second = others[0]
     kept = [a for a, b in ((first, second), (second, first)) if b.requires_grad]
-    return Saved(_names(*kept))
+    return Saved(names(*kept))
+
+
+def _convolution(call: OpCall) -> Saved:
+    """As a product; besides, what unfolding one sample takes (cuDNN chooses its workspace itself: an estimate)."""
+    if len(call.inputs) < 2 or len(call.outputs[0].shape) < 2:
+        return _factors(call)
+    weight, out = call.inputs[1], call.outputs[0]
+    positions = out.elements // max(1, out.shape[0] * out.shape[1])
+    unfolded_bytes = positions * weight.elements // max(1, weight.shape[0]) * out.dtype.itemsize
+    return replace(_factors(call), forward_bytes=unfolded_bytes, backward_bytes=unfolded_bytes)
 
 
 def _addmm(call: OpCall) -> Saved:
@@ -70,30 +72,30 @@ def _addmm(call: OpCall) -> Saved:
 
 
 def _quotient(call: OpCall) -> Saved:
-    return Saved(_names(*call.inputs)) if len(call.inputs) > 1 else Saved()
+    return Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()
 
 
 def _max_pool(call: OpCall) -> Saved:
-    return Saved(_names(*call.inputs), 8 * call.outputs[0].elements)
+    return Saved(names(*call.inputs), 8 * call.outputs[0].elements)
 
 
 def _statistics(call: OpCall) -> Saved:
     """Batch norm: its input, and mean and inverse deviation per channel in float32."""
     shape = call.inputs[0].shape
-    return Saved(_names(call.inputs[0]), 8 * (shape[1] if len(shape) > 1 else 1))
+    return Saved(names(call.inputs[0]), 8 * (shape[1] if len(shape) > 1 else 1))
 
 
 def _row_statistics(call: OpCall) -> Saved:
     """Layer norm: its input, and two float32 for every row it normalises."""
     normalised = call.argument(1)
     width = prod(normalised) if isinstance(normalised, (list, tuple)) else call.inputs[0].shape[-1]
-    return Saved(_names(call.inputs[0]), 8 * call.inputs[0].elements // max(1, width))
+    return Saved(names(call.inputs[0]), 8 * call.inputs[0].elements // max(1, width))
 
 
 def _group_statistics(call: OpCall) -> Saved:
     groups = call.argument(1)
     samples = call.inputs[0].shape[0] if call.inputs[0].shape else 1
-    return Saved(_names(call.inputs[0]), 8 * samples * (groups if isinstance(groups, int) else 1))
+    return Saved(names(call.inputs[0]), 8 * samples * (groups if isinstance(groups, int) else 1))
 
 
 def _mask(call: OpCall) -> Saved:
@@ -103,21 +105,21 @@ def _mask(call: OpCall) -> Saved:
 def _attention(call: OpCall) -> Saved:
     """Fused attention: queries, keys, values, the result, and one float32 per query."""
     rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
-    return Saved(_names(*call.inputs, *call.outputs), 4 * rows)
+    return Saved(names(*call.inputs, *call.outputs), 4 * rows)
 
 
 def _log_probabilities(call: OpCall) -> Saved:
-    """Cross entropy: the log-probabilities it makes inside, and its targets."""
-    return Saved(_names(*call.inputs[1:]), call.inputs[0].nbytes)
+    """Cross entropy: the log-probabilities it makes inside, and its targets; its backward makes their gradient."""
+    return Saved(names(*call.inputs[1:]), call.inputs[0].nbytes, backward_bytes=call.inputs[0].nbytes)
 
 
 def _recurrent(call: OpCall) -> Saved:
     """Recurrent layers: inputs and results, and four gates and a state per step."""
-    return Saved(_names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
+    return Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
 
 
 def _condition(call: OpCall) -> Saved:
-    return Saved(_names(*(operand for operand in call.inputs if not operand.dtype.is_floating_point)))
+    return Saved(names(*(operand for operand in call.inputs if not operand.dtype.is_floating_point)))
 
 
 _ROWS: tuple[tuple[Rule, str], ...] = (
@@ -126,8 +128,8 @@ _ROWS: tuple[tuple[Rule, str], ...] = (
     (_output, "relu sigmoid tanh softmax safe_softmax log_softmax exp sqrt rsqrt reciprocal"),
     (_first, "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d gelu silu "
              "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp"),
-    (_factors, "linear conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d mul mm bmm "
-               "matmul"),
+    (_factors, "linear mul mm bmm matmul"),
+    (_convolution, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
     (_addmm, "addmm baddbmm"),
     (_quotient, "div"),
     (_max_pool, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d"),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from parplan.cost_models.op_calls import op_calls
-from parplan.cost_models.sampling import Trial
+from parplan.cost_models.profile import PartEntry
+from parplan.cost_models.sampling import Measurement, Trial
+from parplan.cost_models.work import op_work
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 
-__all__ = ["empty_trial", "layer_trial", "part_signature", "step_trial"]
+__all__ = ["Piece", "family_of", "part_entry", "part_signature", "step_trial"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -33,19 +36,59 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
     return "\n".join(lines)
 
 
-def layer_trial(graph: LayerGraph, part: LocalLayer, device: torch.device) -> Trial:
-    """One device's part of a layer, forward and backward, on random inputs on `device`."""
-    layer = part.layer
-    names = (*layer.inputs, *layer.parameters, *layer.buffers)
-    module = local_module(graph, [part], names, layer.outputs)
-    return _trial(module, [_tensor(graph, part, name, device) for name in names])
+def family_of(graph: LayerGraph, part: LocalLayer) -> str:
+    """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
+    ops = [call.op for call in op_calls(graph, part) if not call.is_view]
+    types = {str(out.dtype).removeprefix("torch.") for call in op_calls(graph, part) for out in call.outputs}
+    return f"{' '.join(ops) or 'view'} {'/'.join(sorted(types))}"
 
 
-def empty_trial(device: torch.device) -> Trial:
-    """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
-    code = fx.Graph()
-    code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))
-    return _trial(fx.GraphModule(torch.nn.Module(), code), [torch.zeros(1, device=device, requires_grad=True)])
+def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
+    """A measurement of a part as a profile keeps it."""
+    kernels = [kernel for call in op_calls(graph, part) for kernel in op_work(call).forward]
+    flops, nbytes = sum(kernel.flops for kernel in kernels), float(sum(kernel.nbytes for kernel in kernels))
+    return PartEntry(part_signature(graph, part), family_of(graph, part), flops, nbytes, measurement)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One device's part of a layer, ready to run: its code, and what it takes.
+
+    Args:
+        code: takes `tensors` in order and returns a tuple.
+        tensors: random inputs that make sense to the code, then parameters and buffers.
+        arriving: how many of them come from the layers before, anew in every step.
+    """
+
+    code: fx.GraphModule
+    tensors: tuple[Tensor, ...]
+    arriving: int
+
+    @classmethod
+    def of(cls, graph: LayerGraph, part: LocalLayer, device: torch.device) -> Piece:
+        """One device's part of a layer on `device`."""
+        layer = part.layer
+        names = (*layer.inputs, *layer.parameters, *layer.buffers)
+        code = local_module(graph, [part], names, layer.outputs)
+        return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
+
+    @classmethod
+    def idle(cls, device: torch.device) -> Piece:
+        """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
+        code = fx.Graph()
+        code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))
+        made = fx.GraphModule(torch.nn.Module(), code)
+        return cls(made, (torch.zeros(1, device=device, requires_grad=True),), 1)
+
+    def fresh_inputs(self) -> list[Tensor]:
+        """What the code takes; what arrives is written anew, to new memory."""
+        new = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors[: self.arriving]]
+        return [*new, *self.tensors[self.arriving :]]
+
+    def run(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        """The code's results."""
+        results: Sequence[Any] = self.code(*inputs)
+        return results
 
 
 def step_trial(graph: LayerGraph, parts: Sequence[LocalLayer], device: torch.device) -> Trial:

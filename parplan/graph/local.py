@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from parplan.compat import schema_of
 from parplan.graph import ops
@@ -19,7 +19,7 @@ from parplan.graph.axis_table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.plan import Strategy
 
-__all__ = ["LocalLayer", "local_args", "local_module", "local_shape"]
+__all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape"]
 
 aten = torch.ops.aten
 
@@ -55,6 +55,18 @@ class LocalLayer:
         return self.layer.axis(self.strategy.axis) if self.strategy.shards > 1 else None
 
 
+class Marks(Protocol):
+    """Functions that the code of several layers calls between them."""
+
+    def before(self, layer: str) -> Callable[[], None]:
+        """Called in front of a layer."""
+        ...
+
+    def after(self, layer: str) -> Callable[[Sequence[Tensor]], None]:
+        """Called behind a layer, with its outputs."""
+        ...
+
+
 def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, ...]:
     """Shape this device sees of `value`: an input, parameter, buffer, intermediate or output."""
     shape = list(graph.values[value].shape)
@@ -68,19 +80,29 @@ def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, 
 
 
 def local_module(
-    graph: LayerGraph, parts: Sequence[LocalLayer], inputs: Sequence[str], outputs: Sequence[str], dropout: bool = True
+    graph: LayerGraph,
+    parts: Sequence[LocalLayer],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    dropout: bool = True,
+    marks: Marks | None = None,
 ) -> fx.GraphModule:
     """Code for consecutive layers on one device, taking `inputs` in order and returning a tuple of `outputs`.
 
     `inputs` names every value, parameter and buffer the layers take from outside; tensors are
     passed already local (cut as the layers need them). Batch norm updates its buffers in place.
-    With `dropout` False nothing is dropped (for verification).
+    With `dropout` False nothing is dropped (for verification). With `marks` the code tells when it
+    comes to a layer and when it has done it.
     """
     code = fx.Graph()
     made = {name: code.placeholder(name) for name in inputs}
     for part in parts:
+        if marks is not None:
+            code.call_function(marks.before(part.layer.name))
         for node in part.layer.nodes:
             made[node.name] = _copy(graph, part, node, code, made, dropout)
+        if marks is not None:
+            code.call_function(marks.after(part.layer.name), (tuple(made[value] for value in part.layer.outputs),))
     code.output(tuple(made[name] for name in outputs))
     return fx.GraphModule(torch.nn.Module(), code)
 

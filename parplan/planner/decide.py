@@ -20,11 +20,11 @@ from parplan.planner.infeasible import why_not
 from parplan.planner.problem import Evaluation, Problem, Solution, Status, evaluate
 from parplan.planner.reasons import reason
 from parplan.planner.solve import solve
-from parplan.planner.strategies import strategies
+from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.planner.verifier import bends, check
 from parplan.planner.what_if import WhatIf
 
-__all__ = ["Progress", "Request", "decide"]
+__all__ = ["Progress", "Request", "decide", "predict"]
 
 
 class Progress(Protocol):
@@ -53,6 +53,7 @@ class Request:
         time_limit_s: for the proof; the best plan found is returned with its gap.
         notes: what the reader must know first.
         capture_s: how long capture took, for the record.
+        times_from: the file that layers' times come from, if any.
     """
 
     precision: str = "fp32"
@@ -63,6 +64,7 @@ class Request:
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+    times_from: str = ""
 
 
 def decide(
@@ -86,13 +88,28 @@ def decide(
         # Other blocks of devices than the first ones only ever help to spread memory.
         formulation = _formulate(graph, cluster, costs, request, progress, everywhere=True)
         solution = _solve(formulation.problem, request, progress)
+    if request.plan is None:
+        solution = _fitting(formulation, solution, costs, request, progress)
     choice = _choice(formulation, solution, request)
     draft = _plan(graph, cluster, formulation, choice, request)
-    rivals = baselines(graph, formulation, draft, partial(solve, time_limit_s=10.0))
+    rivals = baselines(graph, cluster, formulation, draft, partial(solve, time_limit_s=10.0))
     total_s = time.perf_counter() - request.started
     seconds = Seconds(request.capture_s, costs_s, time.perf_counter() - begin - costs_s, total_s)
     proof = _proof(formulation, choice, solution, request.plan is not None)
-    return _decision(graph, cluster, formulation, choice, draft, proof, rivals, request, seconds)
+    return _decision(graph, cluster, formulation, choice, draft, proof, rivals, request, seconds, costs)
+
+
+def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Prediction:
+    """What one step of `plan` takes; nothing is searched or proven.
+
+    Raises:
+        PlanError: the plan is for another model or number of devices, or breaks a rule.
+    """
+    reviewed = _reviewed(plan, graph, cluster)
+    candidates = {name: (_without_period(strategy),) for name, strategy in reviewed.layers.items()}
+    formulation = formulate(graph, cluster, costs, candidates)
+    choice = (0,) * len(formulation.problem.nodes)
+    return _prediction(formulation, choice, evaluate(formulation.problem, choice), costs)
 
 
 def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
@@ -104,7 +121,7 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
     if plan.devices != cluster.count:
         raise PlanError(
             f"the plan is for {plan.devices} devices, to be priced for {cluster.count}; say --gpus {plan.devices}, "
-            f"or make a plan for {cluster.count}"
+            f"name a --cluster of {plan.devices}, or make a plan for {cluster.count}"
         )
     plan = replace(plan, batch=graph.batch or plan.batch)
     check(plan, graph)
@@ -116,8 +133,9 @@ def _formulate(
 ) -> Formulation:
     if progress is not None:
         progress.phase("costs")
+    blocks = cluster_blocks(cluster, everywhere)
     candidates: dict[str, Sequence[Strategy]] = {
-        name: strategies(layer, graph.batch or 1, cluster.count, everywhere) for name, layer in graph.layers.items()
+        name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()
     }
     if request.plan is not None:
         for name, strategy in request.plan.layers.items():
@@ -134,6 +152,28 @@ def _without_period(strategy: Strategy) -> Strategy:
 
 def _solve(problem: Problem, request: Request, progress: Progress | None) -> Solution:
     return solve(problem, request.time_limit_s, on_progress=progress.solver if progress is not None else None)
+
+
+def _fitting(
+    formulation: Formulation, solution: Solution, costs: CostModel, request: Request, progress: Progress | None
+) -> Solution:
+    """A solution that fits with its transfers, which the solver only estimates: again with so much less memory.
+
+    The bound stays that of the first one, which nothing beats; if three more attempts find nothing, so does the plan.
+    """
+    lowered = limits = formulation.problem.limits
+    found = solution
+    for _ in range(3):
+        chosen = zip(formulation.names, formulation.options, found.choice or (), strict=False)
+        peaks = costs.peaks({name: options[k].strategy for name, options, k in chosen}) if found.choice else None
+        if peaks is None:
+            break
+        over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
+        if not any(over):
+            return found if found is solution else replace(found, bound=solution.bound)
+        lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
+        found = _solve(replace(formulation.problem, limits=lowered), request, progress)
+    return solution
 
 
 def _choice(formulation: Formulation, solution: Solution, request: Request) -> tuple[int, ...]:
@@ -173,9 +213,10 @@ def _decision(
     rivals: tuple[Baseline, ...],
     request: Request,
     seconds: Seconds,
+    costs: CostModel,
 ) -> Decision:
     found = evaluate(formulation.problem, choice)
-    prediction = _prediction(formulation, choice, found)
+    prediction = _prediction(formulation, choice, found, costs)
     return Decision(
         parameters=graph.parameter_count,
         cluster=cluster,
@@ -188,22 +229,49 @@ def _decision(
         advice=_advice(prediction.step_s, rivals),
         proof=proof,
         seconds=seconds,
-        notes=request.notes,
+        notes=(*request.notes, *_overfull(cluster, prediction)),
+        times_from=request.times_from,
+        links=costs.step.links,
     )
 
 
-def _prediction(formulation: Formulation, choice: Sequence[int], found: Evaluation) -> Prediction:
+def _overfull(cluster: Cluster, prediction: Prediction) -> list[str]:
+    """Where transfers, which the solver only estimates, take a device over its limit."""
+    over = [
+        (number, needed, device.memory_bytes)
+        for number, (device, needed) in enumerate(zip(cluster.devices, prediction.memory_bytes, strict=True))
+        if needed > device.memory_bytes
+    ]
+    return [
+        f"device {number} needs {needed / 2**30:.2f} GiB with its transfers, {limit / 2**30:.2f} GiB are usable: "
+        "lower --batch, or plan with a smaller --memory to leave room"
+        for number, needed, limit in over[:1]
+    ]
+
+
+def _prediction(formulation: Formulation, choice: Sequence[int], found: Evaluation, costs: CostModel) -> Prediction:
+    step = costs.step
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
     forward = sum(option.cost.forward_s for option in chosen)
     backward = sum(option.cost.backward_s for option in chosen)
+    update = sum(option.cost.update_s for option in chosen)
+    stolen = sum(option.stolen_s for option in chosen)
+    transfer = max(0.0, found.ahead + found.back - forward - backward - update - stolen - step.overhead_s)
+    strategies = {n: o.strategy for n, o in zip(formulation.names, chosen, strict=False)}
+    doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
+    doubt += step.spread * (transfer + found.exposed + stolen)
     return Prediction(
         step_s=found.objective,
         forward_s=forward,
         backward_s=backward,
-        transfer_s=found.ahead + found.back - forward - backward,
+        transfer_s=transfer,
         reduce_s=sum(option.reduce_s for option in chosen),
-        exposed_reduce_s=found.exposed,
-        memory_bytes=tuple(int(peak) for peak in found.peaks),
+        exposed_reduce_s=found.exposed + stolen,
+        memory_bytes=costs.peaks(strategies) or tuple(int(peak) for peak in found.peaks),
+        update_s=update,
+        overhead_s=step.overhead_s,
+        low_s=max(0.0, found.objective - doubt),
+        high_s=found.objective + doubt,
     )
 
 
@@ -224,7 +292,7 @@ def _facts(graph: LayerGraph, formulation: Formulation, choice: Sequence[int], p
                 strategy=plan.layers[name],
                 forward_s=option.cost.forward_s,
                 backward_s=option.cost.backward_s,
-                transfer_s=moved[index] + 2 * option.statistics_s,
+                transfer_s=option.arrival_s + moved[index] + 2 * option.statistics_s,
                 reduce_s=option.reduce_s,
                 memory_bytes=option.memory_bytes,
                 source=option.cost.source,
@@ -261,9 +329,11 @@ def _advice(step_s: float, rivals: Sequence[Baseline]) -> str:
     by_name = {rival.name: rival for rival in rivals}
     one, data = by_name.get("one device"), by_name.get("pure data parallel")
     if one is not None and one.fits and one.step_s is not None and one.step_s <= step_s * (1 + WORTH_IT):
-        return "Use one device: more of them do not make this step faster."
+        which = f", a {one.on}" if one.on else ""
+        return f"Use one device{which}: more of them do not make this step faster."
     if data is not None and data.fits and data.step_s is not None and data.step_s <= step_s * (1 + WORTH_IT):
-        return f"Use plain data parallel: it is {_closeness(data.step_s / step_s)} and needs no planning."
+        where = f" on {data.on}" if data.on else ""
+        return f"Use plain data parallel{where}: it is {_closeness(data.step_s / step_s)} and needs no planning."
     legal = [rival for rival in rivals if rival.fits and rival.step_s is not None]
     if not legal:
         return "Use this plan: none of the usual ways is legal and fits these devices."

@@ -36,9 +36,10 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a plan. Parts add up: forward + backward + transfer + exposed reduce = step.
+    """One step of a plan. Parts add up: forward + backward + transfer + exposed reduce + update + overhead = step.
 
-    `memory_bytes` is the predicted peak of every logical device.
+    `update_s` is the optimizer's, `overhead_s` the runtime's own; the step is between `low_s` and `high_s` if no
+    figure is off by more than its uncertainty. `memory_bytes` is the predicted peak of every logical device.
     """
 
     step_s: float
@@ -48,6 +49,10 @@ class Prediction:
     reduce_s: float
     exposed_reduce_s: float
     memory_bytes: tuple[int, ...]
+    update_s: float = 0.0
+    overhead_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Baseline:
     """A plan people would write by hand, under the same cost model.
 
     `step_s` is None when no such plan is legal, and `why_not` says which rule; `fits` is False when
-    it needs more memory than a device has.
+    it needs more memory than a device has. `memory_bytes` is the peak of the device with the least room left, and
+    `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds.
     """
 
     name: str
@@ -64,6 +70,8 @@ class Baseline:
     fits: bool
     why_not: str = ""
     plan: Plan | None = None
+    on: str = ""
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ class Decision:
         optimizer: whose state the memory figures include.
         notes: things the reader must know first, such as the preset planned for when no GPU is here.
         advice: one sentence: use this plan, plain data parallel, or one device.
+        times_from: the file that layers' times come from, when it is not parplan that measured or estimated them.
+        links: where the times of transfers and reductions come from.
     """
 
     parameters: int
@@ -115,6 +125,8 @@ class Decision:
     proof: Proof
     seconds: Seconds
     notes: tuple[str, ...] = ()
+    times_from: str = ""
+    links: Source = Source.ESTIMATED
 
     @property
     def speedup(self) -> float | None:

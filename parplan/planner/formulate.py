@@ -1,7 +1,7 @@
 """From layers, strategies and costs to the abstract problem: one node per layer, one edge per pair.
 
-Time points of memory: layer i of n runs forward at i and backward at 2n-1-i; what it saves lives from
-one to the other. Outputs are delivered as inputs came, by a last node that is not a layer.
+Memory is counted at the moments of a step (cost_models.costs.Moments). Outputs are delivered as inputs came, by a last
+node that is not a layer.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Grid, Layout
 from parplan.plan import Strategy
-from parplan.planner.problem import Edge, Linear, Node, Problem, Usage
+from parplan.planner.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
-__all__ = ["Formulation", "Option", "delivery_layout", "formulate"]
+__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "formulate"]
 
 DELIVERY = "(delivery)"
 
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy of one layer with its costs on each of its devices."""
+    """A strategy of one layer with its costs on each of its devices.
+
+    `statistics_s` is one way of exchanging batch statistics, `stolen_s` the part of `reduce_s` that holds up the
+    backward pass beside it (see StepCost.overlap), `arrival_s` what bringing the user's inputs takes.
+    """
 
     strategy: Strategy
     cost: LayerCost
     statistics_s: float
     memory: LayerMemory
     reduce_s: float
+    stolen_s: float = 0.0
+    arrival_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -79,29 +85,53 @@ def formulate(
     names = tuple(graph.layers)
     options = []
     for done, name in enumerate(names):
-        options.append(tuple(_option(graph.layers[name], strategy, costs, graph) for strategy in candidates[name]))
+        options.append(
+            tuple(_option(graph.layers[name], strategy, costs, graph, cluster.count) for strategy in candidates[name])
+        )
         if on_layer is not None:
             on_layer(done + 1, len(names))
-    total = len(names) + 1
-    nodes = [
-        _node(name, index, total, own, cluster.count)
-        for index, (name, own) in enumerate(zip(names, options, strict=True))
-    ]
-    nodes.append(Node(DELIVERY, np.zeros(1), np.zeros(1), np.zeros(1)))
+    nodes = [_node(name, own, cluster.count) for name, own in zip(names, options, strict=True)]
+    nodes.append(Node(DELIVERY, np.array([costs.step.overhead_s]), np.zeros(1), np.zeros(1)))
     problem = Problem(
         nodes=tuple(nodes),
         edges=tuple(_r4(edge, options) if strict else edge for edge in _edges(graph, cluster, costs, names, options)),
-        limits=(float(cluster.device.memory_bytes),) * cluster.count,
+        limits=tuple(float(device.memory_bytes) for device in cluster.devices),
         linear=tuple(_strict_rules(graph, names, options)) if strict else (),
-        resource_names=tuple(f"device {device}" for device in range(cluster.count)),
+        resource_names=_device_names(cluster),
     )
     return Formulation(problem, (*names, DELIVERY), tuple(options))
 
 
-def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> Option:
+def _device_names(cluster: Cluster) -> tuple[str, ...]:
+    """Words for the devices' memories; the kind where there are several."""
+    kinds = [f" ({device.kind})" if cluster.mixed else "" for device in cluster.devices]
+    return tuple(f"device {number}{kind}" for number, kind in enumerate(kinds))
+
+
+def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> Option:
     statistics = _statistics_s(layer, strategy, costs, graph) if layer.mixes_batch and strategy.replicas > 1 else 0.0
     cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
-    return Option(strategy, cost, statistics, memory, costs.reduction(layer, strategy))
+    reduce_s = costs.reduction(layer, strategy)
+    stolen_s = (1 - costs.step.overlap) * reduce_s
+    arrival_s = _arrival_s(layer, strategy, costs, graph, devices)
+    return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s)
+
+
+def _arrival_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> float:
+    """Bringing the layer what it takes of the user's inputs from where they are: each device has its own samples."""
+    total_s = 0.0
+    for value in layer.inputs:
+        if value in graph.user_inputs:
+            arrived = arrival_layout(graph, devices, value)
+            moved = costs.transfer(graph.values[value], arrived, layer.layout(value, strategy))
+            total_s += moved.forward_s + moved.backward_s
+    return total_s
+
+
+def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a user input is before the step: samples spread over all devices, anything else on each of them."""
+    dim = graph.batch_dims.get(value)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
 
 
 def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
@@ -115,33 +145,27 @@ def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: Lay
     return moved.forward_s
 
 
-def _node(name: str, index: int, total: int, options: Sequence[Option], devices: int) -> Node:
-    ahead = [option.cost.forward_s + option.statistics_s for option in options]
-    back = [option.cost.backward_s + option.statistics_s for option in options]
+def _node(name: str, options: Sequence[Option], devices: int) -> Node:
+    # The update comes after everything else: nothing overlaps with it, as nothing does with the forward.
+    ahead = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s for o in options]
+    back = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
     return Node(
         name=name,
         ahead=np.array(ahead),
         back=np.array(back),
-        tail=np.array([option.reduce_s for option in options]),
-        usages=tuple(usage for device in range(devices) for usage in _usages(index, total, options, device)),
+        tail=np.array([option.reduce_s - option.stolen_s for option in options]),
+        usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
     )
 
 
-def _usages(index: int, total: int, options: Sequence[Option], device: int) -> list[Usage]:
-    here = [option.memory if device in option.strategy.devices else None for option in options]
-    end = 2 * total - 1 - index
-    parts = (
-        ("resident_bytes", 0, 2 * total),
-        ("saved_bytes", index, end + 1),
-        ("transient_bytes", index, index + 1),
-        ("transient_bytes", end, end + 1),
-    )
-    found = []
-    for field, start, stop in parts:
-        amounts = np.array([float(getattr(memory, field)) if memory is not None else 0.0 for memory in here])
-        if amounts.any():
-            found.append(Usage(device, start, stop, amounts))
-    return found
+def _usages(options: Sequence[Option], device: int) -> list[Usage]:
+    """One for every interval in which some strategy holds something on `device`."""
+    here = [option.memory.held if device in option.strategy.devices else () for option in options]
+    amounts: dict[tuple[int, int], FloatArray] = {}
+    for index, held in enumerate(here):
+        for one in held:
+            amounts.setdefault((one.start, one.end), np.zeros(len(options)))[index] = one.nbytes
+    return [Usage(device, start, end, nbytes) for (start, end), nbytes in sorted(amounts.items())]
 
 
 def _edges(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from parplan.cost_models.costs import Moments
 from parplan.planner.formulate import Formulation
 from parplan.planner.problem import Cause, Infeasibility, Solution
 
@@ -38,13 +39,11 @@ def _memory(formulation: Formulation, found: Infeasibility) -> str:
 
 
 def _moment(formulation: Formulation, time: int | None) -> str:
-    """A time point as a moment of the step (see formulate)."""
+    """A time point as a moment of the step."""
     if time is None:
         return "at any moment"
-    names = formulation.names
-    if time < len(names):
-        return f"in the forward of {names[time]}"
-    return f"in the backward of {names[max(0, 2 * len(names) - 1 - time)]}"
+    layers = formulation.names[:-1]  # the last is the delivery
+    return Moments(len(layers)).text(time, layers)
 
 
 def _size(nbytes: float) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
 
+from parplan.cluster import Cluster
 from parplan.errors import RuleError
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 from parplan.planner.rules import divisors, r1_batch, r5_axis, r7_loss
 
-__all__ = ["device_blocks", "strategies"]
+__all__ = ["cluster_blocks", "device_blocks", "strategies"]
+
+# Where devices differ, the first so many of each kind are combined in every way, up to this number of combinations.
+MOST_COMBINATIONS = 64
 
 
 def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, ...]]:
@@ -24,19 +30,49 @@ def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, .
             yield tuple(range(start, start + size))
 
 
-def strategies(layer: Layer, batch: int, devices: int, everywhere: bool = False) -> tuple[Strategy, ...]:
+def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Blocks of devices a layer may be placed on, in a fixed order.
+
+    Equal devices: those of `device_blocks`. Several kinds: the same of each kind alone, then the first so many of each
+    kind together; where those are too many, whole kinds together, in the end all. All devices are always among them.
+    """
+    if not cluster.mixed:
+        return tuple(device_blocks(cluster.count, everywhere))
+    kinds = [group.members for group in cluster.groups]
+    alone = [tuple(own[i] for i in block) for own in kinds for block in device_blocks(len(own), everywhere)]
+    return tuple(dict.fromkeys((*alone, *_together(kinds))))
+
+
+def _together(kinds: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    few = prod(len(own) + 1 for own in kinds) <= MOST_COMBINATIONS
+    sizes: list[Sequence[int]] = [range(len(own) + 1) if few else (0, len(own)) for own in kinds]
+    if 2 ** len(kinds) > MOST_COMBINATIONS:
+        sizes = [(len(own),) for own in kinds]
+    for counts in product(*sizes):
+        if any(counts):
+            yield tuple(sorted(number for own, size in zip(kinds, counts, strict=True) for number in own[:size]))
+
+
+def strategies(
+    layer: Layer, batch: int, devices: int | Iterable[Sequence[int]], everywhere: bool = False
+) -> tuple[Strategy, ...]:
     """All legal (replicas, shards, axis, devices) of `layer`, in a fixed order.
 
     With `everywhere` False layers sit on the first devices: on equal devices another block of the
     same size costs the same, so one stands for all. Pass True when memory has to be spread.
+
+    Args:
+        devices: how many equal devices, or the blocks of devices to choose from (see `cluster_blocks`).
     """
     found = []
-    for block in device_blocks(devices, everywhere):
+    for block in device_blocks(devices, everywhere) if isinstance(devices, int) else devices:
         for replicas in divisors(len(block)):
             shards = len(block) // replicas
             axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
             found += [
-                Strategy(replicas, shards, axis, block) for axis in axes if _legal(layer, batch, replicas, shards, axis)
+                Strategy(replicas, shards, axis, tuple(block))
+                for axis in axes
+                if _legal(layer, batch, replicas, shards, axis)
             ]
     return tuple(found)
 

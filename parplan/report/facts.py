@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parplan.cluster import Cluster
+    from parplan.cluster import Cluster, Device
     from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof
 
 __all__ = ["SCHEMA", "to_dict", "to_json"]
@@ -51,7 +51,6 @@ def _known(value: float | None) -> float | None:
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:
-    device = cluster.device
     links = [
         {
             "name": link.name,
@@ -67,11 +66,21 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     return {
         "name": cluster.describe(),
         "count": cluster.count,
+        **({} if cluster.mixed else _device(cluster.device)),
+        "devices": [
+            {**_device(group.device), "count": len(group.members), "numbers": list(group.members)}
+            for group in cluster.groups
+        ],
+        "links": links,
+    }
+
+
+def _device(device: Device) -> dict[str, Any]:
+    return {
         "device": device.kind,
         "memory_bytes": device.memory_bytes,
         "source": device.source,
         "estimated": device.estimated,
-        "links": links,
     }
 
 
@@ -101,6 +110,10 @@ def _prediction(prediction: Prediction) -> dict[str, Any]:
         "transfer_s": prediction.transfer_s,
         "reduce_s": prediction.reduce_s,
         "exposed_reduce_s": prediction.exposed_reduce_s,
+        "update_s": prediction.update_s,
+        "overhead_s": prediction.overhead_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
         "memory_bytes": list(prediction.memory_bytes),
     }
 
@@ -112,6 +125,7 @@ def _baseline(baseline: Baseline) -> dict[str, Any]:
         "memory_bytes": baseline.memory_bytes,
         "fits": baseline.fits,
         "why_not": baseline.why_not,
+        "on": baseline.on,
     }
 
 

@@ -21,6 +21,9 @@ def print_prediction(page: Page, decision: Decision) -> None:
     for name, value, remark in _parts(step):
         share = units.percent(value / step.step_s) if value > 0 else ""
         _print_line(page, name, scale.text(value), share, remark)
+    if step.high_s > step.low_s:
+        ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
+        _print_line(page, "range", "", "", f"{ends}, if no figure is off by more than its own doubt")
     _print_memory(page, decision)
 
 
@@ -49,6 +52,10 @@ def _parts(step: Prediction) -> Iterator[tuple[str, float, str]]:
     yield "backward", step.backward_s, ""
     yield "transfer", step.transfer_s, ""
     yield "reduce", step.exposed_reduce_s, _hidden(step)
+    if step.update_s > 0:
+        yield "update", step.update_s, "the optimizer's, of what each device holds"
+    if step.overhead_s > 0:
+        yield "runtime", step.overhead_s, "Python and autograd, whatever the plan"
 
 
 def _hidden(step: Prediction) -> str:
@@ -62,11 +69,11 @@ def _hidden(step: Prediction) -> str:
 
 def _print_memory(page: Page, decision: Decision) -> None:
     """One line per run of devices whose figures read the same."""
-    used, limit = decision.prediction.memory_bytes, decision.cluster.device.memory_bytes
-    scale, most = units.size(used), units.size(limit).text(limit)
+    used, limits = decision.prediction.memory_bytes, [device.memory_bytes for device in decision.cluster.devices]
+    scale = units.size(used)
     name = "memory"
-    for text, run in groupby(enumerate(used), key=lambda entry: scale.text(entry[1])):
-        members = dict(run)
+    for (text, limit), run in groupby(enumerate(used), key=lambda entry: (scale.text(entry[1]), limits[entry[0]])):
+        members, most = dict(run), units.size(limit).text(limit)
         where = f"on {'each of ' if len(members) > 1 else ''}{units.devices(list(members))}"
         excess = max(members.values()) - limit
         over = f": {scale.text(excess)} TOO MUCH" if excess > 0 else ""

@@ -36,6 +36,7 @@ PHASES = {
     "costs": "Pricing layers and transfers",
     "solve": "Solving",
     "verify": "Verifying the plan",
+    "run": "Running the plan",
 }
 
 

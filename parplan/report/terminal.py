@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from parplan.cluster import Cluster
 from parplan.planner.decision import Decision
 from parplan.report import units
 from parplan.report.layer_table import print_layers
@@ -39,5 +40,12 @@ def _print_head(page: Page, decision: Decision) -> None:
     plan, cluster = decision.plan, decision.cluster
     facts = f": {decision.parameters:,} parameters, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
     page.paragraph(facts, first=plan.model, first_style="bold")
-    memory = units.size(cluster.device.memory_bytes).text(cluster.device.memory_bytes)
-    page.paragraph(f"{cluster.describe()}; {memory}{' each' if cluster.count > 1 else ''}; {plan.rules} rules")
+    page.paragraph(f"{cluster.describe()}; {_memory(cluster)}; {plan.rules} rules")
+
+
+def _memory(cluster: Cluster) -> str:
+    """What each device has; of which kind, where there are several."""
+    sizes = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
+    if len(sizes) == 1:
+        return f"{sizes[0]}{' each' if cluster.count > 1 else ''}"
+    return ", ".join(f"{size} on a {group.device.kind}" for size, group in zip(sizes, cluster.groups, strict=True))

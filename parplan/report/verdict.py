@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from parplan.planner.decision import Baseline, Decision, Proof, Seconds
 from parplan.report import units
@@ -14,18 +15,39 @@ __all__ = ["print_baselines", "print_proof", "print_seconds"]
 def print_baselines(page: Page, decision: Decision) -> None:
     """Print the plan and its rivals under the same costs, then the advice."""
     step = decision.prediction
-    plan = Baseline("this plan", step.step_s, max(step.memory_bytes, default=0), True)
+    plan = Baseline("this plan", step.step_s, fullest(decision).used_bytes, True)
     rivals = (plan, *decision.baselines)
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
-    name_width = 2 + max(len(rival.name) for rival in rivals)
+    name_width = 2 + max(len(_label(rival)) for rival in rivals)
     columns = _columns(rivals)
     page.headings(name_width, columns)
-    limit = decision.cluster.device.memory_bytes
+    least = min(device.memory_bytes for device in decision.cluster.devices)
     for index, rival in enumerate(rivals):
         figures = "".join(column.place(column.cells[index]) for column in columns)
-        _print_rival(page, f"  {rival.name}".ljust(name_width), figures, _verdict(rival, limit), bold=index == 0)
+        verdict = _verdict(rival, rival.limit_bytes or least)
+        _print_rival(page, f"  {_label(rival)}".ljust(name_width), figures, verdict, bold=index == 0)
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device with the least room left: what it holds and what it has."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+def fullest(decision: Decision) -> Fullest:
+    """The device of a plan that has the least room left, by share."""
+    limits = [device.memory_bytes for device in decision.cluster.devices]
+    pairs = [Fullest(*pair) for pair in zip(decision.prediction.memory_bytes, limits, strict=False)]
+    return max(pairs, key=lambda one: one.used_bytes / one.limit_bytes, default=Fullest(0, limits[0]))
+
+
+def _label(rival: Baseline) -> str:
+    """A rival's name, with its devices where it uses some kinds only."""
+    return f"{rival.name} ({rival.on})" if rival.on else rival.name
 
 
 def _columns(rivals: tuple[Baseline, ...]) -> list[Column]:

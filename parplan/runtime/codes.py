@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.graph.local import LocalLayer, local_module
+from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.plan import Strategy
 from parplan.runtime import batch_norm
 from parplan.runtime.draws import Draws
@@ -28,16 +28,24 @@ class Codes:
         program: the steps.
         draws: sets apart the ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.
+        marks: told when a layer begins and when it is done.
     """
 
     def __init__(
-        self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, draws: Draws, dropout: bool
+        self,
+        graph: LayerGraph,
+        strategies: Mapping[str, Strategy],
+        program: Program,
+        draws: Draws,
+        dropout: bool,
+        marks: Marks | None = None,
     ) -> None:
         self._graph = graph
         self._strategies = strategies
         self._slots = program.slots
         self._draws = draws
         self._dropout = dropout
+        self._marks = marks
         self._made: dict[_Key, Function] = {}
 
     def get(self, step: Compute, device: int) -> Function:
@@ -51,15 +59,31 @@ class Codes:
     def _make(self, step: Compute, key: _Key) -> Function:
         if step.code is Code.STATISTICS:
             dtype = self._slots[step.results[0].slot].dtype
-            return lambda x: (batch_norm.statistics(x, dtype),)
+            return self._marked(step, lambda x: (batch_norm.statistics(x, dtype),))
         if step.code is Code.NORMALISE:
-            return _normaliser(self._graph.layers[step.layers[0]], step)
+            return self._marked(step, _normaliser(self._graph.layers[step.layers[0]], step))
         parts = [LocalLayer(self._graph.layers[n], self._strategies[n], key.column, key.batch) for n in step.layers]
         inputs = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
-        made = local_module(self._graph, parts, inputs, [result.name for result in step.results], self._dropout)
+        results = [result.name for result in step.results]
+        made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks)
         for part in parts if self._dropout else ():
             self._draws.apply(made, part, key.row)
         return self._with_entries(step, made.forward)
+
+    def _marked(self, step: Compute, code: Function) -> Function:
+        """The code of half a layer, with the layer's marks around it."""
+        if self._marks is None:
+            return code
+        (layer,) = step.layers
+        before, after = self._marks.before(layer), self._marks.after(layer)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            before()
+            results = code(*tensors)
+            after(results)
+            return results
+
+        return run
 
     def _with_entries(self, step: Compute, code: Function) -> Function:
         """Between numbers, as the code knows them, and slots that have one entry per replica."""

@@ -22,6 +22,11 @@ from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.example import Example
+from parplan.runtime.expected import Expected
+from parplan.runtime.kept import kept_modes
+from parplan.runtime.measured import MeasuredStep
+from parplan.runtime.measuring import Effort, Recorder, Subject, measure
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
 from parplan.runtime.sharding import same_start
@@ -48,6 +53,8 @@ class Compiled(nn.Module):
 
     Attributes:
         program: what the last call ran, for reading.
+        foresee: predicts a step for a graph and the plan; whoever made the planner may set it, for `measure` to print.
+        decision: what the planner knew when it chose the plan, for whoever set it; None where nobody did.
     """
 
     def __init__(
@@ -71,6 +78,11 @@ class Compiled(nn.Module):
         self.module: nn.Module
         self.training = module.training
         self.program: Program | None = None
+        self.foresee: Callable[[LayerGraph, Plan], Expected] | None = None
+        self.decision: Any = None
+        self._example: Example | None = None
+        self._batch: int | None = None
+        self._latest: Captured | None = None
         self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
         self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout}
         self._planner = planner
@@ -95,12 +107,16 @@ class Compiled(nn.Module):
         Raises:
             RuntimeFailure: no samples, or another process failed.
         """
-        call = Call.of(args, kwargs, self._dim)
-        captured = self._captures.find(call, self.training)
+        return self._follow(Call.of(args, kwargs, self._dim))
+
+    def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
+        captured = self._find(call)
         samples = self._agree(call, captured)
         if captured.shares or self._transport.processes == 1:
             call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
         executor = self._programs.executor(captured, samples)
+        if recorder is not None:
+            executor = recorder.executor(executor)
         self.program = executor.program
         if self._programs.sync is not None:
             self._programs.sync.run()
@@ -111,9 +127,67 @@ class Compiled(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""
-        self._captures.find(Call.of(args, kwargs, self._dim), self.training)
+        self._find(Call.of(args, kwargs, self._dim))
         assert self.plan is not None
         return self.plan
+
+    def _find(self, call: Call) -> Captured:
+        captured = self._captures.find(call, self.training)
+        self._batch = call.batch
+        if captured is not self._latest:
+            self._latest, self._example = captured, Example.of(call)
+        return captured
+
+    def measure(
+        self,
+        *args: Any,
+        steps: int = 20,
+        warmup: int = 3,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        memory: bool = False,
+        between: Callable[[], object] | None = None,
+        **kwargs: Any,
+    ) -> MeasuredStep:
+        """Run training steps and say what each layer and each transfer took, beside what was predicted.
+
+        Parameters, gradients, buffers, the optimizer, the mode and torch's random numbers are as before afterwards.
+        Under torchrun every rank has to call this, and each gets its own times.
+
+        Args:
+            args, kwargs: of the model; without any, random ones like those of the last call.
+            steps, warmup: how many steps are recorded, and how many run before.
+            optimizer: updates in every step; without one there is no update.
+            loss_fn: a loss of the model's result; without one the mean of every result.
+            memory: run one more step to find the most memory that it takes.
+            between: called after each step, outside of what is timed.
+
+        Raises:
+            RuntimeFailure: there was no call to take inputs from, or no result needs a gradient.
+        """
+        effort = Effort(steps, warmup, optimizer, loss_fn, memory, between)
+        call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
+        mode, program = self.training, self.program
+        try:
+            with kept_modes(self.module):
+                if not mode:
+                    self.train()
+                graph = self._find(call).graph
+                expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
+                return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)
+        finally:
+            self.program, self.training = program, mode
+
+    def _again(self) -> Call:
+        """A call like the last one."""
+        if self._example is None:
+            raise RuntimeFailure("nothing is known of the inputs yet; call or prepare() the model, or give inputs")
+        return self._example.call(self._batch)
+
+    @property
+    def graph(self) -> LayerGraph | None:
+        """The captured graph of the last call, once there was one."""
+        return self._latest.graph if self._latest is not None else None
 
     @property
     def plan(self) -> Plan | None:
@@ -194,6 +268,7 @@ class Compiled(nn.Module):
         """Move or convert the module; what was captured no longer fits."""
         self.module._apply(fn, recurse)
         self._captures.clear()
+        self._latest = self._example = None
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
@@ -209,6 +284,7 @@ class Compiled(nn.Module):
             )
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
         twin._captures.plan = self.plan
+        twin.foresee, twin.decision = self.foresee, self.decision
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

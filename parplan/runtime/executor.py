@@ -20,7 +20,9 @@ from parplan.runtime.codes import Codes, written_buffers
 from parplan.runtime.draws import Draws
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Compute, Program, Transfer
+from parplan.runtime.recorded import RecordedRun, RecordedTransport
 from parplan.runtime.run import Run
+from parplan.runtime.timeline import Timeline
 from parplan.runtime.transport import Transport
 
 __all__ = ["Executor"]
@@ -37,6 +39,7 @@ class Executor:
         output: the device whose part of a result is handed back, where one process holds all.
         dropout: whether dropout drops anything.
         draws: sets apart ops that draw on several devices at once; default: those of the graph and strategies.
+        timeline: records what a step spends its time on; default: nothing does, and nothing is spent on it.
     """
 
     def __init__(
@@ -49,14 +52,19 @@ class Executor:
         output: int = 0,
         dropout: bool = True,
         draws: Draws | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.graph = graph
         self.program = program
         self.store = store
-        self.transport = transport
+        self.timeline = timeline
+        self.transport = transport if timeline is None else RecordedTransport(transport, timeline, program)
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
         self._draws = draws if draws is not None else Draws(graph, strategies)
-        self.codes = Codes(graph, strategies, program, self._draws, dropout)
+        self._dropout = dropout
+        self._strategies = strategies
+        self._run = Run if timeline is None else RecordedRun
+        self.codes = Codes(graph, strategies, program, self._draws, dropout, timeline)
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._last_reads = _last_reads(program)
@@ -68,11 +76,25 @@ class Executor:
         """Results for the user's input values (by name); differentiable in inputs and parameters."""
         trainable = self.store.trainable
         tensors = [*inputs.values(), *trainable.values()]
-        run = Run(self, tuple(inputs), tuple(trainable))
+        run = self._run(self, tuple(inputs), tuple(trainable))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return run.forward(list(inputs.values()), record=False)
         results = _Call.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return list(results)
+
+    def recorded(self, timeline: Timeline) -> Executor:
+        """An executor of the same program with the same parameters that records what it does."""
+        return Executor(
+            self.graph,
+            self._strategies,
+            self.program,
+            self.store,
+            self.transport,
+            output=self.deliver_from,
+            dropout=self._dropout,
+            draws=self._draws,
+            timeline=timeline,
+        )
 
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""

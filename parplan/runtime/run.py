@@ -133,7 +133,7 @@ class Run:
             raise RuntimeError(AGAIN)
         self._done = not keeps_graph()
         grads = Parts(self._transport)
-        sums = Gradients(self._executor.store, self._transport)
+        sums = self._sums()
         self._take_outputs(outputs, grads)
         self._transport.begin()
         for step in self._program.backward:
@@ -194,16 +194,21 @@ class Run:
         if not pairs or not leaves:
             return
         with self._transport.on(device):
-            given = torch.autograd.grad(
-                [tensor for tensor, _ in pairs],
-                leaves,
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-                retain_graph=not self._done,
-            )
+            given = self._through([t for t, _ in pairs], leaves, [gradient for _, gradient in pairs], device)
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
         shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
         self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)
+
+    def _sums(self) -> Gradients:
+        return Gradients(self._executor.store, self._transport)
+
+    def _through(
+        self, ends: Sequence[Tensor], leaves: Sequence[Tensor], pulls: Sequence[Tensor | None], device: int
+    ) -> Sequence[Tensor | None]:
+        """Gradients of one compute step on one device."""
+        kept = not self._done
+        found: Sequence[Tensor | None] = torch.autograd.grad(ends, leaves, pulls, allow_unused=True, retain_graph=kept)
+        return found
 
     def _hand_on(
         self,

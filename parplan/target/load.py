@@ -103,6 +103,8 @@ def _place(target: str) -> _Place:
 
 
 def _without_name(target: str) -> _Place:
+    if not target.strip():
+        raise TargetError("the target is empty; name a model.py, model.py:name or package.module:name")
     path = Path(target)
     if Path(f"{target}.py").is_file():
         raise TargetError(f"{target} is not a file; did you mean {target}.py?")

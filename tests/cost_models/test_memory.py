@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.cost_models.memory import OPTIMIZER_STATES, optimizer_states
+from parplan.cost_models.costs import Moments
+from parplan.cost_models.memory import OPTIMIZER_STATES, MemoryModel, optimizer_states
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ParplanError
+from parplan.graph.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer
 from parplan.plan import Strategy
 from tests.cost_models.networks import NETWORKS, full_alexnet, network
 
@@ -90,8 +93,6 @@ def test_cutting_a_layer_cuts_its_weights_and_spreading_it_its_activations(shard
 def test_frozen_parameters_have_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)
-    from parplan.graph.capture import capture
-
     graph = capture(model, (torch.zeros(6, 4),))
     first, second = (costs(graph).memory(layer, ONE) for layer in graph.layers.values())
     assert (first.weights_bytes, first.gradients_bytes, first.optimizer_bytes) == (160, 0, 0)
@@ -113,3 +114,79 @@ def test_shards_that_need_an_input_whole_keep_their_gathered_copy() -> None:
         costs(graph).memory(layer, Strategy(1, 2, axis, (0, 1))).saved_bytes for axis in ("out-features", "in-features")
     )
     assert gathered - cut >= graph.values[value].nbytes
+
+
+def at_moments(graph: LayerGraph, optimizer: str, on_cpu: bool) -> list[int]:
+    """Bytes on the one device at every moment of the step."""
+    model = MemoryModel(graph, optimizer, on_cpu)
+    memories = [model.layer_memory(LocalLayer(layer, ONE, 0, graph.batch or 1)) for layer in graph.layers.values()]
+    held = [one for memory in memories for one in memory.held]
+    return [sum(h.nbytes for h in held if h.start <= time < h.end) for time in range(model.moments.end)]
+
+
+def test_every_moment_of_a_small_step_by_hand() -> None:
+    graph = capture(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.zeros(6, 4),))
+    stays = 3 * 4 * 58 + 6 * 4 * 4  # weights, Adam's two states, and the inputs
+    hidden, result = 6 * 8 * 4, 6 * 2 * 4
+    first, second = 4 * 40, 4 * 18  # gradients of the two layers' weights
+    assert at_moments(graph, "adam", on_cpu=True) == [
+        stays + hidden,
+        stays + 2 * hidden,  # what relu reads is gone after it
+        stays + hidden + result,
+        stays + hidden + result,
+        stays + hidden + result + 3 * result,  # the results' gradient, and two tensors of the loss
+        stays + hidden + 2 * result + hidden + second,
+        stays + hidden + 2 * result + 2 * hidden + second,
+        stays + 2 * result + hidden + second + first,
+        stays + first + second + 2 * 4 * 32,  # two temporaries of the largest weight
+        stays + first + second,
+        stays + first + second + 2 * 4 * 16,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "one_by_one", "together"), [("sgd", 0, 0), ("momentum", 0, 0), ("adagrad", 1, 2), ("adam", 2, 1)]
+)
+def test_the_update_takes_temporaries_of_one_parameter_or_of_all(
+    optimizer: str, one_by_one: int, together: int
+) -> None:
+    graph = capture(nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 128, bias=False)), _zeros(2, 256))
+    weights = (256 * 128 * 4, 128 * 128 * 4)
+    for on_cpu, most in ((True, one_by_one * weights[0]), (False, together * sum(weights))):
+        by_time = at_moments(graph, optimizer, on_cpu)
+        update = Moments(2).update()
+        assert by_time[update] - by_time[-1] == (most if not on_cpu else most - one_by_one * weights[1])
+
+
+def test_an_optimizer_may_be_given_by_how_much_it_keeps() -> None:
+    assert optimizer_states("3") == 3
+    graph = network("mlp").graph
+    kept = {name: at_moments(graph, name, on_cpu=True)[0] for name in ("1", "momentum", "3")}
+    assert kept["1"] == kept["momentum"] < kept["3"]
+
+
+def test_cuda_rounds_every_tensor_up() -> None:
+    graph = capture(nn.Sequential(nn.Linear(3, 5)), _zeros(2, 3))
+    cpu, cuda = (at_moments(graph, "sgd", on_cpu) for on_cpu in (True, False))
+    assert cpu[0] == 4 * (15 + 5 + 6 + 10)
+    assert cuda[0] == 4 * 512  # weight, bias, inputs, result
+
+
+def _zeros(*shape: int) -> tuple[Tensor]:
+    return (torch.zeros(shape),)
+
+
+def test_moments_have_names() -> None:
+    names = ("a", "b")
+    moments = Moments(2)
+    told = [moments.text(time, names) for time in range(moments.end)]
+    assert told == [
+        "in the forward of a",
+        "in the forward of b",
+        "when the results are delivered",
+        "in the loss",
+        "in the backward of b",
+        "in the backward of a",
+        "in the optimizer's update",
+        "in the optimizer's update",
+    ]

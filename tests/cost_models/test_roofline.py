@@ -81,7 +81,7 @@ def test_more_devices_never_mean_more_work_for_each(name: str, devices: int) -> 
 )
 def test_a_better_device_is_never_slower(name: str, change: dict[str, object]) -> None:
     graph, cluster = network(name).graph, cluster_preset("v100", 1)
-    better = Cluster(replace(cluster.device, **change), 1, ())  # type: ignore[arg-type]
+    better = Cluster.of(replace(cluster.device, **change), 1, ())  # type: ignore[arg-type]
     base, improved = RooflineCosts(graph, cluster), RooflineCosts(graph, better)
     for layer in graph.layers.values():
         assert improved.layer(layer, ONE).forward_s <= base.layer(layer, ONE).forward_s

@@ -27,7 +27,7 @@ def grid(replicas: int, shards: int, first: int = 0) -> Grid:
 
 
 def switch(count: int, bandwidth: float = 1e9, latency_s: float = 0.0, contention: float = 1.0) -> Cluster:
-    return Cluster(device_preset("v100"), count, (Link("test", count, latency_s, bandwidth, contention),))
+    return Cluster.of(device_preset("v100"), count, (Link("test", count, latency_s, bandwidth, contention),))
 
 
 @st.composite
@@ -137,7 +137,7 @@ def test_messages_are_paid_one_after_another() -> None:
 @given(layouts(partial=True), layouts(partial=False), st.sampled_from([1, 1 << 20]))
 def test_more_bandwidth_or_less_contention_is_never_slower(source: Layout, target: Layout, width: int) -> None:
     value = TensorSpec((24, width), torch.float32)
-    slow = Cluster(
+    slow = Cluster.of(
         device_preset("v100"), 12, (Link("in", 4, 1e-6, 1e10), Link("across", 12, 1e-5, 1e9, contention=0.25))
     )
     base = Transfers(slow).transfer(value, source, target).forward_s
@@ -205,3 +205,35 @@ def test_rings_at_once_share_the_way_out() -> None:
 def test_nothing_is_sent_to_become_a_sum() -> None:
     with pytest.raises(ValueError, match="partial"):
         moves(Layout(COLUMNS4, None), Layout(COLUMNS4, None, None, True))
+
+
+# Krizhevsky 2014: islands 0-3 and 4-7, 6 GB/s per device, 3 GB/s each across when all talk: 12 GB/s out of an island.
+HOP = 5.7e-6
+
+
+def test_all_reduce_over_two_islands_by_hand() -> None:
+    k20, nbytes = Topology(cluster_preset("k20", 8)), 48e6
+    # One ring passes each way between the islands once, so it has a lane to itself: 14 steps of 6 MB at 6 GB/s.
+    assert k20.all_reduce([tuple(range(8))]).seconds(nbytes) == pytest.approx(14 * 1e-3 + 14 * HOP)
+    # A ring in each island: 6 steps of 12 MB at 6 GB/s.
+    inside = k20.all_reduce([(0, 1, 2, 3), (4, 5, 6, 7)])
+    assert inside.seconds(nbytes) == pytest.approx(6 * 2e-3 + 6 * HOP)
+    # Four pairs across: 2 steps of 24 MB, each at its quarter of the 12 GB/s.
+    pairs = k20.all_reduce([(0, 4), (1, 5), (2, 6), (3, 7)])
+    assert pairs.seconds(nbytes) == pytest.approx(2 * 8e-3 + 2 * HOP)
+
+
+def test_all_to_all_over_two_islands_by_hand() -> None:
+    value = TensorSpec((48_000, 1000), torch.uint8)  # 48 MB: 6 MB on each device, in pieces of 0.75 MB
+    rows, columns = Layout(grid(8, 1), 0), Layout(grid(1, 8), None, 1)
+    eight = Transfers(cluster_preset("k20", 8)).transfer(value, rows, columns)
+    assert eight.kind == "all-to-all"
+    # A device sends 7 pieces at 6 GB/s: 0.875 ms. An island sends 4 x 4 pieces out at 12 GB/s: 1 ms, which is longer.
+    assert eight.forward_s == pytest.approx(1e-3 + 7 * HOP)
+    # Within one island nothing is shared: 3 pieces of 3 MB at 6 GB/s.
+    four = Transfers(cluster_preset("k20", 4)).transfer(value, Layout(grid(4, 1), 0), Layout(grid(1, 4), None, 1))
+    assert four.forward_s == pytest.approx(1.5e-3 + 3 * HOP)
+    # Without contention eight devices would be held up by their own lanes only.
+    cluster = cluster_preset("k20", 8)
+    free = replace(cluster, links=(cluster.links[0], replace(cluster.links[1], contention=1.0)))
+    assert Transfers(free).transfer(value, rows, columns).forward_s == pytest.approx(0.875e-3 + 7 * HOP)

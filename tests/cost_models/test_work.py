@@ -101,7 +101,10 @@ X, Z = activation(4, 8), activation(4, 8, name="z")
 SAVED = [
     (LINEAR, Saved(frozenset("x"))),
     (call("linear", [activation(32, 10), weight(20, 10, frozen=True)], 32, 20), Saved()),
-    (STEM, Saved(frozenset({"data"}))),
+    (
+        STEM,
+        Saved(frozenset({"data"}), forward_bytes=4 * 49 * 27, backward_bytes=4 * 49 * 27),
+    ),  # one sample unfolded: 7 x 7 positions of 3 x 3 x 3
     (call("relu", [X], 4, 8), Saved(frozenset("y"))),
     (call("gelu", [X], 4, 8), Saved(frozenset("x"))),
     (call("add", [X, Z], 4, 8), Saved()),
@@ -113,7 +116,7 @@ SAVED = [
     (call("batch_norm", [X, weight(8)], 4, 8), Saved(frozenset("x"), 64)),
     (call("layer_norm", [X, weight(8)], 4, 8, arguments=(X, [8])), Saved(frozenset("x"), 32)),
     (call("dropout", [X], 4, 8, arguments=(X, 0.5, True)), Saved(frozenset(), 32)),
-    (call("cross_entropy_loss", [X, data(4, dtype=torch.int64)]), Saved(frozenset({"data"}), 128)),
+    (call("cross_entropy_loss", [X, data(4, dtype=torch.int64)]), Saved(frozenset({"data"}), 128, backward_bytes=128)),
     (call("embedding", [weight(9, 8), data(4, dtype=torch.int64)], 4, 8), Saved(frozenset({"data"}))),
     (call("view", [X], 32), Saved()),
     (call("mystery", [X, Z], 4, 8), Saved(frozenset("xz"))),

@@ -22,7 +22,16 @@ HYBRID = Strategy(2, 2, "out-features", (0, 1, 2, 3))
 def cluster(count: int = 4, memory_bytes: int = 15 * GIB) -> Cluster:
     """Some V100s on NVLink."""
     device = Device("v100-sxm2", memory_bytes, {"fp32": 15.7e12}, 900e9, 5e-6, "a data sheet", estimated=False)
-    return Cluster(device, count, (Link("nvlink 2", 8, 5e-6, 150e9, 1.0, "a data sheet", estimated=True),))
+    return Cluster.of(device, count, (Link("nvlink 2", 8, 5e-6, 150e9, 1.0, "a data sheet", estimated=True),))
+
+
+def on_two_kinds(decision: Decision) -> Decision:
+    """The same with a CPU in place of the last device."""
+    gpu = decision.cluster.device
+    cpu = replace(gpu, kind="cpu", memory_bytes=4 * GIB)
+    kinds = replace(decision.cluster, devices=(*decision.cluster.devices[:-1], cpu))
+    one = replace(decision.baselines[0], on="v100-sxm2", limit_bytes=gpu.memory_bytes)
+    return replace(decision, cluster=kinds, baselines=(one, *decision.baselines[1:]))
 
 
 def plan_of(model: str, batch: int, layers: Iterable[LayerFacts], devices: int = 4) -> Plan:

@@ -9,7 +9,7 @@ import pytest
 
 from parplan.plan import Plan
 from parplan.report.facts import to_dict, to_json
-from tests.report.decisions import DECISIONS, alexnet, alone, crowded
+from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_kinds
 
 TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}
 LAYER = ["name", "kind", "replicas", "shards", "axis", "devices", "forward_s", "backward_s", "transfer_s", "reduce_s",
@@ -56,3 +56,18 @@ def test_what_is_not_known_is_null() -> None:
 def test_equal_decisions_give_equal_text() -> None:
     assert to_json(alexnet()) == to_json(alexnet())
     assert to_json(alexnet()) != to_json(replace(alexnet(), precision="bf16"))
+
+
+def test_equal_devices_keep_their_keys_and_several_kinds_are_listed() -> None:
+    plain = to_dict(DECISIONS["alexnet"]())["cluster"]
+    assert (plain["device"], plain["count"]) == ("v100-sxm2", 4)
+    (group,) = plain["devices"]
+    assert group == {key: plain[key] for key in ("device", "memory_bytes", "source", "estimated", "count")} | {
+        "numbers": [0, 1, 2, 3]
+    }
+    mixed = to_dict(on_two_kinds(DECISIONS["alexnet"]()))["cluster"]
+    assert "device" not in mixed
+    assert [(group["device"], group["count"], group["numbers"]) for group in mixed["devices"]] == [
+        ("v100-sxm2", 3, [0, 1, 2]),
+        ("cpu", 1, [3]),
+    ]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from parplan.planner.decision import Proof
 from parplan.report.terminal import render
-from tests.report.decisions import DECISIONS, alexnet, crowded, resnet
+from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet
 from tests.report.golden import CASES, golden, printed
 
 ESCAPE = "\x1b"
@@ -127,3 +127,14 @@ def test_parts_add_up_to_the_step() -> None:
     start = next(index for index, line in enumerate(lines) if line.startswith("  step"))
     step, *parts = (float(line.split()[1]) for line in lines[start:] if re.match(r"  \w+ +[\d.]+ ms", line))
     assert sum(parts[:4]) == pytest.approx(step, abs=0.021)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_several_kinds_of_devices_are_named_with_their_memories(width: int) -> None:
+    text = printed(on_two_kinds(alexnet()), width)
+    assert max(map(len, text.splitlines())) <= width
+    together = " ".join(text.split())
+    assert "3 x v100-sxm2 + 1 x cpu, nvlink 2; 15.0 GiB on a v100-sxm2, 4.00 GiB on a cpu;" in together
+    assert "one device (v100-sxm2)" in together
+    assert "of 15.0 GiB on " in together
+    assert "of 4.00 GiB on device 3" in together

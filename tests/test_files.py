@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parplan.errors import ParplanError
-from parplan.report.output import check_writable, write_files
+from parplan.files import check_writable, write_files
 
 
 def test_files_are_written_and_nothing_is_left_beside(tmp_path: Path) -> None:

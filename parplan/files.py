@@ -19,6 +19,8 @@ def check_writable(path: str, option: str) -> None:
     Raises:
         ParplanError: a folder, or no folder there, or not allowed.
     """
+    if not path:
+        raise ParplanError(f"{option}: the name of the file is empty; name one")
     place = Path(os.path.realpath(path))
     if place.is_dir():
         raise ParplanError(f"{option} {path}: that is a folder; name a file in it")
@@ -44,7 +46,7 @@ def write_files(texts: Mapping[str, str]) -> None:
                 continue
             beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
             written[beside] = place
-            beside.write_text(text, encoding="utf-8")
+            _write_through(beside, text)
         for beside, place in written.items():
             if place.exists():
                 shutil.copymode(place, beside)
@@ -55,6 +57,14 @@ def write_files(texts: Mapping[str, str]) -> None:
         for beside in written:
             with contextlib.suppress(OSError):
                 beside.unlink()
+
+
+def _write_through(path: Path, text: str) -> None:
+    """The text is on the disk afterwards, so that a crash cannot leave the new name with nothing in it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _is_special(place: Path) -> bool:

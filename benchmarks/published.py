@@ -1,0 +1,197 @@
+"""Predictions against a published measurement: Krizhevsky, "One weird trick" (arXiv 1404.5997), Table 1.
+
+    python -m benchmarks.published [--json FILE]
+
+AlexNet in 90 epochs on 1, 2, 4 and 8 K20, convolutions replicated, fully-connected layers sharded, scheme (b): one
+worker at a time broadcasts its samples. One number is calibrated: a factor on all layer times, so that the step on one
+GPU takes what the 1-GPU row says. Links, the two islands of four and the shape of the plan are as the paper tells
+(cost_models/hardware.py has the sources). Nothing is hidden of the weight reduction, because cuda-convnet2 starts it
+when the backward pass of all workers is done (worker.cu at 3238bf0: bprop, then updateWeights).
+
+Then the batch at which the fully-connected layers are better replicated (crossover.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.cost_models.passes import PassCosts
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.cost_models.scaled import ScaledCosts
+from parplan.cost_models.schemes import Scheme
+from parplan.planner.decide import predict
+from parplan.planner.decision import Prediction
+
+IMAGES = 90 * 1_281_167  # 90 epochs of ILSVRC-2012
+EACH = 128  # images per GPU and step
+AFTER_BACKWARD = 0.0  # the share of the reduction that cuda-convnet2 hides behind the backward pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of Table 1: samples per update of the convolutional and of the fully-connected weights."""
+
+    gpus: int
+    conv_batch: int
+    fc_batch: int
+    hours: float
+    speedup: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds for `conv_batch` images."""
+        return self.hours * 3600 * self.conv_batch / IMAGES
+
+
+ALONE = Row(1, 128, 128, 98.05, 1.0)
+TABLE = (
+    Row(2, 256, 256, 50.24, 1.95), Row(4, 512, 512, 26.20, 3.74), Row(8, 1024, 1024, 15.68, 6.25),
+    Row(2, 256, 128, 50.90, 1.93), Row(4, 512, 128, 26.78, 3.66), Row(8, 1024, 128, 15.91, 6.16),
+)  # fmt: skip
+
+
+def machine(gpus: int) -> Cluster:
+    """The paper's machine with `gpus` K20."""
+    return cluster_preset("k20", gpus, "pcie2")
+
+
+def calibrated() -> float:
+    """The factor on layer times that makes the predicted 1-GPU step take what the paper measured."""
+    graph = graph_of(EACH)
+    costs = RooflineCosts(graph, machine(1), optimizer="momentum")
+    return ALONE.step_s / predict(graph, machine(1), costs, hybrid_plan(graph, 1)).step_s
+
+
+def costs_of(cluster: Cluster, batch: int, factor: float, overlap: float | None = AFTER_BACKWARD) -> CostModel:
+    """Calibrated costs of AlexNet at a batch."""
+    return ScaledCosts(RooflineCosts(graph_of(batch), cluster, optimizer="momentum"), factor, overlap)
+
+
+def predicted(
+    row: Row, factor: float, scheme: Scheme = Scheme.BROADCAST, hide: bool = True, cluster: Cluster | None = None
+) -> Prediction:
+    """A step of the paper's plan; fully-connected weights are updated once or, in its other rows, in every pass.
+
+    Args:
+        hide: whether samples travel while others are computed, as the paper says (K-1)/K of them can.
+        cluster: in place of the paper's.
+    """
+    cluster, graph = cluster or machine(row.gpus), graph_of(row.conv_batch)
+    plan = hybrid_plan(graph, row.gpus)
+    whole, one = (costs_of(cluster, batch, factor) for batch in (row.conv_batch, EACH))
+    often = row.fc_batch < row.conv_batch
+    return predict(graph, cluster, PassCosts(whole, one, graph_of(EACH), plan, cluster, scheme, often, hide), plan)
+
+
+def data_parallel(gpus: int, factor: float, overlap: float) -> Prediction:
+    """A step with every layer replicated."""
+    cluster, graph = machine(gpus), graph_of(EACH * gpus)
+    return predict(graph, cluster, costs_of(cluster, EACH * gpus, factor, overlap), data_plan(graph, gpus))
+
+
+def speedup(gpus: int, step: Prediction) -> float:
+    """Images per second over those of the paper's single GPU."""
+    return gpus * ALONE.step_s / step.step_s
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def print_table(factor: float) -> dict[str, float]:
+    """Table 1 beside what is predicted; the speedups of its first rows by number of GPUs."""
+    print(f"Krizhevsky 2014, Table 1; layer times x {factor:.3f}, from its 1-GPU row ({ALONE.step_s * 1e3:.1f} ms).")
+    print("Step in ms: paper, predicted, and of that transfers, reduction, update.\n")
+    print("        batch   |  step           of that             |  speedup")
+    print("GPUs  conv   fc | paper   pred  compute trans red upd | paper  pred   error")
+    found = {}
+    for row in TABLE:
+        step = predicted(row, factor)
+        own = speedup(row.gpus, step)
+        print(f"{row.gpus:>4} {row.conv_batch:>5} {row.fc_batch:>4} | {_parts(row, step)} | {_errors(row, own)}")
+        if row.conv_batch == row.fc_batch:
+            found[str(row.gpus)] = round(own, 4)
+    return found
+
+
+def _parts(row: Row, step: Prediction) -> str:
+    compute_s = step.forward_s + step.backward_s
+    parts = (row.step_s, step.step_s, compute_s, step.transfer_s, step.exposed_reduce_s, step.update_s)
+    paper, own, compute, transfer, reduce, update = (f"{seconds * 1e3:.1f}" for seconds in parts)
+    return f"{paper:>5} {own:>6} {compute:>8} {transfer:>5} {reduce:>3} {update:>3}"
+
+
+def _errors(row: Row, own: float) -> str:
+    return f"{row.speedup:>5.2f} {own:>5.2f} {own / row.speedup - 1:>+7.1%}"
+
+
+def print_rivals(factor: float) -> None:
+    """What the other schemes and plain data parallelism would take by the same model."""
+    print("\nThe same by other ways, in ms (speedup): scheme (b) with nothing hidden, the")
+    print("others, and all layers replicated, their reduction after backward or hidden.\n")
+    print("GPUs   gather (a)     (b) in turn interleave (c)  replicas, after        hidden")
+    for row in TABLE[:3]:
+        steps = [
+            predicted(row, factor, Scheme.GATHER),
+            predicted(row, factor, Scheme.BROADCAST, hide=False),
+            predicted(row, factor, Scheme.INTERLEAVE),
+            *(data_parallel(row.gpus, factor, overlap) for overlap in (AFTER_BACKWARD, 1.0)),
+        ]
+        cells = [f"{step.step_s * 1e3:.1f} ({speedup(row.gpus, step):.2f})" for step in steps]
+        print(f"{row.gpus:>4} " + " ".join(f"{cell:>14}" for cell in cells))
+
+
+SLOW = Line("a100-80g-sxm, tf32, 10gbe", partial(cluster_preset, "a100-80g-sxm", link="10gbe"), "tf32")
+
+
+def lines(factor: float) -> tuple[Line, ...]:
+    """Machines for the crossover, the slow links first."""
+    paper = partial(cluster_preset, "k20", link="pcie2")
+    nvlink = partial(cluster_preset, "a100-80g-sxm")
+    return (
+        SLOW,
+        Line("k20, pcie2, reduction after", paper, overlap=AFTER_BACKWARD, factor=factor),
+        Line("k20, pcie2, reduction hidden", paper, factor=factor),
+        Line("a100-80g-sxm, tf32, nvlink3", nvlink, "tf32"),
+    )
+
+
+def print_crossover(factor: float) -> dict[str, int | None]:
+    """Images per GPU from which replicas win, on several machines; those on slow links by number of GPUs."""
+    print("\nImages per GPU from which fully-connected layers are better replicated:\n")
+    print(f"{'GPUs':<32}" + "".join(f"{gpus:>8}" for gpus in (2, 4, 8)))
+    print(f"{'equal bytes: 3,368 / GPUs':<32}" + "".join(f"{analytic(gpus):>8.0f}" for gpus in (2, 4, 8)))
+    slow: dict[str, int | None] = {}
+    for line in lines(factor):
+        found = {str(gpus): crossover(line, gpus) for gpus in (2, 4, 8)}
+        slow = slow or found
+        print(f"{line.name:<32}" + "".join(f"{'never' if b is None else b:>8}" for b in found.values()), flush=True)
+    return slow
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    factor = calibrated()
+    facts = {"krizhevsky2014": print_table(factor)}
+    print_rivals(factor)
+    found = {**facts, "crossover": print_crossover(factor)}
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Prices from a profile, and what becomes of layers that were not measured.
+
+A part that was measured costs what it took, corrected for what steps take beside their parts (`Correction`), scaled by
+the reference kernel's time now where that is known. Parts that were not:
+
+- Between measured parts of the same ops at a smaller and a larger size, the ratio of measured to estimated time is
+  interpolated, and the figure is marked INTERPOLATED, with half the distance of the two ratios as its doubt.
+- Outside of what was measured nothing is extrapolated silently: the roofline's estimate times the ratio of the nearest
+  part of the same ops, or, for ops never measured, of the median of all parts that are products (or are not), marked
+  ESTIMATED with a doubt to match.
+- With nothing measured at all it is the roofline.
+
+Strategies on m devices are priced from what was measured with m devices at work, as devices of one machine share what
+there is of memory and power.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import median
+
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
+from parplan.cost_models.links import MeasuredLinks
+from parplan.cost_models.profile import PartEntry, Profile
+from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
+from parplan.cost_models.sampling import Measurement
+from parplan.cost_models.trials import part_entry
+from parplan.cost_models.updates import UpdateTimes
+from parplan.graph.layer_graph import Layer, TensorSpec
+from parplan.graph.local import local_shape
+from parplan.layout import Layout
+from parplan.plan import Strategy
+
+__all__ = [
+    "CORRECTION",
+    "OVERHEAD",
+    "OVERLAP",
+    "Correction",
+    "MeasuredCosts",
+    "correction",
+    "overhead_family",
+    "overhead_s",
+    "step_cost",
+]
+
+# Families of what is not a part of a layer: see profiler/runtime_costs.py.
+OVERHEAD, OVERLAP, CORRECTION = "runtime overhead", "runtime overlap", "runtime correction"
+
+# Never surer than this of a figure that was not measured at its own sizes.
+LEAST_DOUBT = 0.05
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A measured part beside its estimate: seconds at a device that reaches its peaks, and how far it is from them.
+
+    Sizes are compared by `size_s`, which knows no least time of a kernel; `gradients` says which tensors need one.
+    """
+
+    size_s: float
+    ideal_s: float
+    gradients: str
+    forward: float
+    backward: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """Measured over ideal seconds for a part that was not measured."""
+
+    forward: float
+    backward: float
+    source: Source
+    doubt: float
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How parts of layers add up to a step.
+
+    Where steps take longer than their parts, by about the same for every layer (its data and code have to be found
+    again), each layer gets `per_layer_s` more; where they take less (work of neighbours overlaps), all are scaled.
+    """
+
+    per_layer_s: float = 0.0
+    factor: float = 1.0
+
+    def apply(self, cost: LayerCost) -> LayerCost:
+        """A layer's cost in a step; two thirds of what it gets are for the backward, if it has one."""
+        added_s = self.per_layer_s if cost.forward_s + cost.backward_s > 0 else 0.0
+        share = 1 / 3 if cost.backward_s > 0 else 1.0
+        forward_s = self.factor * cost.forward_s + share * added_s
+        return replace(cost, forward_s=forward_s, backward_s=self.factor * cost.backward_s + (1 - share) * added_s)
+
+
+class MeasuredCosts:
+    """Measured layer times over a roofline's memory (a CostModel).
+
+    Args:
+        fallback: costs of the same graph; transfers and reductions are its own (give it measured links).
+        profiles: where measurements are, by the number of devices that were at work.
+        kind: the kind of device that was measured; layers with a part on another kind cost what `fallback` says.
+        step: what is said of whole steps.
+        reference_s: what the reference kernel takes now; 0 leaves times as they were measured.
+    """
+
+    def __init__(
+        self,
+        fallback: RooflineCosts,
+        profiles: Mapping[int, Profile],
+        kind: str,
+        step: StepCost | None = None,
+        reference_s: float = 0.0,
+    ) -> None:
+        self._fallback = fallback
+        self._profiles = dict(sorted(profiles.items()))
+        self._numbers = {d for group in fallback.cluster.groups if group.device.kind == kind for d in group.members}
+        self._step = step or fallback.step
+        self._reference_s = reference_s
+        self._costs: dict[tuple[PartKey, int], LayerCost] = {}
+        self._points: dict[tuple[int, str], list[_Point]] = {}
+        self._medians: dict[tuple[int, bool], _Ratio | None] = {}
+        self._owners: dict[str, str] = {}
+        for layer in fallback.graph.layers.values():
+            for name in layer.parameters:
+                self._owners.setdefault(fallback.graph.parameters[name], layer.name)
+        self._corrections = {busy: correction(p, reference_s) for busy, p in self._profiles.items()}
+        self._updates = {
+            busy: UpdateTimes(profile, fallback.optimizer, self._scale) for busy, profile in self._profiles.items()
+        }
+
+    @property
+    def step(self) -> StepCost:
+        """What is said of whole steps."""
+        calling_s = self._updates[max(self._updates)].calling_s if self._updates else 0.0
+        return replace(self._step, overhead_s=self._step.overhead_s + calling_s)
+
+    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
+        """Seconds of the slowest device's part of `layer`."""
+        if not self._profiles or not self._numbers.issuperset(strategy.devices):
+            return self._fallback.layer(layer, strategy)
+        busy = self._busy(len(strategy.devices))
+        key = (part_key(layer, strategy), busy)
+        if key not in self._costs:
+            self._costs[key] = self._price(layer, strategy, busy)
+        return self._costs[key]
+
+    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
+        """Bytes on each device of `layer`."""
+        return self._fallback.memory(layer, strategy)
+
+    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """Peak bytes per device of a whole plan."""
+        return self._fallback.peaks(strategies)
+
+    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
+        """Cost of changing `value` from one layout to another."""
+        return self._fallback.transfer(value, source, target)
+
+    def transfer_matrix(
+        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> TransferMatrix:
+        """Times of `transfer` for all pairs of layouts at once."""
+        return self._fallback.transfer_matrix(value, sources, targets)
+
+    def reduction(self, layer: Layer, strategy: Strategy) -> float:
+        """Seconds to sum the weight gradients of `layer`."""
+        return self._fallback.reduction(layer, strategy)
+
+    def _busy(self, devices: int) -> int:
+        """The measured number of devices at work that is closest: the next larger, else the largest."""
+        return next((busy for busy in self._profiles if busy >= devices), max(self._profiles))
+
+    def _price(self, layer: Layer, strategy: Strategy, busy: int) -> LayerCost:
+        graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy)
+        update_s = self._update_s(layer, strategy, busy, estimate)
+        entry = part_entry(graph, part_of(graph, layer, strategy), Measurement(0.0, 0.0, 0.0, 0))
+        known = self._profiles[busy].get(entry.signature)
+        if known is not None:
+            scale = self._scale(known)
+            source = Source.SHIPPED if self._profiles[busy].origin(entry.signature) else Source.MEASURED
+            cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
+            return self._corrections[busy].apply(cost)
+        ratio = self._ratio(entry, busy)
+        if ratio is None:
+            return replace(estimate, update_s=update_s)
+        ideal_s = self._ideal_s(entry)
+        backward_s = ideal_s * ratio.backward if estimate.backward_s > 0 else 0.0
+        cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
+        return self._corrections[busy].apply(cost)
+
+    def _update_s(self, layer: Layer, strategy: Strategy, busy: int, estimate: LayerCost) -> float:
+        """The update of the parameters the device holds, each counted by the first layer that uses it."""
+        times, graph = self._updates[busy], self._fallback.graph
+        if not times or not self._fallback.memory(layer, strategy).gradients_bytes:
+            return estimate.update_s
+        part = part_of(graph, layer, strategy)
+        own = [name for name in layer.parameters if self._owners[graph.parameters[name]] == layer.name]
+        trained = [name for name in own if graph.values[name].requires_grad]
+        shapes = {name: local_shape(graph, part, name) for name in trained}
+        return times.seconds([TensorSpec(shapes[name], graph.values[name].dtype).nbytes for name in trained])
+
+    def _scale(self, measured: Measurement) -> float:
+        return _scale(measured, self._reference_s)
+
+    # -- what was not measured --
+
+    def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
+        size_s, gradients = self._size_s(entry), _gradients(entry.signature)
+        points = self._family(busy, entry.family)
+        # A backward that gives more gradients, or fewer, is another one: not what to interpolate with.
+        alike = [point for point in points if point.gradients == gradients]
+        below = max((p for p in alike if p.size_s <= size_s), key=lambda p: p.size_s, default=None)
+        above = min((p for p in alike if p.size_s >= size_s), key=lambda p: p.size_s, default=None)
+        if below is not None and above is not None:
+            return _between(below, above, size_s)
+        if points:
+            nearest = min(alike or points, key=lambda p: abs(log(size_s / p.size_s)))
+            distance = abs(log(size_s / nearest.size_s))
+            doubt = min(DOUBT, max(2 * LEAST_DOUBT, nearest.spread) * (1 + distance))
+            return _Ratio(nearest.forward, nearest.backward, Source.ESTIMATED, doubt)
+        return self._fitted(busy, entry.flops > 0)
+
+    def _fitted(self, busy: int, product: bool) -> _Ratio | None:
+        """The median of all measured parts that are products (or are not)."""
+        key = (busy, product)
+        if key not in self._medians:
+            self._medians[key] = self._median(busy, product)
+        return self._medians[key]
+
+    def _median(self, busy: int, product: bool) -> _Ratio | None:
+        alike = [e for e in self._profiles[busy].all() if (e.flops > 0) == product and e.nbytes and _is_part(e)]
+        points = [point for entry in alike if (point := self._point(entry)) is not None]
+        if not points:
+            return None
+        middle = median(point.forward for point in points)
+        scatter = 1.4826 * median(abs(log(point.forward / middle)) for point in points)
+        backward = median(point.backward for point in points)
+        return _Ratio(middle, backward, Source.ESTIMATED, max(DOUBT / 2, min(DOUBT, scatter)))
+
+    def _family(self, busy: int, family: str) -> list[_Point]:
+        key = (busy, family)
+        if key not in self._points:
+            found = [self._point(entry) for entry in self._profiles[busy].family(family)]
+            self._points[key] = [point for point in found if point is not None]
+        return self._points[key]
+
+    def _point(self, entry: PartEntry) -> _Point | None:
+        ideal_s, scale = self._ideal_s(entry), self._scale(entry.measurement)
+        if entry.measurement.forward_s <= 0:
+            return None
+        forward = entry.measurement.forward_s * scale / ideal_s
+        backward = entry.measurement.backward_s * scale / ideal_s
+        size_s, gradients = self._size_s(entry), _gradients(entry.signature)
+        return _Point(size_s, ideal_s, gradients, forward, backward, entry.measurement.spread)
+
+    def _ideal_s(self, entry: PartEntry) -> float:
+        return max(self._size_s(entry), self._fallback.ideal_seconds(0.0, 0.0))
+
+    def _size_s(self, entry: PartEntry) -> float:
+        # Views move nothing: all of them are of one size.
+        return self._fallback.peak_seconds(entry.flops, max(1.0, entry.nbytes))
+
+
+def step_cost(
+    profile: Profile,
+    devices: int,
+    parameters: int,
+    links: MeasuredLinks | None,
+    otherwise: StepCost,
+    reference_s: float = 0.0,
+) -> StepCost:
+    """What a profile says of a whole step on `devices` of a model with so many parameters, and of communication."""
+    if links is not None:
+        otherwise = replace(otherwise, spread=links.spread, links=Source.MEASURED)
+    sums = profile.get(OVERLAP)
+    overlap = 1.0 - sums.forward_s / sums.backward_s if sums is not None and sums.backward_s > 0 else otherwise.overlap
+    runtime_s = overhead_s(profile, devices, reference_s)(parameters)
+    return replace(otherwise, overhead_s=runtime_s, overlap=min(1.0, max(0.0, overlap)))
+
+
+def overhead_family(devices: int) -> str:
+    """Where a profile keeps what the runtime takes in one process by itself, or among several."""
+    return OVERHEAD if devices == 1 else f"{OVERHEAD} of {devices}"
+
+
+def overhead_s(profile: Profile, devices: int, reference_s: float = 0.0) -> Callable[[int], float]:
+    """The runtime's own seconds in a step by the number of parameters: a line through what was measured, else 0."""
+    found = [(entry.nbytes, entry.measurement) for entry in profile.family(overhead_family(devices))]
+    points = sorted((parameters, own.forward_s * _scale(own, reference_s)) for parameters, own in found)
+    if not points:
+        return lambda parameters: 0.0
+    (few, few_s), (many, many_s) = points[0], points[-1]
+    slope = max(0.0, many_s - few_s) / (many - few) if many > few else 0.0
+    return lambda parameters: max(0.0, few_s + (parameters - few) * slope)
+
+
+def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
+    """What a profile says of steps beside the sums of their parts; nothing where that was not measured."""
+    found = [(e.measurement, e.nbytes) for e in profile.family(CORRECTION)]
+    if not found:
+        return Correction()
+    # Of these the forward time is the whole step, the backward time the sum of the parts, the bytes their number.
+    left_s = median((m.forward_s - m.backward_s) / layers * _scale(m, reference_s) for m, layers in found)
+    factor = median(m.forward_s / m.backward_s for m, _ in found)
+    return Correction(left_s, 1.0) if left_s > 0 else Correction(0.0, factor)
+
+
+def _scale(measured: Measurement, reference_s: float) -> float:
+    """The reference kernel's time now over then, where both are known."""
+    return reference_s / measured.reference_s if reference_s > 0 and measured.reference_s > 0 else 1.0
+
+
+def _gradients(signature: str) -> str:
+    """Which tensors of a part need a gradient, of all that it reads and writes (trials.part_signature)."""
+    return "".join(mark or "-" for mark in re.findall(r"\](g?)", signature))
+
+
+def _between(below: _Point, above: _Point, size_s: float) -> _Ratio:
+    if above.size_s <= below.size_s:
+        return _Ratio(below.forward, below.backward, Source.INTERPOLATED, max(LEAST_DOUBT, below.spread))
+    share = log(size_s / below.size_s) / log(above.size_s / below.size_s)
+    forward = exp((1 - share) * log(below.forward) + share * log(above.forward))
+    backward = (1 - share) * below.backward + share * above.backward
+    doubt = max(LEAST_DOUBT, abs(log(above.forward / below.forward)) / 2, below.spread, above.spread)
+    return _Ratio(forward, backward, Source.INTERPOLATED, doubt)
+
+
+def _is_part(entry: PartEntry) -> bool:
+    """Whether it is a part of a layer rather than an update or a figure of the runtime."""
+    return not entry.family.startswith(("update ", "runtime "))

@@ -1,0 +1,68 @@
+"""What torch's optimizers keep beside every parameter, and what they need for a moment to update it.
+
+On the CPU they update one parameter after the other, on CUDA all at once (`foreach`), where every temporary is as large
+as all parameters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parplan.errors import ParplanError
+
+__all__ = ["OPTIMIZER_STATES", "OptimizerMemory", "optimizer_memory", "optimizer_states"]
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """In tensors of a parameter's size and type.
+
+    Args:
+        states: kept between steps.
+        one_by_one: temporaries of the update where parameters follow each other.
+        together: temporaries of the update where all are updated at once.
+    """
+
+    states: int
+    one_by_one: int = 0
+    together: int = 0
+
+
+# Counted in torch/optim (2.13): `_single_tensor_*` and `_multi_tensor_*`, without weight decay.
+_OPTIMIZERS: Mapping[str, OptimizerMemory] = {
+    "sgd": OptimizerMemory(0),
+    "momentum": OptimizerMemory(1),
+    "rmsprop": OptimizerMemory(1, 1, 1),
+    "adagrad": OptimizerMemory(1, 1, 2),
+    "adam": OptimizerMemory(2, 2, 1),
+    "adamw": OptimizerMemory(2, 2, 1),
+}
+
+# Tensors of a parameter's size and type that an optimizer keeps beside it.
+OPTIMIZER_STATES: Mapping[str, int] = {name: memory.states for name, memory in _OPTIMIZERS.items()}
+
+
+def optimizer_memory(optimizer: str) -> OptimizerMemory:
+    """What `optimizer` keeps and needs: a name, or the number of tensors it keeps per parameter ("3").
+
+    Of an optimizer given by number the update is taken to need what Adam's does.
+
+    Raises:
+        ParplanError: unknown optimizer; the text lists those known.
+    """
+    if optimizer.isdecimal():
+        adam = _OPTIMIZERS["adam"]
+        return OptimizerMemory(int(optimizer), adam.one_by_one, adam.together)
+    if optimizer not in _OPTIMIZERS:
+        known = ", ".join(_OPTIMIZERS)
+        raise ParplanError(
+            f"the state of optimizer {optimizer!r} is not known; use the closest of {known}, "
+            "or the number of tensors it keeps per parameter"
+        )
+    return _OPTIMIZERS[optimizer]
+
+
+def optimizer_states(optimizer: str) -> int:
+    """How many tensors per parameter `optimizer` keeps; raises as `optimizer_memory` does."""
+    return optimizer_memory(optimizer).states

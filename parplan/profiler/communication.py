@@ -1,0 +1,158 @@
+"""Measures communication as plans use it: through the runtime's own transport, with its packing and putting together.
+
+Copies from one device to another; all-gather, reduce-scatter and all-to-all of a matrix among the first devices, which
+the runtime runs as messages between pairs; and the sums of gradients, with the copies into a message and back that
+several parameters take. A time is that of the slowest device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from parplan.cost_models.profile import LinkEntry, Profile
+from parplan.cost_models.reference import Reference
+from parplan.cost_models.sampling import one_thread
+from parplan.cost_models.sweeps import now, speed_now
+from parplan.layout import Grid, Layout, pieces
+from parplan.profiler.company import Ranks
+from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.transport import Exchange, Held
+
+__all__ = ["KINDS", "SIZES", "measure_links"]
+
+SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+KINDS = ("copy", "all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+# Runs of one size: until so many seconds are spent, within these numbers.
+CAP_S, LEAST_RUNS, MOST_RUNS = 0.4, 5, 41
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """The layouts a matrix goes between, and which share of it the busiest device receives."""
+
+    source: Layout
+    target: Layout
+    received: float
+
+
+def measure_links(
+    transport: DistributedTransport,
+    company: Ranks,
+    backend: str,
+    profile: Profile,
+    on_done: Callable[[], None] | None = None,
+    cap_s: float = CAP_S,
+    again: bool = False,
+    sizes: Sequence[int] = SIZES,
+) -> None:
+    """Measure all kinds and `sizes` among the members of `company` that `profile` does not have, or all `again`.
+
+    Each of them for up to `cap_s` seconds, but at least LEAST_RUNS times.
+    """
+    known = {(entry.kind, entry.group, entry.nbytes) for entry in profile.links(backend)}
+    transport.group(tuple(range(company.count)))
+    if not company.member:
+        return
+    reference = Reference(transport.physical(transport.rank))
+    for kind in KINDS:
+        for nbytes in sizes:
+            if kind == "copy" and company.count > 2:
+                wanted = False
+            else:
+                wanted = again or (kind, company.count, nbytes) not in known
+            if company.agree(wanted):
+                profile.put_link(_measured(transport, company, backend, kind, nbytes, reference, cap_s))
+            if on_done is not None:
+                on_done()
+
+
+def _measured(
+    transport: DistributedTransport,
+    company: Ranks,
+    backend: str,
+    kind: str,
+    nbytes: int,
+    reference: Reference,
+    cap_s: float,
+) -> LinkEntry:
+    run = _sum(transport, company.count, nbytes) if kind == "all-reduce" else _move(transport, company, kind, nbytes)
+    device = transport.physical(transport.rank)
+    times, references = [], []
+    with one_thread(device):
+        run(), run()
+        started = perf_counter()
+        while True:
+            references.append(speed_now(reference, company))
+            times.append(company.largest(_timed(run, device)))
+            spent_s = perf_counter() - started
+            enough = len(times) >= LEAST_RUNS and (spent_s >= cap_s or len(times) >= MOST_RUNS)
+            if not company.agree(not enough):
+                break
+    middle = median(times)
+    spread = 1.4826 * median(abs(time - middle) for time in times) / middle if middle > 0 else 0.0
+    reference_s = company.mean([median(references)])[0]
+    return LinkEntry(backend, kind, company.count, nbytes, middle, spread, len(times), reference_s, now())
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    start = perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+def _move(transport: DistributedTransport, company: Ranks, kind: str, nbytes: int) -> Callable[[], None]:
+    pattern = _pattern(kind, company.count)
+    side = max(company.count, isqrt(max(1, round(nbytes / pattern.received / 4))) // company.count * company.count)
+    moving = tuple(pieces((side, side), pattern.source, pattern.target))
+    shapes = {device: _shape(side, pattern.target) for device in pattern.target.grid.devices}
+    exchange = Exchange(f"{kind} of {nbytes} bytes", moving, shapes, torch.float32)
+    here = transport.rank in pattern.source.grid.devices
+    place = transport.physical(transport.rank)
+    held: Held = {transport.rank: torch.ones(_shape(side, pattern.source), device=place)} if here else {}
+
+    def run() -> None:
+        transport.begin()
+        transport.start(exchange, held).wait()
+        transport.end()
+
+    return run
+
+
+def _pattern(kind: str, count: int) -> _Pattern:
+    everyone = tuple(range(count))
+    grid = Grid(everyone, 1, count)
+    if kind == "copy":
+        return _Pattern(Layout(Grid((0,), 1, 1), None), Layout(Grid((1,), 1, 1), None), 1.0)
+    rest = (count - 1) / count
+    return {
+        "all-gather": _Pattern(Layout(grid, None, 0), Layout(grid, None), rest),
+        "reduce-scatter": _Pattern(Layout(grid, None, None, partial=True), Layout(grid, None, 0), rest),
+        "all-to-all": _Pattern(Layout(grid, None, 0), Layout(grid, None, 1), rest / count),
+    }[kind]
+
+
+def _shape(side: int, layout: Layout) -> tuple[int, ...]:
+    return tuple(side // layout.grid.shards if dim == layout.shard_dim else side for dim in range(2))
+
+
+def _sum(transport: DistributedTransport, count: int, nbytes: int) -> Callable[[], None]:
+    """A gradient sum of two parameters, the message and the way back included."""
+    elements = max(2, nbytes // 4)
+    place = transport.physical(transport.rank)
+    homes = [torch.zeros(elements // 2, device=place), torch.zeros(elements - elements // 2, device=place)]
+    group = tuple(range(count))
+
+    def run() -> None:
+        flat = transport.message(("profile", elements), homes)
+        total = transport.reduce("a gradient sum", group, {transport.rank: flat}).wait()[transport.rank]
+        torch._foreach_copy_(homes, list(total.split([home.numel() for home in homes])))
+
+    return run

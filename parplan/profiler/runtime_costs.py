@@ -1,0 +1,261 @@
+"""Measures what sums of layers leave out of a step, on networks of our own.
+
+The runtime's overhead is the time of a whole step of a small network, less its parts and its gradient sum; with few and
+with many parameters, as handling them is most of it. What is left between steps and sums of parts (memory found anew,
+caches that others emptied) comes to much the same for every layer, and is measured on networks of the usual kinds. And
+beside compute a gradient sum may take time from it: how much is measured too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.cost_models.here import this_cluster
+from parplan.cost_models.links import MeasuredLinks
+from parplan.cost_models.measured import CORRECTION, OVERLAP, overhead_family, overhead_s
+from parplan.cost_models.measuring import Request, measure_parts
+from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
+from parplan.cost_models.reference import Reference
+from parplan.cost_models.roofline import RooflineCosts, part_of
+from parplan.cost_models.sampling import Effort, Measurement, one_thread
+from parplan.cost_models.sweeps import Company, now, speed_now
+from parplan.cost_models.trials import part_signature
+from parplan.graph.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.profiler.company import Ranks
+from parplan.runtime.compiled import Compiled
+from parplan.runtime.distributed import DistributedTransport
+
+__all__ = ["RuntimeCosts", "measure_overlap"]
+
+_DEPTHS = (2, 12)
+_WIDTH, _SAMPLES = 128, 32
+_STEPS_S, _LEAST_STEPS, _MOST_STEPS = 0.25, 5, 40
+_SUM_BYTES = 1 << 23
+
+
+class RuntimeCosts:
+    """What steps take beside their parts, measured by the processes of `company`, all at once.
+
+    Args:
+        device: of this process.
+        company: those who measure.
+        devices: over how many of them the runtime spreads a step; 1 when each runs by itself only.
+    """
+
+    def __init__(self, device: torch.device, company: Company, devices: int = 1) -> None:
+        self._device, self._company, self._devices = device, company, devices
+        self._trials: dict[str, _Trial] = {}
+
+    def measure(self, profile: Profile, backend: str = "local", again: bool = False) -> None:
+        """Keep what `profile` lacks (or all, `again`)."""
+        for spread_over in dict.fromkeys((1, self._devices)):
+            for depth in _DEPTHS:
+                self._overhead(profile, depth, spread_over, backend, again)
+        for name in CALIBRATION:
+            self._correction(profile, name, again)
+
+    def _overhead(self, profile: Profile, depth: int, devices: int, backend: str, again: bool) -> None:
+        signature = f"{overhead_family(devices)}, {2 * depth} parameters"
+        if not self._company.agree(again or profile.get(signature) is None):
+            return
+        net = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth)))
+        trial = self._trial(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH)), devices)
+        both = trial.step_and_parts()
+        left_s = max(0.0, both.step_s - both.parts_s - _sum_s(trial.graph, profile, backend, devices))
+        measured = Measurement(left_s, 0.0, both.spread, both.runs, both.reference_s, when=now())
+        profile.put(PartEntry(signature, overhead_family(devices), 0.0, 2.0 * depth, measured))
+
+    def _correction(self, profile: Profile, name: str, again: bool) -> None:
+        """A step by itself, without the runtime's overhead, and the sum of its parts."""
+        signature = f"{CORRECTION}, {name}"
+        if not self._company.agree(again or profile.get(signature) is None):
+            return
+        trial = self._trial(signature, CALIBRATION[name], 1)
+        both = trial.step_and_parts()
+        own_s = max(0.0, both.step_s - overhead_s(profile, 1)(len(trial.graph.parameters)))
+        measured = Measurement(own_s, both.parts_s, both.spread, both.runs, both.reference_s, when=now())
+        profile.put(PartEntry(signature, CORRECTION, 0.0, float(len(trial.graph.layers)), measured))
+
+    def _trial(self, name: str, network: Callable[[], tuple[nn.Module, Tensor]], devices: int) -> _Trial:
+        if name not in self._trials:
+            torch.manual_seed(0)
+            self._trials[name] = _Trial(*network(), self._device, self._company, devices)
+        return self._trials[name]
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Median seconds of whole steps, and of their parts, measured in turns."""
+
+    step_s: float
+    parts_s: float
+    spread: float
+    runs: int
+    reference_s: float
+
+
+class _Trial:
+    """A small network, run by the runtime on this process's share of `devices`; replicated, nothing cut."""
+
+    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, company: Company, devices: int) -> None:
+        self._device, self._company, self._devices = device, company, devices
+        net, self._inputs = net.to(device), inputs.to(device)
+        # Only the first rank plans; all capture what it plans for.
+        self.graph = capture(net, (torch.cat([self._inputs] * devices),))
+        self._strategy = Strategy(devices, 1, None, tuple(range(devices)))
+        self._compiled = Compiled(net, self._plan, devices=[device] if devices == 1 else None)
+        outputs = self._compiled(self._inputs)
+        self._gradients = torch.ones_like(outputs)
+
+    def _plan(self, graph: LayerGraph) -> Plan:
+        layers = dict.fromkeys(graph.layers, self._strategy)
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, self._devices, layers)
+
+    def step_and_parts(self, rounds: int = 3) -> _Both:
+        """Whole steps and sweeps through the parts, in turns."""
+        reference = Reference(self._device)
+        times: list[float] = []
+        parts, references = [], []
+        with one_thread(self._device):
+            self._step()
+            for _ in range(rounds):
+                references.append(speed_now(reference, self._company, 5))
+                times += self._steps()
+                parts.append(self._parts_s())
+        own_spread = 1.4826 * median(abs(time - median(times)) for time in times) / median(times)
+        step_s, parts_s, reference_s = self._company.mean([median(times), median(parts), median(references)])
+        return _Both(step_s, parts_s, own_spread, len(times), reference_s)
+
+    def _steps(self) -> list[float]:
+        times: list[float] = []
+        while True:
+            self._company.meet()
+            start = perf_counter()
+            self._step()
+            times.append(perf_counter() - start)
+            enough = len(times) >= _MOST_STEPS or (len(times) >= _LEAST_STEPS and sum(times) >= _STEPS_S)
+            if not self._company.agree(not enough):
+                return times
+
+    def _step(self) -> None:
+        self._compiled(self._inputs).backward(self._gradients)
+        for parameter in self._compiled.parameters():
+            parameter.grad = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _parts_s(self) -> float:
+        graph, session = self.graph, SessionProfile()
+        costs = RooflineCosts(graph, this_cluster(self._devices, self._device))
+        requests = [Request(layer, self._strategy) for layer in graph.layers.values()]
+        effort = Effort(cap_s=0.05)
+        measure_parts(graph, costs, requests, self._device, session, effort=effort, company=self._company)
+        found = [session.get(part_signature(graph, part_of(graph, r.layer, r.strategy))) for r in requests]
+        return sum(entry.forward_s + entry.backward_s for entry in found if entry is not None)
+
+
+def _sum_s(graph: LayerGraph, profile: Profile, backend: str, devices: int) -> float:
+    curve = MeasuredLinks(profile.links(backend)).curve("all-reduce", devices) if devices > 1 else None
+    nbytes = sum(graph.values[name].nbytes for name in graph.parameters)
+    return float(curve.seconds(nbytes)) if curve is not None else 0.0
+
+
+# -- networks that steps are corrected by: small ones of the usual kinds --
+
+
+def _convolutional() -> tuple[nn.Module, Tensor]:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 24), (24, 40), (40, 72)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72 * 9, 200), nn.ReLU()), torch.rand(20, 3, 24, 24)
+
+
+def _perceptron() -> tuple[nn.Module, Tensor]:
+    widths = (600, 720, 720, 400)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers), torch.rand(80, widths[0])
+
+
+class _Attention(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(3)), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, width) to the same."""
+        y = self.norm1(x)
+        heads = [linear(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for linear in self.project]
+        x = x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        back: Tensor = self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + back
+
+
+def _transformer() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(_Attention(160, 5), _Attention(160, 5)), torch.rand(10, 48, 160)
+
+
+CALIBRATION: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "convolutional": _convolutional,
+    "perceptron": _perceptron,
+    "transformer": _transformer,
+}
+
+
+def measure_overlap(transport: DistributedTransport, company: Ranks, profile: Profile, again: bool = False) -> None:
+    """Keep how much longer compute takes beside a gradient sum, and the sum alone."""
+    if not company.agree(again or profile.get(OVERLAP) is None):
+        return
+    device = transport.physical(transport.rank)
+    flat, group = torch.zeros(_SUM_BYTES // 4, device=device), tuple(range(company.count))
+    factor = torch.full((384, 384), 1 / 384, device=device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(factor, factor)
+
+    def both(times: int) -> None:
+        pending = transport.reduce("a gradient sum", group, {transport.rank: flat})
+        compute(times)
+        pending.wait()
+
+    with one_thread(device):
+        sum_s = _slowest(lambda: both(0), device, company)
+        times = max(1, round(2 * sum_s / max(_slowest(lambda: compute(4), device, company) / 4, 1e-9)))
+        pairs = [
+            (_slowest(lambda: compute(times), device, company), _slowest(lambda: both(times), device, company))
+            for _ in range(5)
+        ]
+    stolen_s = median(max(0.0, together - alone) for alone, together in pairs)
+    reference_s = speed_now(Reference(device), company, 5)
+    measured = Measurement(min(stolen_s, sum_s), sum_s, 0.0, len(pairs), reference_s, when=now())
+    profile.put(PartEntry(OVERLAP, OVERLAP, 0.0, float(_SUM_BYTES), measured))
+
+
+def _slowest(run: Callable[[], None], device: torch.device, company: Ranks, runs: int = 5) -> float:
+    run()
+    times = []
+    for _ in range(runs):
+        company.meet()
+        start = perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - start)
+    return company.largest(median(times))

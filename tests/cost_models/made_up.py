@@ -1,0 +1,50 @@
+"""Profiles with made-up figures: what pricing is tested with, as no test may depend on how fast a machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import StepCost
+from parplan.cost_models.measured import MeasuredCosts
+from parplan.cost_models.measuring import Request
+from parplan.cost_models.profile import PartEntry, SessionProfile
+from parplan.cost_models.roofline import RooflineCosts, part_of
+from parplan.cost_models.sampling import Measurement
+from parplan.cost_models.trials import part_entry
+from parplan.graph.layer_graph import LayerGraph
+from parplan.profiler.session import requests_by_devices
+
+__all__ = ["all_requests", "made_up_costs", "made_up_profile"]
+
+Figures = Callable[[PartEntry], Measurement]
+
+
+def all_requests(graph: LayerGraph, cluster: Cluster) -> list[Request]:
+    """Every layer with every strategy that a planner could use."""
+    return [request for own in requests_by_devices(graph, cluster).values() for request in own]
+
+
+def drawn(entry: PartEntry) -> Measurement:
+    """Figures that depend on the signature only, between 1 and 2 ms forward and twice that back."""
+    share = sum(map(ord, entry.signature)) % 97 / 97
+    return Measurement((1 + share) * 1e-3, (2 + share) * 1e-3, 0.01 + share / 10, 7)
+
+
+def made_up_profile(graph: LayerGraph, requests: Iterable[Request], figures: Figures = drawn) -> SessionProfile:
+    """A profile that has the parts of `requests`."""
+    profile = SessionProfile()
+    for request in requests:
+        part = part_of(graph, request.layer, request.strategy)
+        profile.put(part_entry(graph, part, figures(part_entry(graph, part, Measurement(0.0, 0.0, 0.0, 0)))))
+    return profile
+
+
+def made_up_costs(
+    graph: LayerGraph, cluster: Cluster, step: StepCost | None = None, profile: SessionProfile | None = None
+) -> MeasuredCosts:
+    """Costs from a made-up profile of everything, or from `profile`."""
+    if profile is None:
+        profile = made_up_profile(graph, all_requests(graph, cluster))
+    kind = cluster.groups[0].device.kind
+    return MeasuredCosts(RooflineCosts(graph, cluster), {cluster.count: profile}, kind, step)

@@ -1,0 +1,410 @@
+"""Prices from profiles: what was measured, what is between, what is beyond, and that no guess passes for more."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from math import log
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel, LayerCost, Source, StepCost
+from parplan.cost_models.measured import (
+    CORRECTION,
+    OVERHEAD,
+    OVERLAP,
+    Correction,
+    MeasuredCosts,
+    overhead_family,
+    step_cost,
+)
+from parplan.cost_models.measuring import Request
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
+from parplan.cost_models.profiled import profiled_costs
+from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
+from parplan.cost_models.sampling import Measurement
+from parplan.cost_models.trials import part_entry
+from parplan.graph.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Strategy
+from tests.cost_models.made_up import all_requests, drawn, made_up_costs, made_up_profile
+from tests.cost_models.networks import network
+from tests.cost_models.profiles import link
+from tests.planner.graphs import classifier, perceptron
+
+ONE, TWO = Strategy(), Strategy(2, 1, None, (0, 1))
+
+
+def cpus(count: int = 4) -> Cluster:
+    return cluster_preset("cpu", count)
+
+
+def priced(graph: LayerGraph, profile: Profile, **options: float) -> MeasuredCosts:
+    return MeasuredCosts(RooflineCosts(graph, cpus()), {4: profile}, "cpu", **options)  # type: ignore[arg-type]
+
+
+def times(cost: LayerCost) -> tuple[float, float]:
+    return cost.forward_s, cost.backward_s
+
+
+# ---- measured -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_costs_exactly_that() -> None:
+    graph = classifier()
+    costs: CostModel = made_up_costs(graph, cpus())
+    for request in all_requests(graph, cpus()):
+        own = drawn(part_entry(graph, part_of(graph, request.layer, request.strategy), Measurement(0, 0, 0, 0)))
+        cost = costs.layer(request.layer, request.strategy)
+        assert times(cost) == (own.forward_s, own.backward_s)
+        assert (cost.spread, cost.source) == (own.spread, Source.MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("then_s", "now_s", "factor"), [(2e-3, 3e-3, 1.5), (2e-3, 1e-3, 0.5), (2e-3, 0.0, 1.0), (0.0, 3e-3, 1.0)]
+)
+def test_times_follow_the_reference_kernel(then_s: float, now_s: float, factor: float) -> None:
+    graph = perceptron()
+    requests = all_requests(graph, cpus())
+    profile = made_up_profile(graph, requests[:1], lambda _: Measurement(1.0, 4.0, 0.1, 3, then_s))
+    costs = priced(graph, profile, reference_s=now_s)
+    assert times(costs.layer(requests[0].layer, requests[0].strategy)) == pytest.approx((factor, 4 * factor))
+    # what is priced by its likes follows too
+    plain = priced(graph, profile)
+    for request in requests[1:]:
+        cost, other = (each.layer(request.layer, request.strategy) for each in (costs, plain))
+        if request.layer.kind == "linear":
+            assert times(cost) == pytest.approx((factor * other.forward_s, factor * other.backward_s))
+
+
+def test_an_imported_figure_names_its_origin() -> None:
+    class Imported(SessionProfile):
+        def origin(self, signature: str) -> str | None:
+            return "theirs.json"
+
+    graph, profile = perceptron(), Imported()
+    requests = all_requests(graph, cpus())
+    for entry in made_up_profile(graph, requests).all():
+        profile.put(entry)
+    costs = priced(graph, profile)
+    assert {costs.layer(r.layer, r.strategy).source for r in requests} == {Source.SHIPPED}
+
+
+# ---- not measured ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_measured_is_the_roofline() -> None:
+    graph = classifier()
+    roofline = RooflineCosts(graph, cpus())
+    for costs in (MeasuredCosts(roofline, {}, "cpu"), priced(graph, SessionProfile())):
+        for request in all_requests(graph, cpus()):
+            assert costs.layer(request.layer, request.strategy) == roofline.layer(request.layer, request.strategy)
+        assert costs.step == roofline.step
+
+
+@cache
+def widths() -> LayerGraph:
+    """Linear layers of many sizes that all pass a gradient on, the first apart."""
+    sizes = (16, 8, 24, 64, 160, 400, 960, 500, 36, 12)
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return capture(nn.Sequential(*layers), (torch.randn(64, sizes[0]),))
+
+
+def part(graph: LayerGraph, name: str) -> PartEntry:
+    return part_entry(graph, part_of(graph, graph.layers[name], ONE), Measurement(0.0, 0.0, 0.0, 0))
+
+
+LINEAR = [str(index) for index in range(1, 9)]
+RATES = st.floats(0.1, 50.0)
+
+
+@given(st.sampled_from(LINEAR), st.sampled_from(LINEAR), st.sampled_from(LINEAR), RATES, RATES, RATES)
+def test_between_two_sizes_it_is_interpolated_and_beyond_them_never(
+    one: str, other: str, asked: str, rate: float, another: float, backward: float
+) -> None:
+    graph = widths()
+    assume(len({one, other, asked}) == 3)
+    fallback = RooflineCosts(graph, cpus())
+    rates = {part(graph, one).signature: rate, part(graph, other).signature: another}
+
+    def figures(entry: PartEntry) -> Measurement:
+        own_s = rates[entry.signature] * fallback.ideal_seconds(entry.flops, entry.nbytes)
+        return Measurement(own_s, backward * own_s, 0.02, 9)
+
+    requests = [Request(graph.layers[name], ONE) for name in (one, other)]
+    cost = priced(graph, made_up_profile(graph, requests, figures)).layer(graph.layers[asked], ONE)
+    size = {name: fallback.peak_seconds(part(graph, name).flops, part(graph, name).nbytes) for name in LINEAR}
+    low, high = sorted((size[one], size[other]))
+    ideal_s = fallback.ideal_seconds(part(graph, asked).flops, part(graph, asked).nbytes)
+    ratio, ends = cost.forward_s / ideal_s, sorted((rate, another))
+    assert ends[0] * (1 - 1e-9) <= ratio <= ends[1] * (1 + 1e-9)
+    if low <= size[asked] <= high:
+        assert cost.source is Source.INTERPOLATED
+        assert cost.spread >= 0.05
+        back = sorted((rate * backward, another * backward))
+        assert back[0] * (1 - 1e-9) <= cost.backward_s / ideal_s <= back[1] * (1 + 1e-9)
+    else:
+        assert cost.source is Source.ESTIMATED
+        assert cost.spread >= 0.1
+        nearest = min((one, other), key=lambda name: abs(log(size[name] / size[asked])))
+        assert ratio == pytest.approx(rate if nearest == one else another)
+
+
+def test_the_further_the_neighbours_the_larger_the_doubt() -> None:
+    graph = widths()
+    fallback = RooflineCosts(graph, cpus())
+
+    def spread(factor: float) -> float:
+        largest = max(part(graph, name).flops for name in LINEAR)
+
+        def figures(entry: PartEntry) -> Measurement:
+            rate = factor if entry.flops == largest else 1.0
+            return Measurement(rate * fallback.ideal_seconds(entry.flops, entry.nbytes), 0.0, 0.0, 9)
+
+        ordered = sorted(LINEAR, key=lambda name: part(graph, name).flops)
+        ends = [Request(graph.layers[name], ONE) for name in (ordered[0], ordered[-1])]
+        cost = priced(graph, made_up_profile(graph, ends, figures)).layer(graph.layers[ordered[4]], ONE)
+        assert cost.source is Source.INTERPOLATED
+        return cost.spread
+
+    assert spread(1.0) == 0.05 < spread(1.5) < spread(3.0)
+
+
+def test_sizes_below_a_kernels_least_time_are_still_sizes() -> None:
+    """All of these take the least time a kernel takes on paper; the smallest is no less outside for that."""
+    graph = perceptron(4)
+    smallest, largest = (choose(("2", "3"), key=lambda name: part(graph, name).flops) for choose in (min, max))
+    profile = made_up_profile(graph, [Request(graph.layers[largest], ONE)])
+    assert priced(graph, profile).layer(graph.layers[smallest], ONE).source is Source.ESTIMATED
+
+
+def test_a_backward_with_fewer_gradients_is_no_neighbour() -> None:
+    """The first layer passes no gradient on: its backward says nothing of the others', whatever its size."""
+    graph = widths()
+    around = [Request(graph.layers["0"], ONE), Request(graph.layers["5"], ONE)]
+    assert part(graph, "0").family == part(graph, "5").family
+    cost = priced(graph, made_up_profile(graph, around)).layer(graph.layers["2"], ONE)
+    assert cost.source is Source.ESTIMATED
+
+
+def test_ops_never_measured_get_the_median_of_their_like_marked_as_estimates() -> None:
+    graph = classifier()
+    fallback = RooflineCosts(graph, cpus())
+    conv, fc, norm = (graph.layers[name] for name in ("mix", "fc", "norm"))
+
+    def figures(entry: PartEntry) -> Measurement:
+        own_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
+        return Measurement(7 * own_s, 11 * own_s, 0.01, 9)
+
+    costs = priced(graph, made_up_profile(graph, [Request(conv, ONE)], figures))
+    cost, entry = costs.layer(fc, ONE), part(graph, "fc")
+    ideal_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
+    assert times(cost) == pytest.approx((7 * ideal_s, 11 * ideal_s))
+    assert cost.source is Source.ESTIMATED
+    assert DOUBT / 2 <= cost.spread <= DOUBT
+    # no product was measured like this one, and products say nothing of it: the roofline
+    assert times(costs.layer(norm, ONE)) == times(fallback.layer(norm, ONE))
+
+
+def test_figures_of_the_runtime_and_of_updates_are_no_parts() -> None:
+    graph, profile = perceptron(), SessionProfile()
+    for family in (OVERHEAD, overhead_family(2), "update adam float32", OVERLAP):
+        profile.put(PartEntry(f"{family}, one", family, 0.0, 64.0, Measurement(9.0, 9.0, 0.0, 5)))
+    costs, fallback = priced(graph, profile), RooflineCosts(graph, cpus())
+    for layer in graph.layers.values():
+        assert times(costs.layer(layer, ONE)) == times(fallback.layer(layer, ONE))
+
+
+def test_a_time_too_short_to_be_seen_is_kept_and_nothing_rests_on_it() -> None:
+    graph = widths()
+    requests = [Request(graph.layers[name], ONE) for name in ("1", "5")]
+    costs = priced(graph, made_up_profile(graph, requests, lambda _: Measurement(0.0, 0.0, 1.0, 1)))
+    assert times(costs.layer(graph.layers["1"], ONE)) == (0.0, 0.0)
+    assert costs.layer(graph.layers["3"], ONE) == RooflineCosts(graph, cpus()).layer(graph.layers["3"], ONE)
+
+
+# ---- which devices --------------------------------------------------------------------------------------------------
+
+
+def test_strategies_are_priced_from_as_many_devices_at_work() -> None:
+    graph = perceptron()
+    requests = all_requests(graph, cpus())
+
+    def constant(seconds: float) -> SessionProfile:
+        return made_up_profile(graph, requests, lambda _: Measurement(seconds, seconds, 0.0, 5))
+
+    costs = MeasuredCosts(RooflineCosts(graph, cpus()), {4: constant(4.0), 1: constant(1.0)}, "cpu")
+    found = {len(r.strategy.devices): costs.layer(r.layer, r.strategy).forward_s for r in requests}
+    assert found == {1: 1.0, 2: 4.0, 3: 4.0, 4: 4.0}  # with 2 at work nothing was measured: the next larger
+    alone = MeasuredCosts(RooflineCosts(graph, cpus()), {1: constant(1.0)}, "cpu")
+    assert {alone.layer(r.layer, r.strategy).forward_s for r in requests} == {1.0}
+
+
+def test_another_kind_of_device_is_not_what_was_measured() -> None:
+    graph = perceptron()
+    costs = MeasuredCosts(RooflineCosts(graph, cpus()), {1: made_up_profile(graph, all_requests(graph, cpus()))}, "k20")
+    layer = next(iter(graph.layers.values()))
+    assert costs.layer(layer, TWO).source is Source.ESTIMATED
+
+
+# ---- everything else is the fallback's ------------------------------------------------------------------------------
+
+
+def test_memory_transfers_and_reductions_are_the_fallbacks() -> None:
+    graph = perceptron()
+    costs, fallback = made_up_costs(graph, cpus()), RooflineCosts(graph, cpus())
+    layer = graph.layers["2"]
+    value = graph.values[layer.inputs[0]]
+    source, target = (layer.layout(layer.inputs[0], strategy) for strategy in (TWO, ONE))
+    plan = dict.fromkeys(graph.layers, TWO)
+    assert costs.memory(layer, TWO) == fallback.memory(layer, TWO)
+    assert costs.peaks(plan) == fallback.peaks(plan)
+    assert costs.reduction(layer, TWO) == fallback.reduction(layer, TWO) > 0
+    assert costs.transfer(value, source, target) == fallback.transfer(value, source, target)
+    assert costs.transfer_matrix(value, [source], [target]).forward_s > 0
+
+
+# ---- updates --------------------------------------------------------------------------------------------------------
+
+
+def with_updates(points: dict[int, float]) -> SessionProfile:
+    profile = SessionProfile()
+    for nbytes, seconds in points.items():
+        family = "update adam float32"
+        profile.put(PartEntry(f"{family}[{nbytes}]", family, 0.0, nbytes, Measurement(seconds, 0.0, 0.0, 5)))
+    return profile
+
+
+def test_each_parameter_is_updated_once_by_the_first_layer_that_uses_it() -> None:
+    graph = network("attention").graph  # the classes' weights are the embedding's
+    costs = priced(graph, with_updates({0: 5.0, 4: 1.0, 2**40: 1.0}))
+    # one second for any parameter: seconds are parameters
+    found = {name: costs.layer(layer, ONE).update_s for name, layer in graph.layers.items()}
+    assert round(sum(found.values())) == len(graph.parameters)
+    assert found["embed"] == pytest.approx(1.0, rel=1e-2)
+    assert found["classes"] == 0.0
+    assert costs.step.overhead_s == 5.0  # calling the optimizer, once in a step
+
+
+def test_an_update_is_of_what_a_device_holds() -> None:
+    graph = perceptron()
+    costs = priced(graph, with_updates({0: 0.0, 1: 1.0, 2**40: 2.0**40}))
+    layer = graph.layers["2"]
+    axis = next(axis.name for axis in layer.axes if axis.units % 2 == 0)
+    whole, cut = (costs.layer(layer, strategy).update_s for strategy in (ONE, Strategy(1, 2, axis, (0, 1))))
+    nbytes = sum(graph.values[name].nbytes for name in layer.parameters)
+    assert whole == pytest.approx(nbytes)
+    assert nbytes / 2 <= cut <= 0.52 * nbytes
+    assert costs.layer(layer, TWO).update_s == whole
+
+
+def test_without_measured_updates_they_are_estimates() -> None:
+    graph = perceptron()
+    costs, fallback = made_up_costs(graph, cpus()), RooflineCosts(graph, cpus())
+    for layer in graph.layers.values():
+        assert costs.layer(layer, TWO).update_s == fallback.layer(layer, TWO).update_s
+
+
+# ---- the whole step -------------------------------------------------------------------------------------------------
+
+
+def runtime_profile(
+    overheads: dict[int, float], stolen_s: float | None = None, reference_s: float = 0
+) -> SessionProfile:
+    """What the runtime takes among two, by the number of parameters, and how much a sum of 2 s steals."""
+    profile, family = SessionProfile(), overhead_family(2)
+    for parameters, seconds in overheads.items():
+        measured = Measurement(seconds, 0.0, 0.0, 5, reference_s)
+        profile.put(PartEntry(f"{family}, {parameters} parameters", family, 0.0, parameters, measured))
+    if stolen_s is not None:
+        profile.put(PartEntry(OVERLAP, OVERLAP, 0.0, 8.0, Measurement(stolen_s, 2.0, 0.0, 5)))
+    return profile
+
+
+@pytest.mark.parametrize(
+    ("points", "parameters", "found_s"),
+    [
+        ({4: 1.0, 24: 3.0}, 4, 1.0),
+        ({4: 1.0, 24: 3.0}, 24, 3.0),
+        ({4: 1.0, 24: 3.0}, 14, 2.0),
+        ({4: 1.0, 24: 3.0}, 64, 7.0),
+        ({4: 0.1, 24: 3.0}, 0, 0.0),  # not below nothing
+        ({4: 3.0, 24: 1.0}, 64, 3.0),  # noise: more parameters do not take less
+        ({4: 2.0}, 64, 2.0),
+        ({}, 64, 0.0),
+    ],
+)
+def test_the_runtime_takes_time_by_the_number_of_parameters(
+    points: dict[int, float], parameters: int, found_s: float
+) -> None:
+    profile = runtime_profile(points, reference_s=2e-3)
+    assert step_cost(profile, 2, parameters, None, StepCost()).overhead_s == pytest.approx(found_s)
+    slower = step_cost(profile, 2, parameters, None, StepCost(), reference_s=3e-3)
+    assert slower.overhead_s == pytest.approx(1.5 * found_s)
+    assert step_cost(profile, 4, parameters, None, StepCost()).overhead_s == 0.0  # not measured among four
+
+
+@pytest.mark.parametrize(
+    ("stolen_s", "overlap"), [(0.0, 1.0), (0.5, 0.75), (2.0, 0.0), (9.0, 0.0), (-1.0, 1.0), (None, 1.0)]
+)
+def test_overlap_is_a_share(stolen_s: float | None, overlap: float) -> None:
+    for overheads in ({4: 1.0}, {}):
+        assert step_cost(runtime_profile(overheads, stolen_s), 2, 4, None, StepCost()).overlap == overlap
+
+
+def corrected(*steps: tuple[float, float, int]) -> SessionProfile:
+    """Networks by their whole step, the sum of their parts, and how many these are."""
+    profile = SessionProfile()
+    for index, (step_s, parts_s, parts) in enumerate(steps):
+        measured = Measurement(step_s, parts_s, 0.0, 5)
+        profile.put(PartEntry(f"{CORRECTION}, {index}", CORRECTION, 0.0, parts, measured))
+    return profile
+
+
+CORRECTIONS = [
+    pytest.param((), (2.0, 6.0), id="not measured"),
+    pytest.param(((10.0, 10.0, 4),), (2.0, 6.0), id="steps are their parts"),
+    pytest.param(((16.0, 10.0, 4),), (2.5, 7.0), id="longer: as much for every layer, a third of it forward"),
+    pytest.param(((8.0, 10.0, 4),), (1.6, 4.8), id="shorter: scaled"),
+    pytest.param(((16.0, 10.0, 4), (8.0, 10.0, 4), (16.0, 10.0, 4)), (2.5, 7.0), id="the middle of several"),
+]
+
+
+@pytest.mark.parametrize(("steps", "expected"), CORRECTIONS)
+def test_layers_add_up_to_measured_steps(
+    steps: tuple[tuple[float, float, int], ...], expected: tuple[float, float]
+) -> None:
+    graph, profile = perceptron(), corrected(*steps)
+    request = Request(graph.layers["2"], ONE)
+    for entry in made_up_profile(graph, [request], lambda _: Measurement(2.0, 6.0, 0.01, 9)).all():
+        profile.put(entry)
+    assert times(priced(graph, profile).layer(request.layer, ONE)) == pytest.approx(expected)
+
+
+def test_a_layer_without_a_backward_gets_none_and_one_without_work_nothing() -> None:
+    still, view = (LayerCost(seconds, 0.0, Source.MEASURED) for seconds in (2.0, 0.0))
+    assert times(Correction(per_layer_s=1.5).apply(still)) == (3.5, 0.0)
+    assert times(Correction(per_layer_s=1.5).apply(view)) == (0.0, 0.0)
+
+
+def test_all_of_it_together() -> None:
+    graph, cluster = perceptron(), cpus(2)
+    profile = runtime_profile({2: 1.0, 12: 2.0}, 0.5)  # perceptron has 6 parameters
+    for entry in made_up_profile(graph, all_requests(graph, cluster)).all():
+        profile.put(entry)
+    profile.put_link(link(1 << 10, 3e-3))
+    costs = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="gloo")
+    assert costs.step.overhead_s == pytest.approx(1.4)
+    assert (costs.step.overlap, costs.step.links) == (0.75, Source.MEASURED)
+    assert costs.layer(graph.layers["2"], TWO).source is Source.MEASURED
+    everything = sum(graph.values[name].nbytes for name in graph.parameters)
+    own = sum(graph.values[name].nbytes for name in graph.layers["2"].parameters)
+    assert costs.reduction(graph.layers["2"], TWO) == pytest.approx(3e-3 * own / everything)
+    other = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="nccl")
+    assert other.step.links is Source.ESTIMATED

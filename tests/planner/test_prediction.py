@@ -1,0 +1,135 @@
+"""Predicted steps against a clock that is run by hand, part by part, and the solver against every combination."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import StepCost
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.layer_graph import LayerGraph
+from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decision import Prediction
+from parplan.planner.formulate import Formulation, formulate
+from parplan.planner.problem import evaluate
+from parplan.planner.strategies import strategies
+from tests.cost_models.made_up import made_up_costs
+from tests.planner.graphs import classifier, perceptron
+from tests.planner.oracle import brute_force
+from tests.plans import PLANS, plan_by
+
+STEP = StepCost(overhead_s=4e-3, overlap=0.6, spread=0.2)
+
+
+class Said(RooflineCosts):
+    """A roofline that says other things of whole steps."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, said: StepCost) -> None:
+        super().__init__(graph, cluster)
+        self.said = said
+
+    @property
+    def step(self) -> StepCost:
+        """What was said."""
+        return self.said
+
+
+def formulated(costs: Said) -> Formulation:
+    graph, cluster = costs.graph, costs.cluster
+    candidates = {name: strategies(layer, graph.batch or 1, cluster.count) for name, layer in graph.layers.items()}
+    return formulate(graph, cluster, costs, candidates)
+
+
+def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> float:
+    """When the last of the devices and links is done: an event after the other, as a step runs."""
+    layers = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
+    arriving = dict.fromkeys(range(len(choice)), 0.0)
+    now_s = link_s = 0.0
+    for edge in formulation.problem.edges:
+        pair = choice[edge.source], choice[edge.target]
+        now_s += float(edge.ahead[pair])
+        arriving[edge.target] += float(edge.back[pair])
+    now_s += sum(option.arrival_s + option.cost.forward_s + option.statistics_s for option in layers)
+    now_s += arriving[len(layers)]  # the delivery's gradients
+    for index in reversed(range(len(layers))):
+        option = layers[index]
+        now_s += option.cost.backward_s + option.statistics_s + (1 - said.overlap) * option.reduce_s
+        link_s = max(link_s, now_s) + said.overlap * option.reduce_s
+        now_s += arriving[index]
+    return max(now_s, link_s) + sum(option.cost.update_s for option in layers) + said.overhead_s
+
+
+@given(st.floats(0, 1), st.floats(0, 1e-2), st.sampled_from([2, 3, 4]), st.booleans(), st.integers(0, 10**6))
+def test_the_objective_is_what_a_clock_shows(
+    overlap: float, overhead_s: float, devices: int, slow: bool, seed: int
+) -> None:
+    said = StepCost(overhead_s, overlap, 0.1)
+    graph = classifier() if seed % 2 else perceptron()
+    costs = Said(graph, cluster_preset("k20", devices, "10gbe" if slow else None), said)
+    formulation = formulated(costs)
+    generator = np.random.default_rng(seed)
+    choice = [int(generator.integers(size)) for size in formulation.problem.sizes]
+    found = evaluate(formulation.problem, choice).objective
+    assert found == pytest.approx(run_by_hand(formulation, choice, said), rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("link", ["10gbe", None])
+def test_the_solver_finds_the_best_where_reductions_steal_time(overlap: float, link: str | None) -> None:
+    costs = Said(perceptron(), cluster_preset("k20", 2, link), replace(STEP, overlap=overlap))
+    best = brute_force(formulated(costs).problem)
+    decision = decide(costs.graph, costs.cluster, costs, Request())
+    assert decision.proof.status == "OPTIMAL"
+    assert decision.prediction.step_s == pytest.approx(best.objective, rel=1e-6)
+
+
+def check_sums(found: Prediction, said: StepCost) -> None:
+    parts = (found.forward_s, found.backward_s, found.transfer_s, found.exposed_reduce_s, found.update_s)
+    assert found.step_s == pytest.approx(sum(parts) + found.overhead_s, rel=1e-9)
+    assert found.overhead_s == said.overhead_s
+    assert min(parts) >= 0
+    assert found.exposed_reduce_s >= (1 - said.overlap) * found.reduce_s * (1 - 1e-9)
+    assert found.exposed_reduce_s <= found.reduce_s * (1 + 1e-9)
+    assert 0 <= found.low_s <= found.step_s <= found.high_s
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", PLANS)
+def test_parts_add_up_to_the_step_and_the_range_has_it(name: str, devices: int) -> None:
+    for graph in (perceptron(), classifier()):
+        cluster, plan = cluster_preset("cpu", devices), plan_by(name, devices, graph)
+        for said in (STEP, StepCost(), replace(STEP, overlap=0.0)):
+            found = predict(graph, cluster, made_up_costs(graph, cluster, said), plan)
+            check_sums(found, said)
+            assert found.low_s < found.step_s < found.high_s  # made-up figures are not certain
+            check_sums(predict(graph, cluster, Said(graph, cluster, said), plan), said)
+
+
+def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
+    graph, cluster = classifier(), cluster_preset("k20", 4)
+    plain, loaded = (
+        decide(graph, cluster, Said(graph, cluster, said), Request()) for said in (StepCost(), StepCost(5e-3))
+    )
+    assert loaded.plan == plain.plan
+    assert loaded.prediction.step_s == pytest.approx(plain.prediction.step_s + 5e-3)
+    for one, other in zip(plain.baselines, loaded.baselines, strict=True):
+        assert (one.step_s is None) == (other.step_s is None)
+        if one.step_s is not None and other.step_s is not None:
+            assert other.step_s == pytest.approx(one.step_s + 5e-3)
+
+
+def test_doubt_makes_the_range_and_nothing_else() -> None:
+    graph, cluster, plan = perceptron(), cluster_preset("cpu", 2), plan_by("data parallel", 2, perceptron())
+    sure, doubtful = (
+        predict(graph, cluster, made_up_costs(graph, cluster, StepCost(spread=spread)), plan) for spread in (0, 0.5)
+    )
+    assert sure.step_s == doubtful.step_s
+    added = 0.5 * (doubtful.transfer_s + doubtful.exposed_reduce_s)
+    assert doubtful.high_s - sure.high_s == pytest.approx(added)
+    assert added > 0

@@ -1,0 +1,94 @@
+"""What each of a few processes checks while they measure together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from parplan.cost_models.measured import OVERLAP
+from parplan.cost_models.profile import SessionProfile
+from parplan.layout import pieces
+from parplan.profiler import communication, runtime_costs
+from parplan.profiler.communication import KINDS, measure_links
+from parplan.profiler.company import Ranks
+from parplan.profiler.runtime_costs import measure_overlap
+from parplan.runtime.distributed import DistributedTransport
+
+__all__ = ["CASES"]
+
+CPU = torch.device("cpu")
+SIZES = (1 << 10, 1 << 13)
+
+
+def company_agrees(rank: int, ranks: int) -> None:
+    """Votes, means and maxima are the same everywhere, of all or of the first few."""
+    company = Ranks(ranks, CPU)
+    assert company.member
+    assert company.agree(rank == 1)
+    assert not company.agree(False)
+    assert company.mean([float(rank), 1.0]) == [(ranks - 1) / 2, 1.0]
+    assert company.largest(float(rank)) == ranks - 1
+    one = Ranks(1, CPU)
+    assert one.member == (rank == 0)
+    if one.member:
+        assert one.agree(True)
+        assert not one.agree(False)
+        assert one.mean([5.0]) == [5.0]
+
+
+def links_are_measured_once(rank: int, ranks: int) -> None:
+    """All kinds and sizes; what is known is left alone unless asked for again."""
+    transport, company, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
+    told: list[int] = []
+    measure_links(transport, company, "gloo", profile, lambda: told.append(1), cap_s=0.0, sizes=SIZES)
+    found = profile.links("gloo")
+    assert {(entry.kind, entry.nbytes) for entry in found} == {(kind, size) for kind in KINDS for size in SIZES}
+    assert {entry.group for entry in found} == {ranks}
+    assert all(entry.seconds > 0 and entry.reference_s > 0 and entry.runs >= 5 and entry.when for entry in found)
+    assert len(told) == len(KINDS) * len(SIZES)
+    measure_links(transport, company, "gloo", profile, cap_s=0.0, sizes=SIZES)
+    assert profile.links("gloo") == found
+    lacking = SessionProfile()  # only the first rank knows one of them: all stay in step
+    if rank == 0:
+        lacking.put_link(found[0])
+    measure_links(transport, company, "gloo", lacking, cap_s=0.0, sizes=SIZES)
+    assert len(lacking.links("gloo")) == len(found)
+    measure_links(transport, company, "gloo", profile, cap_s=0.0, again=True, sizes=SIZES)
+    assert all(one is not other for one, other in zip(profile.links("gloo"), found, strict=True))
+    same: list[list[tuple[str, int, float]] | None] = [None] * ranks
+    dist.all_gather_object(same, [(entry.kind, entry.nbytes, entry.seconds) for entry in profile.links("gloo")])
+    assert all(other == same[0] for other in same)
+
+
+def patterns_move_what_they_say(rank: int, ranks: int) -> None:
+    """The busiest device receives the bytes an entry stands for."""
+    for kind in KINDS[:-1]:
+        pattern = communication._pattern(kind, ranks)
+        moved = list(pieces((64, 64), pattern.source, pattern.target))
+        received = [
+            sum(piece.elements for piece in moved if piece.target == device and piece.source != device)
+            for device in range(ranks)
+        ]
+        assert max(received) / 64**2 == pattern.received, kind
+
+
+def what_a_sum_steals_is_a_share_of_it(rank: int, ranks: int) -> None:
+    """Between nothing and all of the sum's time; measured once."""
+    runtime_costs._SUM_BYTES = 1 << 16
+    transport, company, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
+    measure_overlap(transport, company, profile)
+    found = profile.get(OVERLAP)
+    assert found is not None
+    assert 0 <= found.forward_s <= found.backward_s
+    measure_overlap(transport, company, profile)
+    assert profile.get(OVERLAP) is found
+    measure_overlap(transport, company, profile, again=True)
+    assert profile.get(OVERLAP) is not found
+
+
+CASES = {
+    "company": company_agrees,
+    "links": links_are_measured_once,
+    "patterns": patterns_move_what_they_say,
+    "overlap": what_a_sum_steals_is_a_share_of_it,
+}

@@ -1,0 +1,201 @@
+"""What was predicted for a plan, what is learned from running it, and whether the planner then thinks otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import parplan
+from parplan.cluster import Cluster
+from parplan.cost_models.here import this_cluster
+from parplan.cost_models.measured import MeasuredCosts
+from parplan.cost_models.profile import SessionProfile
+from parplan.cost_models.profiled import profiled_costs
+from parplan.cost_models.roofline import RooflineCosts, part_of
+from parplan.cost_models.sampling import Measurement
+from parplan.cost_models.trials import part_entry, part_signature
+from parplan.graph.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.look_back import LookBack, devices_at_work, foresee, learn, replan
+from parplan.plan import Plan, Strategy
+from parplan.planner.decide import Request, decide
+from parplan.runtime.measured import Figure, MeasuredLayer, MeasuredStep, Part
+from tests.plans import plan_by
+
+SLOW_S, FAST_S = 1.0, 1e-3
+
+
+def net() -> nn.Sequential:
+    """Two equal layers and one of its own."""
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+@pytest.fixture
+def graph() -> LayerGraph:
+    """The net, captured with 8 samples."""
+    return capture(net(), (torch.randn(8, 16),))
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Two logical CPU devices."""
+    return this_cluster(2, torch.device("cpu"))
+
+
+def measured(graph: LayerGraph, seconds: Mapping[str, float], turns: bool = False) -> MeasuredStep:
+    """A step in which every layer took so long, and twice as long backward."""
+    none = Figure(0.0)
+    layers = tuple(MeasuredLayer(n, Figure(s, 0.01), Figure(2 * s, 0.02)) for n, s in seconds.items())
+    total = Figure(sum(3 * s for s in seconds.values()))
+    return MeasuredStep(
+        model=graph.model,
+        batch=8,
+        devices=2,
+        processes=1 if turns else 2,
+        turns=turns,
+        steps=7,
+        layers=layers,
+        transfers=(),
+        sends=none,
+        reductions=none,
+        loss=none,
+        update=none,
+        updated=True,
+        others=none,
+        step=total,
+        slowest_step_s=total.seconds,
+    )
+
+
+def looked_back(
+    graph: LayerGraph, cluster: Cluster, plan: Plan, seconds: Mapping[str, float], reference_s: float = 0.0
+) -> LookBack:
+    foreseen = foresee(graph, plan, cluster, RooflineCosts(graph, cluster))
+    return LookBack(plan, foreseen, measured(graph, seconds), reference_s)
+
+
+def priced(graph: LayerGraph, cluster: Cluster, profile: SessionProfile) -> MeasuredCosts:
+    """Costs from a profile of two devices at work."""
+    return profiled_costs(graph, cluster, {2: profile}, kind=cluster.groups[0].device.kind, backend="gloo")
+
+
+def with_all_on_one_device(graph: LayerGraph, seconds: float) -> SessionProfile:
+    """A profile in which every layer takes so long when one device has all of it."""
+    profile = SessionProfile()
+    for layer in graph.layers.values():
+        taken = Measurement(seconds, 2 * seconds, 0.01, 5)
+        profile.put(part_entry(graph, part_of(graph, layer, Strategy()), taken))
+    return profile
+
+
+@pytest.mark.parametrize("name", ["data parallel", "hybrid", "model parallel"])
+def test_what_is_foreseen_is_what_the_planner_says_of_the_plan(graph: LayerGraph, cluster: Cluster, name: str) -> None:
+    plan, costs = plan_by(name, 2, graph), RooflineCosts(graph, cluster)
+    said = decide(graph, cluster, costs, Request(plan=plan))
+    found = foresee(graph, plan, cluster, costs)
+    assert found.prediction == said.prediction
+    assert found.expected.step_s == said.prediction.step_s
+    for facts, layer in zip(found.facts, said.layers, strict=True):
+        assert facts.name == layer.name
+        assert (facts.forward_s, facts.backward_s, facts.source) == (layer.forward_s, layer.backward_s, layer.source)
+        assert found.expected.layers[facts.name].times.forward_s == layer.forward_s
+    moved = sum(both.forward_s + both.backward_s for both in found.expected.transfers.values())
+    assert moved == pytest.approx(sum(layer.transfer_s for layer in said.layers) + _delivery(found, graph), rel=1e-9)
+
+
+def _delivery(found: object, graph: LayerGraph) -> float:
+    """Results go back by a node of the planner's that is not a layer."""
+    value = next(v for v in graph.user_outputs if isinstance(v, str))
+    both = found.expected.transfers[value]  # type: ignore[attr-defined]
+    return float(both.forward_s + both.backward_s)
+
+
+def test_lines_have_the_predictions_and_their_source(graph: LayerGraph, cluster: Cluster) -> None:
+    back = looked_back(graph, cluster, plan_by("data parallel", 2, graph), dict.fromkeys(graph.layers, FAST_S))
+    lines = [line for line in back.lines if line.part is Part.LAYER]
+    assert [line.label for line in lines] == list(graph.layers)
+    assert {line.source for line in lines} == {"estimated"}
+    assert lines[0].ratio == pytest.approx(3 * FAST_S / (back.facts[0].forward_s + back.facts[0].backward_s))
+    assert "predicted" in str(back)
+
+
+def test_learning_keeps_one_entry_per_distinct_part(graph: LayerGraph, cluster: Cluster) -> None:
+    plan, profile = plan_by("data parallel", 2, graph), SessionProfile()
+    seconds = {"0": 1.0, "1": 0.2, "2": 3.0, "3": 0.4, "4": 5.0}
+    back = looked_back(graph, cluster, plan, seconds, reference_s=0.5)
+    found = learn(back, graph, profile)
+    # The first layer's input needs no gradient, so it is not the same part as the third.
+    assert found.parts == len({part_signature(graph, part_of(graph, graph.layers[n], plan.layers[n])) for n in seconds})
+    assert (found.known, learn(back, graph, profile).known) == (0, found.parts)
+    relu = profile.get(part_signature(graph, part_of(graph, graph.layers["1"], plan.layers["1"])))
+    assert relu is not None
+    assert relu.forward_s == pytest.approx(0.3)
+    assert relu.backward_s == pytest.approx(0.6)
+    assert (relu.runs, relu.reference_s) == (14, 0.5)
+    assert relu.when
+
+
+def test_layers_that_were_not_seen_are_not_learned(graph: LayerGraph, cluster: Cluster) -> None:
+    plan, profile = plan_by("data parallel", 2, graph), SessionProfile()
+    assert learn(looked_back(graph, cluster, plan, {"4": FAST_S, "0": 0.0}), graph, profile).parts == 1
+
+
+def test_what_was_learned_is_what_is_predicted_next(graph: LayerGraph, cluster: Cluster) -> None:
+    plan, profile = plan_by("data parallel", 2, graph), SessionProfile()
+    learn(looked_back(graph, cluster, plan, dict.fromkeys(graph.layers, FAST_S)), graph, profile)
+    cost = priced(graph, cluster, profile).layer(graph.layers["4"], plan.layers["4"])
+    assert (cost.forward_s, cost.backward_s) == (FAST_S, 2 * FAST_S)
+    assert cost.source.value == "measured"
+
+
+def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph: LayerGraph, cluster: Cluster) -> None:
+    plan, profile = plan_by("data parallel", 2, graph), with_all_on_one_device(graph, FAST_S)
+    back = looked_back(graph, cluster, plan, dict.fromkeys(graph.layers, SLOW_S))
+    learn(back, graph, profile)
+    again = replan(back, graph, cluster, priced(graph, cluster, profile))
+    assert again.changes
+    assert again.changed == tuple(graph.layers)
+    assert {len(strategy.devices) for strategy in again.plan.layers.values()} == {1}
+    layers = len(graph.layers)
+    assert again.now_s == pytest.approx(3 * SLOW_S * layers, rel=0.01)
+    assert again.best_s == pytest.approx(3 * FAST_S * layers, rel=0.1)
+    assert again.predicted_s == back.foreseen.prediction.step_s
+    sentence = again.sentence(plan)
+    assert "the choice would change: 0 (2 replicas to" in sentence
+    assert "and 2 more" in sentence
+    assert f"{again.best_s * 1e3:.3g} ms instead" in sentence
+
+
+def test_a_plan_that_was_fast_stays(graph: LayerGraph, cluster: Cluster) -> None:
+    plan, profile = plan_by("data parallel", 2, graph), with_all_on_one_device(graph, SLOW_S)
+    back = looked_back(graph, cluster, plan, dict.fromkeys(graph.layers, FAST_S))
+    learn(back, graph, profile)
+    again = replan(back, graph, cluster, priced(graph, cluster, profile))
+    assert not again.changes
+    assert "the choice stays" in again.sentence(plan)
+
+
+def test_devices_that_took_turns_were_at_work_alone(graph: LayerGraph) -> None:
+    step = measured(graph, {"0": FAST_S})
+    assert devices_at_work(step) == 2
+    assert devices_at_work(replace(step, turns=True)) == 1
+
+
+def test_a_compiled_model_knows_what_it_was_planned_with() -> None:
+    model, x = net(), torch.randn(8, 16)
+    compiled = parplan.compile(model, x, devices=["cpu"] * 2)
+    assert compiled.decision.plan == compiled.plan
+    found = compiled.measure(steps=1, warmup=0)
+    assert found.expected is not None
+    by_name = {layer.name: layer for layer in compiled.decision.layers}
+    assert set(found.expected.layers) == set(by_name)
+    given = parplan.compile(net(), x, devices=["cpu"] * 2, plan=compiled.plan)
+    assert given.decision is None
+    again = given.measure(steps=1, warmup=0)
+    assert again.expected is not None
+    assert set(again.expected.layers) == set(by_name)
+    assert "predicted" in str(again)
