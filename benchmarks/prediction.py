@@ -45,7 +45,7 @@ from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.planner.verifier import check
 from parplan.profiler.communication import SIZES, measure_links
 from parplan.profiler.company import Ranks
-from parplan.profiler.runtime_costs import RuntimeCosts, measure_overlap
+from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.distributed import DistributedTransport
 
@@ -165,7 +165,8 @@ class Bench:
         self.counts = (1, devices) if devices > 1 else (1,)
         self.ranks = {count: Ranks(count, CPU) for count in self.counts} if devices > 1 else {}
         self.runtime = {
-            count: RuntimeCosts(CPU, self.company(count), devices if count == devices else 1) for count in self.counts
+            count: RuntimeCosts(CPU, self.company(count), self.transport if count == devices else None)
+            for count in self.counts
         }
 
     def company(self, count: int) -> Company:
@@ -207,10 +208,9 @@ class Bench:
         for count, profile in profiles.items():
             if self.transport is not None and count > 1:
                 measure_links(self.transport, self.ranks[count], "gloo", profile, cap_s=0.04, sizes=SIZES[:-1])
-                measure_overlap(self.transport, self.ranks[count], profile)
             if self.rank < count:
                 measure_updates(OPTIMIZER, CPU, profile, self.company(count), runs=3)
-                self.runtime[count].measure(profile, "gloo")
+                self.runtime[count].measure(profile)
             self.together()
         return profiles
 

@@ -55,7 +55,8 @@ class StepCost:
     Args:
         overhead_s: what the runtime itself takes (Python, autograd), in every step.
         overlap: share of the gradient reductions that takes nothing from the backward pass beside it; 1 on links and
-            devices that work independently, towards 0 where the processor that computes also has to carry and sum.
+            devices that work independently, towards 0 where the processor that computes also has to carry and sum,
+            below it where compute and sums hinder each other, so that both are done sooner one after the other.
         spread: how far times of transfers and reductions may be off, relative.
         links: where the times of transfers and reductions come from.
     """

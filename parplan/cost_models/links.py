@@ -15,7 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from parplan.cost_models.profile import LinkEntry
 
-__all__ = ["Curve", "MeasuredLinks"]
+__all__ = ["BESIDE", "Curve", "MeasuredLinks"]
+
+# What a gradient sum takes from compute that goes on while it is under way.
+BESIDE = "all-reduce beside compute"
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from math import exp, log
 from statistics import median
 
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
-from parplan.cost_models.links import MeasuredLinks
+from parplan.cost_models.links import BESIDE, MeasuredLinks
 from parplan.cost_models.profile import PartEntry, Profile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
@@ -37,17 +37,15 @@ from parplan.plan import Strategy
 __all__ = [
     "CORRECTION",
     "OVERHEAD",
-    "OVERLAP",
     "Correction",
     "MeasuredCosts",
     "correction",
-    "overhead_family",
     "overhead_s",
     "step_cost",
 ]
 
 # Families of what is not a part of a layer: see profiler/runtime_costs.py.
-OVERHEAD, OVERLAP, CORRECTION = "runtime overhead", "runtime overlap", "runtime correction"
+OVERHEAD, AGREEMENT, CORRECTION = (f"runtime {word}" for word in ("overhead", "agreement", "correction"))
 
 # Never surer than this of a figure that was not measured at its own sizes.
 LEAST_DOUBT = 0.05
@@ -267,30 +265,25 @@ class MeasuredCosts:
 
 
 def step_cost(
-    profile: Profile,
-    devices: int,
-    parameters: int,
-    links: MeasuredLinks | None,
-    otherwise: StepCost,
-    reference_s: float = 0.0,
+    profile: Profile, roofline: RooflineCosts, links: MeasuredLinks | None, reference_s: float = 0.0
 ) -> StepCost:
-    """What a profile says of a whole step on `devices` of a model with so many parameters, and of communication."""
+    """What a profile says of whole steps of a model, and of communication; what it lacks is the roofline's."""
+    found, devices = roofline.step, roofline.cluster.count
     if links is not None:
-        otherwise = replace(otherwise, spread=links.spread, links=Source.MEASURED)
-    sums = profile.get(OVERLAP)
-    overlap = 1.0 - sums.forward_s / sums.backward_s if sums is not None and sums.backward_s > 0 else otherwise.overlap
-    runtime_s = overhead_s(profile, devices, reference_s)(parameters)
-    return replace(otherwise, overhead_s=runtime_s, overlap=min(1.0, max(0.0, overlap)))
+        found = replace(found, spread=links.spread, links=Source.MEASURED)
+        alone, beside = links.curve("all-reduce", devices), links.curve(BESIDE, devices)
+        if alone is not None and beside is not None and devices > 1:
+            taken_s, under_way_s = (float(curve.seconds(roofline.message_bytes)) for curve in (beside, alone))
+            found = replace(found, overlap=1 - taken_s / under_way_s if under_way_s > 0 else 1.0)
+    told = profile.get(AGREEMENT)
+    runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
+    runtime_s += told.forward_s * _scale(told, reference_s) if told is not None else 0.0
+    return replace(found, overhead_s=runtime_s)
 
 
-def overhead_family(devices: int) -> str:
-    """Where a profile keeps what the runtime takes in one process by itself, or among several."""
-    return OVERHEAD if devices == 1 else f"{OVERHEAD} of {devices}"
-
-
-def overhead_s(profile: Profile, devices: int, reference_s: float = 0.0) -> Callable[[int], float]:
+def overhead_s(profile: Profile, reference_s: float = 0.0) -> Callable[[int], float]:
     """The runtime's own seconds in a step by the number of parameters: a line through what was measured, else 0."""
-    found = [(entry.nbytes, entry.measurement) for entry in profile.family(overhead_family(devices))]
+    found = [(entry.nbytes, entry.measurement) for entry in profile.family(OVERHEAD)]
     points = sorted((parameters, own.forward_s * _scale(own, reference_s)) for parameters, own in found)
     if not points:
         return lambda parameters: 0.0

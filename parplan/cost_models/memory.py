@@ -190,7 +190,7 @@ class MemoryModel:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
         if _shares_statistics(local) and "batch_norm" in call.op:
-            # runtime/batch_norm.py: two products of the size of its input.
+            # graph/batch_norm.py: two products of the size of its input.
             return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
         if call.op == "embedding" and local.axis is not None and call.outputs[0].name in local.axis.partial:
             # graph/ops.py: indices of its own and which of them are here; rows before others are set to zero.

@@ -65,7 +65,8 @@ class LinkEntry:
 
     Args:
         backend: what carries it: "gloo", "nccl", or "local" (one process).
-        kind: "copy", "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
+        kind: "copy", "all-gather", "reduce-scatter", "all-to-all", "all-reduce", or "all-reduce beside compute": what
+            that takes from compute that goes on meanwhile.
         group: devices that take part.
         nbytes: bytes that one device receives (all-reduce: bytes of its tensor).
         seconds: median time, until the last device is done.

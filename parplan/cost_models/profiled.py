@@ -38,5 +38,5 @@ def profiled_costs(
     roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer, links=links)
     # Overhead was measured with all devices at work.
     fullest = max(profiles)
-    step = step_cost(profiles[fullest], fullest, len(graph.parameters), links, roofline.step, reference_s)
+    step = step_cost(profiles[fullest], roofline, links, reference_s)
     return MeasuredCosts(roofline, profiles, kind, step, reference_s)

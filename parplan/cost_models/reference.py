@@ -42,13 +42,14 @@ class Reference:
             return median(self._run() for _ in range(runs))
 
     def _run(self) -> float:
-        self._wait()
+        self.wait()
         start = perf_counter()
         torch.mm(self._factor, self._factor, out=self._product)
         torch.add(self._source, 1.0, out=self._target)
-        self._wait()
+        self.wait()
         return perf_counter() - start
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -89,6 +89,7 @@ class RooflineCosts:
 
     Attributes:
         notes: what the reader must know of these figures.
+        message_bytes: of gradients that are summed at a time.
 
     Raises:
         ClusterError: a device other than the CPU has no rate for `precision`.
@@ -116,7 +117,8 @@ class RooflineCosts:
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
         specs = [graph.values[name] for name in graph.parameters]
-        self._trained_bytes = sum(spec.nbytes for spec in specs if spec.requires_grad)
+        # Gradients are summed a bucket at a time, or all together where they do not fill one.
+        self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
         self._memories: dict[PartKey, LayerMemory] = {}
 
     @property
@@ -182,9 +184,8 @@ class RooflineCosts:
         return self._all_reduce_s(columns, cut_bytes) + self._all_reduce_s([grid.devices], whole_bytes)
 
     def _all_reduce_s(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
-        """A layer's share of a bucket, or of all gradients where these do not fill one."""
-        bucket = max(1, min(BUCKET_BYTES, self._trained_bytes))
-        return nbytes * self.transfers.all_reduce(groups, bucket) / bucket if nbytes else 0.0
+        """A layer's share of a message."""
+        return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
     def _layer(self, layer: Layer, strategy: Strategy, kind: _Kind) -> LayerCost:
         works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy))]

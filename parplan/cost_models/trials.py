@@ -13,6 +13,7 @@ from parplan.cost_models.op_calls import op_calls
 from parplan.cost_models.profile import PartEntry
 from parplan.cost_models.sampling import Measurement, Trial
 from parplan.cost_models.work import op_work
+from parplan.graph import batch_norm
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
@@ -33,14 +34,14 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
         ]
         constants = fx.node.map_arg(call.arguments, lambda node: seen.get(node.name, "-"))
         lines.append(f"{call.op} {' '.join(tensors)} {constants}")
-    return "\n".join(lines)
+    return "\n".join(lines + [SHARED] * _shares_statistics(part))
 
 
 def family_of(graph: LayerGraph, part: LocalLayer) -> str:
     """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
     ops = [call.op for call in op_calls(graph, part) if not call.is_view]
     types = {str(out.dtype).removeprefix("torch.") for call in op_calls(graph, part) for out in call.outputs}
-    return f"{' '.join(ops) or 'view'} {'/'.join(sorted(types))}"
+    return " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * _shares_statistics(part)])
 
 
 def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
@@ -60,7 +61,7 @@ class Piece:
         arriving: how many of them come from the layers before, anew in every step.
     """
 
-    code: fx.GraphModule
+    code: Callable[..., Sequence[Any]]
     tensors: tuple[Tensor, ...]
     arriving: int
 
@@ -69,7 +70,9 @@ class Piece:
         """One device's part of a layer on `device`."""
         layer = part.layer
         names = (*layer.inputs, *layer.parameters, *layer.buffers)
-        code = local_module(graph, [part], names, layer.outputs)
+        code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs)
+        if _shares_statistics(part):
+            code = _with_shared_statistics(part, names)
         return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
 
     @classmethod
@@ -87,8 +90,33 @@ class Piece:
 
     def run(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """The code's results."""
-        results: Sequence[Any] = self.code(*inputs)
-        return results
+        return self.code(*inputs)
+
+
+# What tells a batch norm that shares its statistics with other replicas from one by itself: it is other code.
+SHARED = "shared statistics"
+
+
+def _shares_statistics(part: LocalLayer) -> bool:
+    return part.layer.mixes_batch and part.strategy.replicas > 1
+
+
+def _with_shared_statistics(part: LocalLayer, names: Sequence[str]) -> Callable[..., Sequence[Tensor]]:
+    """What the runtime runs of a batch norm whose replicas exchange statistics, without the exchange."""
+    node = next(node for node in part.layer.nodes if node.target is torch.ops.aten.batch_norm.default)
+    taken = [argument.name if isinstance(argument, fx.Node) else "" for argument in node.args[:5]]
+    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
+    replicas = part.strategy.replicas
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        known = dict(zip(names, tensors, strict=True))
+        x, weight, bias, mean, variance = (known.get(name) for name in taken)
+        assert x is not None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        parts = batch_norm.statistics(x, dtype).repeat(replicas, 1, 1)
+        return (batch_norm.normalise(x, parts, weight, bias, mean, variance, momentum, eps),)
+
+    return run
 
 
 def step_trial(graph: LayerGraph, parts: Sequence[LocalLayer], device: torch.device) -> Trial:

@@ -153,7 +153,7 @@ def _node(name: str, options: Sequence[Option], devices: int) -> Node:
         name=name,
         ahead=np.array(ahead),
         back=np.array(back),
-        tail=np.array([option.reduce_s - option.stolen_s for option in options]),
+        tail=np.array([max(0.0, option.reduce_s - option.stolen_s) for option in options]),
         usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
     )
 

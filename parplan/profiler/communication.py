@@ -2,7 +2,8 @@
 
 Copies from one device to another; all-gather, reduce-scatter and all-to-all of a matrix among the first devices, which
 the runtime runs as messages between pairs; and the sums of gradients, with the copies into a message and back that
-several parameters take. A time is that of the slowest device.
+several parameters take: how long they are under way, and what they take from compute that goes on beside them. All
+come out of compute, as in a step. A time is that of the slowest device.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from time import perf_counter
 
 import torch
 
+from parplan.cost_models.links import BESIDE
 from parplan.cost_models.profile import LinkEntry, Profile
 from parplan.cost_models.reference import Reference
 from parplan.cost_models.sampling import one_thread
-from parplan.cost_models.sweeps import now, speed_now
+from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.layout import Grid, Layout, pieces
 from parplan.profiler.company import Ranks
 from parplan.runtime.distributed import DistributedTransport
-from parplan.runtime.transport import Exchange, Held
+from parplan.runtime.transport import Exchange, Held, Pending
 
-__all__ = ["KINDS", "SIZES", "measure_links"]
+__all__ = ["KINDS", "SIZES", "between_compute", "measure_links"]
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
-KINDS = ("copy", "all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+KINDS = ("copy", "all-gather", "reduce-scatter", "all-to-all", "all-reduce", BESIDE)
 # Runs of one size: until so many seconds are spent, within these numbers.
 CAP_S, LEAST_RUNS, MOST_RUNS = 0.4, 5, 41
+# Up to so many bytes a message takes no longer than compute between messages does: several are timed at a time.
+_SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,14 @@ def _measured(
     reference: Reference,
     cap_s: float,
 ) -> LinkEntry:
-    run = _sum(transport, company.count, nbytes) if kind == "all-reduce" else _move(transport, company, kind, nbytes)
     device = transport.physical(transport.rank)
     times, references = [], []
     with one_thread(device):
-        run(), run()
+        added = _added(transport, company, kind, nbytes, reference)
         started = perf_counter()
         while True:
             references.append(speed_now(reference, company))
-            times.append(company.largest(_timed(run, device)))
+            times.append(added())
             spent_s = perf_counter() - started
             enough = len(times) >= LEAST_RUNS and (spent_s >= cap_s or len(times) >= MOST_RUNS)
             if not company.agree(not enough):
@@ -100,12 +103,56 @@ def _measured(
     return LinkEntry(backend, kind, company.count, nbytes, middle, spread, len(times), reference_s, now())
 
 
-def _timed(run: Callable[[], None], device: torch.device) -> float:
+def _added(
+    transport: DistributedTransport, company: Ranks, kind: str, nbytes: int, reference: Reference
+) -> Callable[[], float]:
+    """What measures once how much longer compute takes with this communication in it; warm."""
+    if kind == BESIDE:
+        total = _Sum(transport, company.count, nbytes)
+        alone_s = between_compute(total.run, reference, company, 1)
+        times = 2 + round(2 * alone_s / reference.seconds(3))
+        return lambda: _beside(total, reference, company, round(company.largest(times)))
+    run = (
+        _Sum(transport, company.count, nbytes).run if kind == "all-reduce" else _move(transport, company, kind, nbytes)
+    )
+    run(), run()
+    return lambda: between_compute(run, reference, company, 4 if nbytes <= _SMALL else 1)
+
+
+def _beside(total: _Sum, reference: Reference, company: Company, times: int) -> float:
+    """What a gradient sum takes from compute that goes on while it is under way."""
+    company.meet()
     start = perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter() - start
+    for _ in range(times):
+        reference.seconds()
+    compute_s = company.largest(perf_counter() - start)
+    start = perf_counter()
+    pending = total.start()
+    for _ in range(times):
+        reference.seconds()
+    total.finish(pending)
+    reference.wait()
+    return max(0.0, company.largest(perf_counter() - start) - compute_s)
+
+
+def between_compute(run: Callable[[], None], reference: Reference, company: Company, times: int) -> float:
+    """What `run` adds to compute that it comes out of and goes into, as in a step: seconds for one of `times`.
+
+    In a step ranks are not quite in time, and what carries messages has to get hold of a processor first; among runs
+    that follow each other without compute neither shows.
+    """
+    company.meet()
+    start = perf_counter()
+    for _ in range(times):
+        reference.seconds()
+    compute_s = company.largest(perf_counter() - start)
+    start = perf_counter()
+    for _ in range(times):
+        reference.seconds()
+        run()
+    reference.wait()
+    both_s = company.largest(perf_counter() - start)
+    return max(0.0, both_s - compute_s) / times
 
 
 def _move(transport: DistributedTransport, company: Ranks, kind: str, nbytes: int) -> Callable[[], None]:
@@ -133,8 +180,8 @@ def _pattern(kind: str, count: int) -> _Pattern:
         return _Pattern(Layout(Grid((0,), 1, 1), None), Layout(Grid((1,), 1, 1), None), 1.0)
     rest = (count - 1) / count
     return {
-        "all-gather": _Pattern(Layout(grid, None, 0), Layout(grid, None), rest),
-        "reduce-scatter": _Pattern(Layout(grid, None, None, partial=True), Layout(grid, None, 0), rest),
+        "all-gather": _Pattern(Layout(grid, None, 1), Layout(grid, None), rest),
+        "reduce-scatter": _Pattern(Layout(grid, None, None, partial=True), Layout(grid, None, 1), rest),
         "all-to-all": _Pattern(Layout(grid, None, 0), Layout(grid, None, 1), rest / count),
     }[kind]
 
@@ -143,16 +190,26 @@ def _shape(side: int, layout: Layout) -> tuple[int, ...]:
     return tuple(side // layout.grid.shards if dim == layout.shard_dim else side for dim in range(2))
 
 
-def _sum(transport: DistributedTransport, count: int, nbytes: int) -> Callable[[], None]:
+class _Sum:
     """A gradient sum of two parameters, the message and the way back included."""
-    elements = max(2, nbytes // 4)
-    place = transport.physical(transport.rank)
-    homes = [torch.zeros(elements // 2, device=place), torch.zeros(elements - elements // 2, device=place)]
-    group = tuple(range(count))
 
-    def run() -> None:
-        flat = transport.message(("profile", elements), homes)
-        total = transport.reduce("a gradient sum", group, {transport.rank: flat}).wait()[transport.rank]
-        torch._foreach_copy_(homes, list(total.split([home.numel() for home in homes])))
+    def __init__(self, transport: DistributedTransport, count: int, nbytes: int) -> None:
+        self._transport, self._group = transport, tuple(range(count))
+        self._elements = max(2, nbytes // 4)
+        place = transport.physical(transport.rank)
+        halves = (self._elements // 2, self._elements - self._elements // 2)
+        self._homes = [torch.zeros(half, device=place) for half in halves]
 
-    return run
+    def start(self) -> Pending:
+        """Send it on its way."""
+        flat = self._transport.message(("profile", self._elements), self._homes)
+        return self._transport.reduce("a gradient sum", self._group, {self._transport.rank: flat})
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for it, and copy it back."""
+        total = pending.wait()[self._transport.rank]
+        torch._foreach_copy_(self._homes, list(total.split([home.numel() for home in self._homes])))
+
+    def run(self) -> None:
+        """Both."""
+        self.finish(self.start())

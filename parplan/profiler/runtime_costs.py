@@ -1,9 +1,9 @@
 """Measures what sums of layers leave out of a step, on networks of our own.
 
-The runtime's overhead is the time of a whole step of a small network, less its parts and its gradient sum; with few and
-with many parameters, as handling them is most of it. What is left between steps and sums of parts (memory found anew,
-caches that others emptied) comes to much the same for every layer, and is measured on networks of the usual kinds. And
-beside compute a gradient sum may take time from it: how much is measured too.
+The runtime's overhead is the time of a whole step of a small network, less its parts; with few and with many
+parameters, as handling them is most of it. What is left between steps and sums of parts (memory found anew,
+caches that others emptied) comes to much the same for every layer, and is measured on networks of the usual kinds.
+Several processes tell each other how many samples they have, in every step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.cost_models.here import this_cluster
-from parplan.cost_models.links import MeasuredLinks
-from parplan.cost_models.measured import CORRECTION, OVERLAP, overhead_family, overhead_s
+from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, overhead_s
 from parplan.cost_models.measuring import Request, measure_parts
 from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
 from parplan.cost_models.reference import Reference
@@ -29,68 +28,85 @@ from parplan.cost_models.sampling import Effort, Measurement, one_thread
 from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.cost_models.trials import part_signature
 from parplan.graph.capture import capture
-from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.profiler.company import Ranks
+from parplan.profiler.communication import between_compute
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.distributed import DistributedTransport
 
-__all__ = ["RuntimeCosts", "measure_overlap"]
+__all__ = ["RuntimeCosts"]
 
 _DEPTHS = (2, 12)
 _WIDTH, _SAMPLES = 128, 32
 _STEPS_S, _LEAST_STEPS, _MOST_STEPS = 0.25, 5, 40
-_SUM_BYTES = 1 << 23
 
 
 class RuntimeCosts:
-    """What steps take beside their parts, measured by the processes of `company`, all at once.
+    """What steps take beside their parts, measured by the processes of `company`, each by itself, all at once.
 
     Args:
         device: of this process.
         company: those who measure.
-        devices: over how many of them the runtime spreads a step; 1 when each runs by itself only.
+        transport: where they are all processes of a group: what these have to tell each other counts too.
     """
 
-    def __init__(self, device: torch.device, company: Company, devices: int = 1) -> None:
-        self._device, self._company, self._devices = device, company, devices
+    def __init__(self, device: torch.device, company: Company, transport: DistributedTransport | None = None) -> None:
+        self._device, self._company, self._transport = device, company, transport
         self._trials: dict[str, _Trial] = {}
 
-    def measure(self, profile: Profile, backend: str = "local", again: bool = False) -> None:
+    def measure(self, profile: Profile, again: bool = False) -> None:
         """Keep what `profile` lacks (or all, `again`)."""
-        for spread_over in dict.fromkeys((1, self._devices)):
-            for depth in _DEPTHS:
-                self._overhead(profile, depth, spread_over, backend, again)
+        for depth in _DEPTHS:
+            self._overhead(profile, depth, again)
         for name in CALIBRATION:
             self._correction(profile, name, again)
+        if self._transport is not None:
+            self._agreement(self._transport, profile, again)
 
-    def _overhead(self, profile: Profile, depth: int, devices: int, backend: str, again: bool) -> None:
-        signature = f"{overhead_family(devices)}, {2 * depth} parameters"
+    def _overhead(self, profile: Profile, depth: int, again: bool) -> None:
+        signature = f"{OVERHEAD}, {2 * depth} parameters"
         if not self._company.agree(again or profile.get(signature) is None):
             return
         net = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth)))
-        trial = self._trial(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH)), devices)
-        both = trial.step_and_parts()
-        left_s = max(0.0, both.step_s - both.parts_s - _sum_s(trial.graph, profile, backend, devices))
+        both = self._trial(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH))).step_and_parts()
+        left_s = max(0.0, both.step_s - both.parts_s)
         measured = Measurement(left_s, 0.0, both.spread, both.runs, both.reference_s, when=now())
-        profile.put(PartEntry(signature, overhead_family(devices), 0.0, 2.0 * depth, measured))
+        profile.put(PartEntry(signature, OVERHEAD, 0.0, 2.0 * depth, measured))
+
+    def _agreement(self, transport: DistributedTransport, profile: Profile, again: bool) -> None:
+        """What a step of several processes takes more: telling each other how many samples there are."""
+        if not self._company.agree(again or profile.get(AGREEMENT) is None):
+            return
+        reference = Reference(self._device)
+        times, references = [], []
+        with one_thread(self._device):
+            for _ in range(_LEAST_STEPS):
+                references.append(speed_now(reference, self._company))
+                times.append(between_compute(lambda: _tell(transport), reference, self._company, 4))
+        middle = median(times)
+        spread = 1.4826 * median(abs(time - middle) for time in times) / middle if middle > 0 else 1.0
+        measured = Measurement(middle, 0.0, spread, len(times), median(references), when=now())
+        profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
 
     def _correction(self, profile: Profile, name: str, again: bool) -> None:
         """A step by itself, without the runtime's overhead, and the sum of its parts."""
         signature = f"{CORRECTION}, {name}"
         if not self._company.agree(again or profile.get(signature) is None):
             return
-        trial = self._trial(signature, CALIBRATION[name], 1)
+        trial = self._trial(signature, CALIBRATION[name])
         both = trial.step_and_parts()
-        own_s = max(0.0, both.step_s - overhead_s(profile, 1)(len(trial.graph.parameters)))
+        own_s = max(0.0, both.step_s - overhead_s(profile)(len(trial.graph.parameters)))
         measured = Measurement(own_s, both.parts_s, both.spread, both.runs, both.reference_s, when=now())
         profile.put(PartEntry(signature, CORRECTION, 0.0, float(len(trial.graph.layers)), measured))
 
-    def _trial(self, name: str, network: Callable[[], tuple[nn.Module, Tensor]], devices: int) -> _Trial:
+    def _trial(self, name: str, network: Callable[[], tuple[nn.Module, Tensor]]) -> _Trial:
         if name not in self._trials:
             torch.manual_seed(0)
-            self._trials[name] = _Trial(*network(), self._device, self._company, devices)
+            self._trials[name] = _Trial(*network(), self._device, self._company)
         return self._trials[name]
+
+
+def _tell(transport: DistributedTransport) -> None:
+    transport.gather(1, 0)
 
 
 @dataclass(frozen=True)
@@ -105,21 +121,16 @@ class _Both:
 
 
 class _Trial:
-    """A small network, run by the runtime on this process's share of `devices`; replicated, nothing cut."""
+    """A small network that the runtime runs on one device of this process."""
 
-    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, company: Company, devices: int) -> None:
-        self._device, self._company, self._devices = device, company, devices
+    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, company: Company) -> None:
+        self._device, self._company = device, company
         net, self._inputs = net.to(device), inputs.to(device)
-        # Only the first rank plans; all capture what it plans for.
-        self.graph = capture(net, (torch.cat([self._inputs] * devices),))
-        self._strategy = Strategy(devices, 1, None, tuple(range(devices)))
-        self._compiled = Compiled(net, self._plan, devices=[device] if devices == 1 else None)
-        outputs = self._compiled(self._inputs)
-        self._gradients = torch.ones_like(outputs)
-
-    def _plan(self, graph: LayerGraph) -> Plan:
-        layers = dict.fromkeys(graph.layers, self._strategy)
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, self._devices, layers)
+        self.graph = capture(net, (self._inputs,))
+        layers = dict.fromkeys(self.graph.layers, Strategy())
+        plan = Plan(self.graph.model, self.graph.fingerprint, self.graph.batch or 1, 1, layers)
+        self._compiled = Compiled(net, lambda graph: plan, devices=[device])
+        self._gradients = torch.ones_like(self._compiled(self._inputs))
 
     def step_and_parts(self, rounds: int = 3) -> _Both:
         """Whole steps and sweeps through the parts, in turns."""
@@ -156,18 +167,12 @@ class _Trial:
 
     def _parts_s(self) -> float:
         graph, session = self.graph, SessionProfile()
-        costs = RooflineCosts(graph, this_cluster(self._devices, self._device))
-        requests = [Request(layer, self._strategy) for layer in graph.layers.values()]
+        costs = RooflineCosts(graph, this_cluster(1, self._device))
+        requests = [Request(layer, Strategy()) for layer in graph.layers.values()]
         effort = Effort(cap_s=0.05)
         measure_parts(graph, costs, requests, self._device, session, effort=effort, company=self._company)
         found = [session.get(part_signature(graph, part_of(graph, r.layer, r.strategy))) for r in requests]
         return sum(entry.forward_s + entry.backward_s for entry in found if entry is not None)
-
-
-def _sum_s(graph: LayerGraph, profile: Profile, backend: str, devices: int) -> float:
-    curve = MeasuredLinks(profile.links(backend)).curve("all-reduce", devices) if devices > 1 else None
-    nbytes = sum(graph.values[name].nbytes for name in graph.parameters)
-    return float(curve.seconds(nbytes)) if curve is not None else 0.0
 
 
 # -- networks that steps are corrected by: small ones of the usual kinds --
@@ -216,46 +221,3 @@ CALIBRATION: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "perceptron": _perceptron,
     "transformer": _transformer,
 }
-
-
-def measure_overlap(transport: DistributedTransport, company: Ranks, profile: Profile, again: bool = False) -> None:
-    """Keep how much longer compute takes beside a gradient sum, and the sum alone."""
-    if not company.agree(again or profile.get(OVERLAP) is None):
-        return
-    device = transport.physical(transport.rank)
-    flat, group = torch.zeros(_SUM_BYTES // 4, device=device), tuple(range(company.count))
-    factor = torch.full((384, 384), 1 / 384, device=device)
-
-    def compute(times: int) -> None:
-        for _ in range(times):
-            torch.mm(factor, factor)
-
-    def both(times: int) -> None:
-        pending = transport.reduce("a gradient sum", group, {transport.rank: flat})
-        compute(times)
-        pending.wait()
-
-    with one_thread(device):
-        sum_s = _slowest(lambda: both(0), device, company)
-        times = max(1, round(2 * sum_s / max(_slowest(lambda: compute(4), device, company) / 4, 1e-9)))
-        pairs = [
-            (_slowest(lambda: compute(times), device, company), _slowest(lambda: both(times), device, company))
-            for _ in range(5)
-        ]
-    stolen_s = median(max(0.0, together - alone) for alone, together in pairs)
-    reference_s = speed_now(Reference(device), company, 5)
-    measured = Measurement(min(stolen_s, sum_s), sum_s, 0.0, len(pairs), reference_s, when=now())
-    profile.put(PartEntry(OVERLAP, OVERLAP, 0.0, float(_SUM_BYTES), measured))
-
-
-def _slowest(run: Callable[[], None], device: torch.device, company: Ranks, runs: int = 5) -> float:
-    run()
-    times = []
-    for _ in range(runs):
-        company.meet()
-        start = perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(perf_counter() - start)
-    return company.largest(median(times))

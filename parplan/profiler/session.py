@@ -41,7 +41,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import KINDS, SIZES, measure_links
 from parplan.profiler.company import Ranks
-from parplan.profiler.runtime_costs import RuntimeCosts, measure_overlap
+from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.distributed import DistributedTransport
 
 __all__ = ["Settings", "Source", "Summary", "profile", "requests_by_devices"]
@@ -186,9 +186,7 @@ def _measured(
         total = _added(total, outcome)
         if count == world:
             progress.phase("runtime")
-            if transport is not None and ranks is not None:
-                measure_overlap(transport, ranks, kept, settings.again)
-        RuntimeCosts(device, company, world if count == world else 1).measure(kept, backend, settings.again)
+        RuntimeCosts(device, company, transport if count == world else None).measure(kept, settings.again)
     if transport is not None:
         dist.barrier()
     return total, tuple(names)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from parplan.graph import batch_norm
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.plan import Strategy
-from parplan.runtime import batch_norm
 from parplan.runtime.draws import Draws
 from parplan.runtime.program import Code, Compute, Program, Transfer
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parplan.cost_models.costs import Source, StepCost
+from parplan.cost_models.costs import Source
 from parplan.cost_models.links import Curve, MeasuredLinks
 from parplan.cost_models.measured import step_cost
 from parplan.cost_models.presets import cluster_preset
@@ -152,6 +152,8 @@ def test_a_layer_pays_its_share_of_a_measured_bucket() -> None:
 
 
 def test_measured_links_say_so_with_their_spread() -> None:
-    step = step_cost(SessionProfile(), 2, 3, linear_links(2), StepCost(spread=0.4))
+    costs = RooflineCosts(perceptron(), cluster_preset("cpu", 2))
+    step = step_cost(SessionProfile(), costs, linear_links(2))
     assert (step.links, step.spread) == (Source.MEASURED, 0.03)
-    assert step_cost(SessionProfile(), 2, 3, None, StepCost(spread=0.4)).links is Source.ESTIMATED
+    assert step_cost(SessionProfile(), costs, None) == costs.step
+    assert costs.step.links is Source.ESTIMATED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import log
@@ -13,19 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, LayerCost, Source, StepCost
-from parplan.cost_models.measured import (
-    CORRECTION,
-    OVERHEAD,
-    OVERLAP,
-    Correction,
-    MeasuredCosts,
-    overhead_family,
-    step_cost,
-)
+from parplan.cost_models.costs import CostModel, LayerCost, Source
+from parplan.cost_models.links import BESIDE, MeasuredLinks
+from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, Correction, MeasuredCosts, step_cost
 from parplan.cost_models.measuring import Request
 from parplan.cost_models.presets import cluster_preset
-from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile import LinkEntry, PartEntry, Profile, SessionProfile
 from parplan.cost_models.profiled import profiled_costs
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
@@ -214,7 +208,7 @@ def test_ops_never_measured_get_the_median_of_their_like_marked_as_estimates() -
 
 def test_figures_of_the_runtime_and_of_updates_are_no_parts() -> None:
     graph, profile = perceptron(), SessionProfile()
-    for family in (OVERHEAD, overhead_family(2), "update adam float32", OVERLAP):
+    for family in (OVERHEAD, AGREEMENT, "update adam float32"):
         profile.put(PartEntry(f"{family}, one", family, 0.0, 64.0, Measurement(9.0, 9.0, 0.0, 5)))
     costs, fallback = priced(graph, profile), RooflineCosts(graph, cpus())
     for layer in graph.layers.values():
@@ -314,17 +308,29 @@ def test_without_measured_updates_they_are_estimates() -> None:
 # ---- the whole step -------------------------------------------------------------------------------------------------
 
 
-def runtime_profile(
-    overheads: dict[int, float], stolen_s: float | None = None, reference_s: float = 0
-) -> SessionProfile:
-    """What the runtime takes among two, by the number of parameters, and how much a sum of 2 s steals."""
-    profile, family = SessionProfile(), overhead_family(2)
+def runtime_profile(overheads: dict[int, float], told_s: float = 0.0, reference_s: float = 0) -> SessionProfile:
+    """What the runtime takes, by the number of parameters, and what processes take to tell each other."""
+    profile = SessionProfile()
     for parameters, seconds in overheads.items():
         measured = Measurement(seconds, 0.0, 0.0, 5, reference_s)
-        profile.put(PartEntry(f"{family}, {parameters} parameters", family, 0.0, parameters, measured))
-    if stolen_s is not None:
-        profile.put(PartEntry(OVERLAP, OVERLAP, 0.0, 8.0, Measurement(stolen_s, 2.0, 0.0, 5)))
+        profile.put(PartEntry(f"{OVERHEAD}, {parameters} parameters", OVERHEAD, 0.0, parameters, measured))
+    if told_s:
+        profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, Measurement(told_s, 0.0, 0.0, 5, reference_s)))
     return profile
+
+
+class Chain(nn.Sequential):
+    """As many parameters as asked for, in pairs."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__(*(nn.Linear(2, 2) for _ in range(parameters // 2)), nn.ReLU())
+
+
+@cache
+def roofline(parameters: int) -> RooflineCosts:
+    graph = capture(Chain(parameters), (torch.zeros(4, 2),))
+    assert len(graph.parameters) == parameters
+    return RooflineCosts(graph, cpus(2))
 
 
 @pytest.mark.parametrize(
@@ -344,18 +350,20 @@ def test_the_runtime_takes_time_by_the_number_of_parameters(
     points: dict[int, float], parameters: int, found_s: float
 ) -> None:
     profile = runtime_profile(points, reference_s=2e-3)
-    assert step_cost(profile, 2, parameters, None, StepCost()).overhead_s == pytest.approx(found_s)
-    slower = step_cost(profile, 2, parameters, None, StepCost(), reference_s=3e-3)
-    assert slower.overhead_s == pytest.approx(1.5 * found_s)
-    assert step_cost(profile, 4, parameters, None, StepCost()).overhead_s == 0.0  # not measured among four
+    costs = roofline(parameters)
+    assert step_cost(profile, costs, None).overhead_s == pytest.approx(found_s)
+    assert step_cost(profile, costs, None, reference_s=3e-3).overhead_s == pytest.approx(1.5 * found_s)
+    told = runtime_profile(points, told_s=0.5, reference_s=2e-3)
+    assert step_cost(told, costs, None).overhead_s == pytest.approx(found_s + 0.5)
 
 
-@pytest.mark.parametrize(
-    ("stolen_s", "overlap"), [(0.0, 1.0), (0.5, 0.75), (2.0, 0.0), (9.0, 0.0), (-1.0, 1.0), (None, 1.0)]
-)
-def test_overlap_is_a_share(stolen_s: float | None, overlap: float) -> None:
-    for overheads in ({4: 1.0}, {}):
-        assert step_cost(runtime_profile(overheads, stolen_s), 2, 4, None, StepCost()).overlap == overlap
+@pytest.mark.parametrize(("taken_s", "overlap"), [(0.0, 1.0), (0.5, 0.75), (2.0, 0.0), (3.0, -0.5), (None, 1.0)])
+def test_what_a_sum_takes_from_compute_does_not_overlap(taken_s: float | None, overlap: float) -> None:
+    """Of a sum of 2 s; more than all of it where both hinder each other."""
+    entries = [LinkEntry("gloo", "all-reduce", 2, 1024, 2.0, 0.0, 5)]
+    entries += [LinkEntry("gloo", BESIDE, 2, 1024, taken_s, 0.0, 5)] if taken_s is not None else []
+    found = step_cost(SessionProfile(), roofline(4), MeasuredLinks(entries))
+    assert found.overlap == pytest.approx(overlap)
 
 
 def corrected(*steps: tuple[float, float, int]) -> SessionProfile:
@@ -395,13 +403,15 @@ def test_a_layer_without_a_backward_gets_none_and_one_without_work_nothing() -> 
 
 def test_all_of_it_together() -> None:
     graph, cluster = perceptron(), cpus(2)
-    profile = runtime_profile({2: 1.0, 12: 2.0}, 0.5)  # perceptron has 6 parameters
+    profile = runtime_profile({2: 1.0, 12: 2.0}, told_s=0.1)  # perceptron has 6 parameters
     for entry in made_up_profile(graph, all_requests(graph, cluster)).all():
         profile.put(entry)
     profile.put_link(link(1 << 10, 3e-3))
+    profile.put_link(replace(link(1 << 10, 0.75e-3), kind=BESIDE))
     costs = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="gloo")
-    assert costs.step.overhead_s == pytest.approx(1.4)
-    assert (costs.step.overlap, costs.step.links) == (0.75, Source.MEASURED)
+    assert costs.step.overhead_s == pytest.approx(1.5)
+    assert costs.step.overlap == pytest.approx(0.75)
+    assert costs.step.links is Source.MEASURED
     assert costs.layer(graph.layers["2"], TWO).source is Source.MEASURED
     everything = sum(graph.values[name].nbytes for name in graph.parameters)
     own = sum(graph.values[name].nbytes for name in graph.layers["2"].parameters)

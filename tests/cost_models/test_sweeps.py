@@ -59,7 +59,7 @@ def piece(log: Log, name: str, trained: bool = True) -> Piece:
     """x times a weight, with a note of when it runs."""
     run = _logged(log, name)
     tensors = (torch.ones(4, requires_grad=True), torch.ones(1, requires_grad=trained))
-    return Piece(lambda x, weight: (run(x, weight),), tensors, 1)  # type: ignore[arg-type]
+    return Piece(lambda x, weight: (run(x, weight),), tensors, 1)
 
 
 def test_forward_in_order_then_backward_in_reverse_with_gradients_kept_to_the_end() -> None:
@@ -111,8 +111,8 @@ def test_what_calling_takes_is_taken_off_and_nothing_is_negative(monkeypatch: py
 
 
 def test_pieces_without_gradients_have_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    still = Piece(lambda x: (x + 1,), (torch.ones(3),), 1)  # type: ignore[arg-type]
-    index = Piece(lambda x: (x.argmax(), 3), (torch.ones(3, requires_grad=True),), 1)  # type: ignore[arg-type]
+    still = Piece(lambda x: (x + 1,), (torch.ones(3),), 1)
+    index = Piece(lambda x: (x.argmax(), 3), (torch.ones(3, requires_grad=True),), 1)
     called: list[str] = []
 
     def grad(*_: object, **__: object) -> list[Tensor]:
@@ -153,7 +153,7 @@ def test_threads_are_put_back_whatever_happens() -> None:
             raise RuntimeError("no such kernel")
 
         with pytest.raises(RuntimeError, match="no such kernel"):
-            sweep_all([Piece(fails, (torch.ones(1),), 1)], CPU, QUICK)  # type: ignore[arg-type]
+            sweep_all([Piece(fails, (torch.ones(1),), 1)], CPU, QUICK)
         assert torch.get_num_threads() == 2
         assert Reference(CPU).seconds(3) > 0
         assert torch.get_num_threads() == 2

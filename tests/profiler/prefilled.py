@@ -9,7 +9,7 @@ import torch
 
 from parplan.cost_models import updates
 from parplan.cost_models.conditions import here
-from parplan.cost_models.measured import CORRECTION, OVERLAP, overhead_family
+from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD
 from parplan.cost_models.profile import LinkEntry, PartEntry
 from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.store import ProfileStore
@@ -35,12 +35,10 @@ def _other_parts(busy: int) -> list[PartEntry]:
     for size in (0, *updates._SIZES):
         family = updates._family("adam")
         found.append(PartEntry(updates._signature("adam", size), family, 0.0, 4.0 * size, figures))
-    for count in {1, busy}:
-        for depth in runtime_costs._DEPTHS:
-            family = overhead_family(count)
-            found.append(PartEntry(f"{family}, {2 * depth} parameters", family, 0.0, 2.0 * depth, figures))
+    for depth in runtime_costs._DEPTHS:
+        found.append(PartEntry(f"{OVERHEAD}, {2 * depth} parameters", OVERHEAD, 0.0, 2.0 * depth, figures))
     found += [PartEntry(f"{CORRECTION}, {name}", CORRECTION, 0.0, 4.0, figures) for name in runtime_costs.CALIBRATION]
-    return [*found, PartEntry(OVERLAP, OVERLAP, 0.0, 8.0, figures)]
+    return [*found, PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, figures)]
 
 
 def prefill(store: ProfileStore, devices: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from parplan.cost_models.measured import OVERLAP
+from parplan.cost_models.measured import AGREEMENT
 from parplan.cost_models.profile import SessionProfile
 from parplan.layout import pieces
 from parplan.profiler import communication, runtime_costs
 from parplan.profiler.communication import KINDS, measure_links
 from parplan.profiler.company import Ranks
-from parplan.profiler.runtime_costs import measure_overlap
+from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.distributed import DistributedTransport
 
 __all__ = ["CASES"]
@@ -62,7 +62,7 @@ def links_are_measured_once(rank: int, ranks: int) -> None:
 
 def patterns_move_what_they_say(rank: int, ranks: int) -> None:
     """The busiest device receives the bytes an entry stands for."""
-    for kind in KINDS[:-1]:
+    for kind in KINDS[:4]:
         pattern = communication._pattern(kind, ranks)
         moved = list(pieces((64, 64), pattern.source, pattern.target))
         received = [
@@ -72,23 +72,24 @@ def patterns_move_what_they_say(rank: int, ranks: int) -> None:
         assert max(received) / 64**2 == pattern.received, kind
 
 
-def what_a_sum_steals_is_a_share_of_it(rank: int, ranks: int) -> None:
-    """Between nothing and all of the sum's time; measured once."""
-    runtime_costs._SUM_BYTES = 1 << 16
+def ranks_agree_on_what_telling_each_other_takes(rank: int, ranks: int) -> None:
+    """Measured once, the same figure on all."""
+    runtime_costs._LEAST_STEPS = 2
     transport, company, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
-    measure_overlap(transport, company, profile)
-    found = profile.get(OVERLAP)
+    costs = RuntimeCosts(CPU, company, transport)
+    costs._agreement(transport, profile, again=False)
+    found = profile.get(AGREEMENT)
     assert found is not None
-    assert 0 <= found.forward_s <= found.backward_s
-    measure_overlap(transport, company, profile)
-    assert profile.get(OVERLAP) is found
-    measure_overlap(transport, company, profile, again=True)
-    assert profile.get(OVERLAP) is not found
+    assert company.largest(found.forward_s) == found.forward_s >= 0
+    costs._agreement(transport, profile, again=False)
+    assert profile.get(AGREEMENT) is found
+    costs._agreement(transport, profile, again=True)
+    assert profile.get(AGREEMENT) is not found
 
 
 CASES = {
     "company": company_agrees,
     "links": links_are_measured_once,
     "patterns": patterns_move_what_they_say,
-    "overlap": what_a_sum_steals_is_a_share_of_it,
+    "agreement": ranks_agree_on_what_telling_each_other_takes,
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parplan.runtime.batch_norm import normalise, statistics
+from parplan.graph.batch_norm import normalise, statistics
 
 
 @dataclass(frozen=True)
