@@ -148,7 +148,8 @@ def test_what_was_learned_is_what_is_predicted_next(graph: LayerGraph, cluster: 
     plan, profile = plan_by("data parallel", 2, graph), SessionProfile()
     learn(looked_back(graph, cluster, plan, dict.fromkeys(graph.layers, FAST_S)), graph, profile)
     cost = priced(graph, cluster, profile).layer(graph.layers["4"], plan.layers["4"])
-    assert (cost.forward_s, cost.backward_s) == (FAST_S, 2 * FAST_S)
+    assert FAST_S <= cost.forward_s <= 1.02 * FAST_S  # 2 % is how runs spread: the slower of two counts
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s)
     assert cost.source.value == "measured"
 
 
@@ -161,7 +162,7 @@ def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph
     assert again.changed == tuple(graph.layers)
     assert {len(strategy.devices) for strategy in again.plan.layers.values()} == {1}
     layers = len(graph.layers)
-    assert again.now_s == pytest.approx(3 * SLOW_S * layers, rel=0.01)
+    assert again.now_s == pytest.approx(3 * SLOW_S * layers, rel=0.02)
     assert again.best_s == pytest.approx(3 * FAST_S * layers, rel=0.1)
     assert again.predicted_s == back.foreseen.prediction.step_s
     sentence = again.sentence(plan)

@@ -11,7 +11,7 @@ the reference kernel's time now where that is known. Parts that were not:
 - With nothing measured at all it is the roofline.
 
 Strategies on m devices are priced from what was measured with m devices at work, as devices of one machine share what
-there is of memory and power.
+there is of memory and power; and at what the slowest of m takes, given how runs spread, as the others wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from statistics import median
+from statistics import NormalDist, median
 
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
 from parplan.cost_models.links import BESIDE, MeasuredLinks
@@ -49,6 +49,8 @@ OVERHEAD, AGREEMENT, CORRECTION = (f"runtime {word}" for word in ("overhead", "a
 
 # Never surer than this of a figure that was not measured at its own sizes.
 LEAST_DOUBT = 0.05
+# A spread beyond this says that something else ran while a part was measured, not how devices differ.
+MOST_SPREAD = 0.2
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class MeasuredCosts:
         if known is not None:
             scale = self._scale(known)
             source = Source.SHIPPED if self._profiles[busy].origin(entry.signature) else Source.MEASURED
+            scale *= _slowest_of(len(strategy.devices), known.spread)
             cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
             return self._corrections[busy].apply(cost)
         ratio = self._ratio(entry, busy)
@@ -311,6 +314,13 @@ def _scale(measured: Measurement, reference_s: float) -> float:
 def _gradients(signature: str) -> str:
     """Which tensors of a part need a gradient, of all that it reads and writes (trials.part_signature)."""
     return "".join(mark or "-" for mark in re.findall(r"\](g?)", signature))
+
+
+def _slowest_of(devices: int, spread: float) -> float:
+    """What the slowest of several devices takes over what one does, as all wait for it (Blom's order statistic)."""
+    if devices < 2:
+        return 1.0
+    return 1 + min(spread, MOST_SPREAD) * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def _between(below: _Point, above: _Point, size_s: float) -> _Ratio:

@@ -99,7 +99,7 @@ def measure_parts(
             return Outcome(measured, len(jobs) - len(todo), len(todo) - done, tuple(failed))
         fitting = [job for job in sweep if job.nbytes <= room_bytes]
         failed += [f"{job.layer}: {_too_large(job, room_bytes)}" for job in sweep if job.nbytes > room_bytes]
-        pieces, broken = _prepared(graph, fitting, device)
+        pieces, broken = _prepared(graph, fitting, device, company)
         failed += broken
         found = sweep_all([piece for _, piece in pieces], device, effort, company) if pieces else []
         for (job, _), measurement in zip(pieces, found, strict=True):
@@ -145,19 +145,23 @@ def _fits(sweep: Sequence[_Job], job: _Job, room_bytes: float) -> bool:
 
 
 def _prepared(
-    graph: LayerGraph, jobs: Sequence[_Job], device: torch.device
+    graph: LayerGraph, jobs: Sequence[_Job], device: torch.device, company: Company
 ) -> tuple[list[tuple[_Job, Piece]], list[str]]:
-    """The parts that run on random inputs, and why others do not."""
-    ready, broken = [], []
+    """The parts that run on random inputs for all of `company`, and why others do not."""
+    ready: list[tuple[_Job, Piece]] = []
+    broken: list[str] = []
     for job in jobs:
+        reason, piece = "", None
         try:
             piece = Piece.of(graph, job.part, device)
             piece.run(piece.fresh_inputs())
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # whatever an op says of random inputs
-            reason = next(iter(str(error).splitlines()), "")
-            broken.append(f"{job.layer}: {type(error).__name__}: {reason}")
-            continue
-        ready.append((job, piece))
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        # What one of them cannot run none does, or they would fall out of step.
+        if company.agree(bool(reason)) or piece is None:
+            broken.append(f"{job.layer}: {reason or 'another process could not run it'}")
+        else:
+            ready.append((job, piece))
     return ready, broken
 
 

@@ -6,7 +6,8 @@ under other conditions is said, never used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -136,14 +137,15 @@ def _drift(profiles: dict[int, Profile], now_s: float) -> tuple[str, ...]:
 
 
 def _elsewhere(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str) -> Known:
-    """A shipped profile of this kind of device, made with any torch: it says so itself; else estimates."""
+    """The shipped profile of this kind of device made with the newest torch, which the note names; else estimates."""
     kind = cluster.groups[0].device.kind
-    groups = [group for group in shipped() if group.conditions.device == kind]
-    if not groups or cluster.mixed:
+    # Measured with torch's own switches, so in fp32, and with one device at work.
+    usable = [g.conditions for g in shipped() if g.conditions == replace(g.conditions, device=kind, busy=1, flags="")]
+    if not usable or cluster.mixed or precision != "fp32":
         return Known(RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer))
-    newest = max(groups, key=lambda group: group.conditions.torch)
-    profile = with_shipped(SessionProfile(), newest.conditions)
+    newest = max(usable, key=lambda conditions: [int(digits) for digits in re.findall(r"\d+", conditions.torch)])
+    profiles = {1: with_shipped(SessionProfile(), newest)}
     costs = profiled_costs(
-        graph, cluster, {1: profile}, kind=kind, backend="none", precision=precision, optimizer=optimizer
+        graph, cluster, profiles, kind=kind, backend="none", precision=precision, optimizer=optimizer
     )
-    return Known(costs, (f"Costs from the shipped profile of {newest.conditions.describe()}.",))
+    return Known(costs, (f"Costs from the shipped profile of {newest.describe()}.",))

@@ -291,7 +291,8 @@ def _work(
     # An interrupt of the whole group is the parent's to handle; when the parent itself is gone, torch sends one too.
     signal.signal(signal.SIGINT, lambda *_: os._exit(1) if os.getppid() != parent else None)
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":  # elsewhere the interface has other names
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "nccl" if settings.device_type == "cuda" else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank)

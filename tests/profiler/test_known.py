@@ -116,7 +116,7 @@ def test_a_device_that_runs_slower_now_is_scaled_and_said(store: ProfileStore) -
     found = known(store)
     assert "The reference kernel is 1.25 x slower now than when the profile was measured." in found.notes
     layer = perceptron().layers["2"]
-    assert found.costs.layer(layer, TWO).forward_s == pytest.approx(1.25)
+    assert found.costs.layer(layer, TWO).forward_s == pytest.approx(1.25, rel=0.02)  # and the slower of two
 
 
 @pytest.mark.parametrize(("then_s", "words"), [(2.5e-3, "1.25 x faster now"), (1.9e-3, ""), (0.0, "")])
