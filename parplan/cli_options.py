@@ -26,11 +26,13 @@ arguments, a dict of keyword arguments, or a function that returns one;
 
 OVERVIEW = """\
 Plans a PyTorch model over several devices, proves the plan, explains it,
-and checks its numbers.
+checks its numbers, and measures what it costs.
 
   parplan analyze model.py --gpus 4                   plan for 4 GPUs
   parplan analyze model.py --gpus 4 --out plan.json   and keep the plan
-  parplan verify model.py --plan plan.json            the plain model's numbers?"""
+  parplan verify model.py --plan plan.json            the plain model's numbers?
+  parplan profile model.py --devices 2                measure what plans cost
+  parplan run-report model.py --devices 2             predicted and measured"""
 
 ANALYZE = f"""\
 Finds the fastest plan for a model on some GPUs and says why.

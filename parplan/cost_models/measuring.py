@@ -9,7 +9,7 @@ on where the first one stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -102,8 +102,9 @@ def measure_parts(
         pieces, broken = _prepared(graph, fitting, device, company)
         failed += broken
         found = sweep_all([piece for _, piece in pieces], device, effort, company) if pieces else []
-        for (job, _), measurement in zip(pieces, found, strict=True):
-            profile.put(part_entry(graph, job.part, measurement))
+        for (job, piece), measurement in zip(pieces, found, strict=True):
+            known = replace(measurement, saved_bytes=piece.saved_bytes(), peak_bytes=piece.peak_bytes())
+            profile.put(part_entry(graph, job.part, known))
         measured, done = measured + len(found), done + len(sweep)
     if on_progress is not None:
         on_progress(len(todo), len(todo))
