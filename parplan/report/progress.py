@@ -17,7 +17,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Column
 
@@ -47,6 +54,15 @@ class _Counted(MofNCompleteColumn):
         """The text for one phase."""
         text = super().render(task)
         return text if task.total is not None else text[:0]
+
+
+class _Left(TimeRemainingColumn):
+    """`0:42 left`, and nothing where that is not known."""
+
+    def render(self, task: Task) -> Text:
+        """The text for one phase."""
+        text = super().render(task)
+        return text.append(" left") if task.time_remaining else text[:0]
 
 
 class Progress:
@@ -103,6 +119,7 @@ def _columns(console: Console) -> list[ProgressColumn]:
         BarColumn(bar_width=24),
         _Counted(),
         TimeElapsedColumn(),
+        _Left(compact=True),
     ]
 
 

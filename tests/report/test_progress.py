@@ -7,8 +7,9 @@ import math
 
 import pytest
 from rich.console import Console
+from rich.progress import ProgressSample, Task, TaskID
 
-from parplan.report.progress import Progress
+from parplan.report.progress import Progress, _Left
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -67,6 +68,18 @@ def states(callback: str, *values: float) -> str:
 )
 def test_a_terminal_shows_where_it_stands(callback: str, values: tuple[float, ...], words: str) -> None:
     assert words in states(callback, *values)
+
+
+def test_time_left_is_shown_where_it_is_known() -> None:
+    clock = iter(range(1000))
+    for total, words in ((40, " left"), (None, "")):
+        task = Task(TaskID(0), "Measuring", total, 0, _get_time=lambda: float(next(clock)))
+        task.start_time = 0.0
+        task._progress.extend(ProgressSample(float(at), 1.0) for at in range(1, 11))
+        task.completed = 10
+        text = _Left(compact=True).render(task).plain
+        assert text.endswith(words)
+        assert bool(text) == bool(words)
 
 
 def interrupted(shown: Progress) -> None:
