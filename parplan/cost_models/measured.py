@@ -55,13 +55,12 @@ MOST_SPREAD = 0.2
 
 @dataclass(frozen=True)
 class _Point:
-    """A measured part beside its estimate: seconds at a device that reaches its peaks, and how far it is from them.
+    """A measured part beside its estimate: how far it is from a device that reaches its peaks.
 
     Sizes are compared by `size_s`, which knows no least time of a kernel; `gradients` says which tensors need one.
     """
 
     size_s: float
-    ideal_s: float
     gradients: str
     forward: float
     backward: float
@@ -257,7 +256,7 @@ class MeasuredCosts:
         forward = entry.measurement.forward_s * scale / ideal_s
         backward = entry.measurement.backward_s * scale / ideal_s
         size_s, gradients = self._size_s(entry), _gradients(entry.signature)
-        return _Point(size_s, ideal_s, gradients, forward, backward, entry.measurement.spread)
+        return _Point(size_s, gradients, forward, backward, entry.measurement.spread)
 
     def _ideal_s(self, entry: PartEntry) -> float:
         return max(self._size_s(entry), self._fallback.ideal_seconds(0.0, 0.0))

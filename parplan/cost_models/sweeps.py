@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from parplan.cost_models.reference import Reference
-from parplan.cost_models.sampling import Effort, Measurement, one_thread
+from parplan.cost_models.sampling import Effort, Measurement, one_thread, spread_of
 from parplan.cost_models.trials import Piece
 
 __all__ = ["Alone", "Company", "now", "speed_now", "sweep_all"]
@@ -119,12 +119,9 @@ class _Figures:
 
     @property
     def spread(self) -> float:
-        """1.48 times the median distance from the median, relative; 1.0 for a single run."""
+        """How far runs are from their median, relative."""
         totals = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
-        middle = median(totals)
-        if len(totals) < 2 or middle <= 0:
-            return 1.0
-        return 1.4826 * median(abs(total - middle) for total in totals) / middle
+        return spread_of(totals, median(totals))
 
     @property
     def error(self) -> float:

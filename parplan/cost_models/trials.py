@@ -11,14 +11,14 @@ from torch import Tensor, fx
 
 from parplan.cost_models.op_calls import op_calls
 from parplan.cost_models.profile import PartEntry
-from parplan.cost_models.sampling import Measurement, Trial
+from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.work import op_work
 from parplan.graph import batch_norm
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 
-__all__ = ["Piece", "family_of", "part_entry", "part_signature", "step_trial"]
+__all__ = ["Piece", "family_of", "part_entry", "part_signature"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -147,34 +147,6 @@ def _with_shared_statistics(part: LocalLayer, names: Sequence[str]) -> Callable[
         return (batch_norm.normalise(x, parts, weight, bias, mean, variance, momentum, eps),)
 
     return run
-
-
-def step_trial(graph: LayerGraph, parts: Sequence[LocalLayer], device: torch.device) -> Trial:
-    """All layers of a model on one device, from user inputs to user outputs and back."""
-    outputs = tuple(value for value in graph.user_outputs if isinstance(value, str))
-    names = tuple(dict.fromkeys(n for part in parts for n in _outside(graph, part)))
-    first = {name: part for part in reversed(parts) for name in _outside(graph, part)}
-    module = local_module(graph, parts, names, outputs)
-    return _trial(module, [_tensor(graph, first[name], name, device) for name in names])
-
-
-def _outside(graph: LayerGraph, part: LocalLayer) -> list[str]:
-    layer = part.layer
-    return [n for n in (*layer.inputs, *layer.parameters, *layer.buffers) if n not in graph.producer]
-
-
-def _trial(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Trial:
-    leaves = [tensor for tensor in inputs if tensor.requires_grad]
-
-    def forward() -> Any:
-        return module(*inputs)
-
-    def backward(outputs: Sequence[Any]) -> None:
-        ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-        if ends and leaves:
-            torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
-
-    return Trial(forward, backward)
 
 
 def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device) -> Tensor:

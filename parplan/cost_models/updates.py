@@ -22,7 +22,7 @@ from torch import nn
 
 from parplan.cost_models.profile import PartEntry, Profile
 from parplan.cost_models.reference import Reference
-from parplan.cost_models.sampling import Measurement, one_thread
+from parplan.cost_models.sampling import Measurement, one_thread, spread_of
 from parplan.cost_models.sweeps import Alone, Company, now, speed_now
 
 __all__ = ["OPTIMIZERS", "UpdateTimes", "measure_updates"]
@@ -90,8 +90,7 @@ class _Timer:
                 references.append(speed_now(self._reference, self._company))
                 times.append(seconds())
         middle, reference_s = self._company.mean([median(times), median(references)])
-        spread = 1.4826 * median(abs(time - middle) for time in times) / middle if middle > 0 else 1.0
-        return Measurement(middle, 0.0, spread, len(times), reference_s, when=now())
+        return Measurement(middle, 0.0, spread_of(times, middle), len(times), reference_s, when=now())
 
     def _timed(self, step: Callable[[], Any]) -> float:
         self._caches.add_(1.0)

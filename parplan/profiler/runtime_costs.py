@@ -24,7 +24,7 @@ from parplan.cost_models.measuring import Request, measure_parts
 from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
 from parplan.cost_models.reference import Reference
 from parplan.cost_models.roofline import RooflineCosts, part_of
-from parplan.cost_models.sampling import Effort, Measurement, one_thread
+from parplan.cost_models.sampling import Effort, Measurement, one_thread, spread_of
 from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.cost_models.trials import part_signature
 from parplan.graph.capture import capture
@@ -83,8 +83,7 @@ class RuntimeCosts:
                 references.append(speed_now(reference, self._company))
                 times.append(between_compute(lambda: _tell(transport), reference, self._company, 4))
         middle = median(times)
-        spread = 1.4826 * median(abs(time - middle) for time in times) / middle if middle > 0 else 1.0
-        measured = Measurement(middle, 0.0, spread, len(times), median(references), when=now())
+        measured = Measurement(middle, 0.0, spread_of(times, middle), len(times), median(references), when=now())
         profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
 
     def _correction(self, profile: Profile, name: str, again: bool) -> None:
@@ -143,7 +142,7 @@ class _Trial:
                 references.append(speed_now(reference, self._company, 5))
                 times += self._steps()
                 parts.append(self._parts_s())
-        own_spread = 1.4826 * median(abs(time - median(times)) for time in times) / median(times)
+        own_spread = spread_of(times, median(times))
         step_s, parts_s, reference_s = self._company.mean([median(times), median(parts), median(references)])
         return _Both(step_s, parts_s, own_spread, len(times), reference_s)
 
