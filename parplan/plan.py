@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +17,22 @@ from typing import Any
 from parplan.errors import PlanError
 from parplan.layout import Grid
 
-__all__ = ["SCHEMA", "Plan", "Strategy"]
+__all__ = ["SCHEMA", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
+
+
+class Scheme(Enum):
+    """In which order the samples of many replicas reach layers with fewer (Krizhevsky 2014, section 4).
+
+    gather: all at once, and the layers run once. broadcast: one replica's samples at a time. interleave: an equal share
+    of every replica's samples at a time. With the last two the layers with fewer replicas run in passes.
+    """
+
+    GATHER = "gather"
+    BROADCAST = "broadcast"
+    INTERLEAVE = "interleave"
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class Plan:
         devices: how many logical devices there are.
         rules: "default" or "strict" reading of the divisibility rules.
         layers: strategy per layer name, in forward order.
+        scheme: how samples get from many replicas to layers with fewer.
     """
 
     model: str
@@ -71,15 +85,10 @@ class Plan:
     devices: int
     layers: Mapping[str, Strategy]
     rules: str = "default"
+    scheme: Scheme = Scheme.GATHER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
-
-    @property
-    def passes(self) -> int:
-        """Trips through the layers with fewest replicas: max replicas / min replicas."""
-        counts = [strategy.replicas for strategy in self.layers.values()]
-        return max(counts, default=1) // min(counts, default=1)
 
     def with_layers(self, layers: Mapping[str, Strategy]) -> Plan:
         """The same plan with some layers' strategies replaced."""
@@ -94,6 +103,7 @@ class Plan:
             "batch": self.batch,
             "devices": self.devices,
             "rules": self.rules,
+            **({} if self.scheme is Scheme.GATHER else {"scheme": self.scheme.value}),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = [f"    {json.dumps(name)}: {json.dumps(_to_dict(s))}" for name, s in self.layers.items()]
@@ -152,14 +162,25 @@ def _plan_from(data: Any, where: str) -> Plan:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise PlanError(f"{where} has schema {found!r}; this version of parplan reads {SCHEMA!r}")
-    _check_fields(data, {**_PLAN_FIELDS, "layers": dict}, set(), where)
+    _check_fields(data, {**_PLAN_FIELDS, "layers": dict, "scheme": str}, {"scheme"}, where)
     if data["rules"] not in RULES:
         raise PlanError(f"{where}: rules {data['rules']!r} is not one of {', '.join(RULES)}")
+    schemes = [scheme.value for scheme in Scheme]
+    if data.get("scheme", "gather") not in schemes:
+        raise PlanError(f"{where}: scheme {data['scheme']!r} is not one of {', '.join(schemes)}")
     for key in ("batch", "devices"):
         if data[key] < 1:
             raise PlanError(f"{where}: {key} is {data[key]}; it must be at least 1")
     layers = {name: _strategy_from(entry, f"{where}: {name}") for name, entry in data["layers"].items()}
-    return Plan(data["model"], data["fingerprint"], data["batch"], data["devices"], layers, data["rules"])
+    return Plan(
+        data["model"],
+        data["fingerprint"],
+        data["batch"],
+        data["devices"],
+        layers,
+        data["rules"],
+        Scheme(data.get("scheme", "gather")),
+    )
 
 
 def _strategy_from(entry: Any, where: str) -> Strategy:

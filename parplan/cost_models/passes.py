@@ -16,11 +16,11 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.cost_models.collectives import Topology
 from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory, StepCost, TransferCost, TransferMatrix
-from parplan.cost_models.schemes import Scheme, exposed, rounds
+from parplan.cost_models.schemes import exposed, rounds
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Layout
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 
 __all__ = ["PassCosts"]
 
@@ -79,7 +79,7 @@ class PassCosts:
         costs = [self.of_pass.layer(self.graph.layers[name], strategy) for name, strategy in behind]
         return sum(cost.forward_s + cost.backward_s for cost in costs)
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Seconds of all passes of the slowest device's part of `layer`."""
         if strategy.replicas == self.most:
             return self.costs.layer(layer, strategy)

@@ -1,4 +1,4 @@
-"""How samples get from many replicas to layers with fewer, and how much of that time can be hidden.
+"""How the samples of one pass get from many replicas to layers with fewer, and its results back.
 
 Krizhevsky ("One weird trick", arXiv 1404.5997, section 4) names three schemes for K workers whose samples meet in
 layers that every worker has a part of:
@@ -7,77 +7,63 @@ layers that every worker has a part of:
     broadcast   one worker at a time sends its samples; the layers run K times
     interleave  all send 1/K of theirs at a time; the layers run K times
 
-With K rounds, the next round's samples come, and the last round's gradients leave, while this one is computed: lanes
-carry both ways at once and those who send are not those who receive, so a round lasts as long as the longest of the
-three. What cannot be hidden is the first round on its way in and the last on its way out. Only compute hides it: the
-shards' own messages need the same lanes. A lone sender has its own lane only, and K - 1 copies to put on it: a
-broadcast is slow where a gather, which uses all lanes, is not.
+A lone sender has its own lane only, and a copy for everybody to put on it. So where more than two want all of its
+samples it deals them out first, and those who got a share each then pass it on to the others (a broadcast as a scatter
+and an all-gather): its lane carries them about twice instead of K - 1 times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-import numpy as np
+from parplan.graph.stages import Stages
+from parplan.layout import Grid, Layout
+from parplan.plan import Scheme
 
-from parplan.cost_models.collectives import FloatArray, Linear, Topology
-from parplan.cost_models.moves import moves
-from parplan.layout import Layout
+__all__ = ["Hop", "hops"]
 
-__all__ = ["Exposed", "Scheme", "exposed", "rounds"]
-
-
-class Scheme(Enum):
-    """In which order the samples of several replicas are sent."""
-
-    GATHER = "gather"
-    BROADCAST = "broadcast"
-    INTERLEAVE = "interleave"
+# More than so many who want the same, and it is dealt out first.
+DIRECT = 2
 
 
 @dataclass(frozen=True)
-class Exposed:
-    """Seconds of a boundary that hold up the step, on the way in and on the way back."""
+class Hop:
+    """One change of layout of one pass's samples."""
 
-    forward_s: float
-    backward_s: float
-
-
-def rounds(topology: Topology, scheme: Scheme, source: Layout, target: Layout) -> tuple[Linear, ...]:
-    """What each round takes by the whole tensor's bytes, when samples go from `source` to `target` or back.
-
-    There are as many rounds as the layout with more replicas has of them; one when everything is gathered at once.
-    """
-    moved = moves(source, target)
-    share = moved.foreign / moved.total
-    count = max(source.grid.replicas, target.grid.replicas)
-    if scheme is Scheme.GATHER:
-        parts = [share]
-    elif scheme is Scheme.INTERLEAVE:
-        parts = [share / count] * count
-    else:
-        parts = _by_replica(share, source, target)
-    return tuple(topology.traffic(part, moved.senders, moved.receivers) for part in parts)
+    source: Layout
+    target: Layout
 
 
-def exposed(round_s: Sequence[float], beside_s: float | None) -> Exposed:
-    """What holds up the step when `beside_s` seconds of compute run beside each round but the first.
+def hops(
+    scheme: Scheme, stages: Stages, source: Layout, target: Layout, number: int, dim: int | None
+) -> tuple[Hop, ...]:
+    """What the samples of pass `number` do to get from `source` to `target`, one after another.
 
     Args:
-        round_s: seconds of each round, the same in both directions; at least one.
-        beside_s: None when nothing is sent while anything is computed.
+        source, target: the layouts of the whole value; one of them has the rows of the many replicas.
+        dim: where samples lie.
     """
-    if beside_s is None:
-        return Exposed(sum(round_s), sum(round_s))
-    waits_s = sum(max(0.0, seconds - beside_s) for seconds in round_s[1:])
-    return Exposed(round_s[0] + waits_s, round_s[-1])
+    if scheme is not Scheme.BROADCAST:
+        return (Hop(source, target),)
+    start, end = (_of_pass(layout, stages, number) for layout in (source, target))
+    if dim is None or end.shard_dim is not None or _copies(end) <= DIRECT:
+        return (Hop(start, end),)
+    dealt = Layout(Grid(end.grid.devices, len(end.grid.devices), 1), dim)
+    return (Hop(start, dealt), Hop(dealt, end))
 
 
-def _by_replica(share: FloatArray, source: Layout, target: Layout) -> list[FloatArray]:
-    """What one replica after another sends (or receives, where the target has more of them)."""
-    many = source.grid if source.grid.replicas >= target.grid.replicas else target.grid
-    rows = np.arange(len(many.devices)) // many.shards
-    across = rows[None, :] if many is source.grid else rows[:, None]
-    return [np.where(across == row, share, 0.0) for row in range(many.replicas)]
+def _of_pass(layout: Layout, stages: Stages, number: int) -> Layout:
+    """The rows that have the samples of a pass; all of them where rows are not those of the many replicas."""
+    grid = layout.grid
+    if layout.batch_dim is None or grid.replicas % stages.most:
+        return layout
+    each = grid.replicas // stages.most
+    rows = [row for row in range(grid.replicas) if row // each % stages.passes == number]
+    devices = tuple(device for row in rows for device in grid.row(row))
+    return Layout(Grid(devices, len(rows), grid.shards), layout.batch_dim, layout.shard_dim, layout.partial)
+
+
+def _copies(layout: Layout) -> int:
+    """How many devices want the same samples."""
+    rows = layout.grid.replicas if layout.batch_dim is not None else 1
+    return len(layout.grid.devices) // rows

@@ -13,7 +13,8 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.plan import Strategy
 from parplan.runtime.draws import Draws
-from parplan.runtime.program import Code, Compute, Program, Transfer
+from parplan.runtime.hooks import HookCalls
+from parplan.runtime.program import Code, Compute, Forward, Program
 
 __all__ = ["Codes", "written_buffers"]
 
@@ -28,6 +29,8 @@ class Codes:
         program: the steps.
         draws: sets apart the ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.
+        places: where each device of this process lives.
+        hooks: the hooks of the user's modules.
         marks: told when a layer begins and when it is done.
     """
 
@@ -38,6 +41,8 @@ class Codes:
         program: Program,
         draws: Draws,
         dropout: bool,
+        places: Mapping[int, torch.device],
+        hooks: HookCalls,
         marks: Marks | None = None,
     ) -> None:
         self._graph = graph
@@ -45,13 +50,16 @@ class Codes:
         self._slots = program.slots
         self._draws = draws
         self._dropout = dropout
+        self._places = places
+        self._hooks = hooks
         self._marks = marks
         self._made: dict[_Key, Function] = {}
 
     def get(self, step: Compute, device: int) -> Function:
         """What `device` runs in `step`; its arguments are the step's operands, then its states."""
         row, column = step.grid.position(device)
-        key = _Key(id(step), row if self._draws.any else 0, column if step.grid.shards > 1 else 0, step.batch(device))
+        own_row, own_column = row if self._draws.any or self._graph.sites else 0, column if step.grid.shards > 1 else 0
+        key = _Key(id(step), own_row, own_column, step.batch(device), self._places[device])
         if key not in self._made:
             self._made[key] = self._make(step, key)
         return self._made[key]
@@ -65,9 +73,10 @@ class Codes:
         parts = [LocalLayer(self._graph.layers[n], self._strategies[n], key.column, key.batch) for n in step.layers]
         inputs = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
         results = [result.name for result in step.results]
-        made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks)
+        made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks, key.place)
         for part in parts if self._dropout else ():
             self._draws.apply(made, part, key.row)
+        self._hooks.apply(made, key.row, step.turn)
         return self._with_entries(step, made.forward)
 
     def _marked(self, step: Compute, code: Function) -> Function:
@@ -107,11 +116,12 @@ class _Key:
     row: int
     column: int
     batch: int
+    place: torch.device
 
 
-def written_buffers(graph: LayerGraph, step: Compute | Transfer) -> frozenset[str]:
+def written_buffers(graph: LayerGraph, step: Forward) -> frozenset[str]:
     """Buffers that a step writes: the running statistics of batch norm in training."""
-    if isinstance(step, Transfer):
+    if not isinstance(step, Compute):
         return frozenset()
     nodes = [node for name in step.layers for node in graph.layers[name].nodes]
     norms = [node for node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[5]]

@@ -21,8 +21,10 @@ from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
 from parplan.runtime.devices import Device, existing, logical, transport_for
+from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.example import Example
+from parplan.runtime.executor import Executor
 from parplan.runtime.expected import Expected
 from parplan.runtime.kept import kept_modes
 from parplan.runtime.measured import MeasuredStep
@@ -30,6 +32,7 @@ from parplan.runtime.measuring import Effort, Recorder, Subject, measure
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
 from parplan.runtime.sharding import same_start
+from parplan.runtime.train_step import StagedStep, arguments, moments
 
 __all__ = ["Compiled"]
 
@@ -49,6 +52,8 @@ class Compiled(nn.Module):
             one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
             each process its own number).
         dropout: False switches dropout off, for comparisons.
+        threads: True gives every logical device of this process a thread of its own that runs its work; a function of
+            the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
         group: the process group, under torchrun; default: all processes.
 
     Attributes:
@@ -68,6 +73,7 @@ class Compiled(nn.Module):
         batch_norm: str = "global",
         scalars: str = "whole",
         dropout: bool = True,
+        threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -84,7 +90,7 @@ class Compiled(nn.Module):
         self._batch: int | None = None
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
-        self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout}
+        self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -95,6 +101,7 @@ class Compiled(nn.Module):
             global_statistics=batch_norm == "global",
             per_replica=scalars == "per_replica",
             dropout=dropout,
+            threads=threads,
         )
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
@@ -107,23 +114,87 @@ class Compiled(nn.Module):
         Raises:
             RuntimeFailure: no samples, or another process failed.
         """
+        if torch.compiler.is_exporting():
+            return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
         return self._follow(Call.of(args, kwargs, self._dim))
+
+    def train_step(
+        self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
+    ) -> Tensor:
+        """One training step, with every weight updated as often as the plan says (`update_period`).
+
+        Where the plan updates all weights once this is the usual loop: `zero_grad()`, forward, loss, `backward()`,
+        `step()`. Else every pass goes forward and backward by itself (runtime/train_step.py), `loss_fn` is called with
+        each pass's results and targets and has to be a mean over samples, and gradient hooks of parameters do not run.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+            targets: what `loss_fn` compares with; tensors that carry samples are cut as the results are.
+            loss_fn: gives one number from results and targets.
+            optimizer: of this model's parameters.
+
+        Returns:
+            The loss, a tensor of shape () without a graph: the mean over this process's samples.
+
+        Raises:
+            RuntimeFailure: the model is in evaluation mode.
+            PlanError: the plan's periods do not divide its passes, or a pass has no results of its own.
+        """
+        if not self.training:
+            raise RuntimeFailure("train_step trains, and the model is in evaluation mode; call train() first")
+        args, kwargs = arguments(inputs)
+        call = Call.of(args, kwargs, self._dim)
+        step = self._staged(call, targets, loss_fn, optimizer)
+        if step is not None:
+            return step
+        optimizer.zero_grad()
+        loss = loss_fn(self(*args, **kwargs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def _staged(
+        self, call: Call, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
+    ) -> Tensor | None:
+        """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
+        captured = self._find(call)
+        executor = self._ready(call, captured)
+        staged = executor.program.staged
+        found = moments(captured, staged)
+        if not found or staged is None:
+            return None
+        graph, program = captured.graph, executor.program
+        step = StagedStep(
+            executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, self._dim, loss_fn, optimizer
+        )
+        loss = step.run(staged, self._inputs(call, graph), found)
+        self._after(graph)
+        return loss
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
+        executor = self._ready(call, captured)
+        if recorder is not None:
+            executor = recorder.executor(executor)
+        results = executor(self._inputs(call, captured.graph))
+        self._after(captured.graph)
+        return self._nested(captured.graph, executor.program, results)
+
+    def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
+        """The user's tensors by the names of their values."""
+        values = zip(graph.user_inputs, _placed(call), strict=True)
+        return {name: tensor for name, tensor in values if name is not None and tensor is not None}
+
+    def _ready(self, call: Call, captured: Captured) -> Executor:
+        """What runs a graph for these samples, with the ranks' buffers in step."""
         samples = self._agree(call, captured)
         if captured.shares or self._transport.processes == 1:
             call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
         executor = self._programs.executor(captured, samples)
-        if recorder is not None:
-            executor = recorder.executor(executor)
         self.program = executor.program
         if self._programs.sync is not None:
             self._programs.sync.run()
-        values = zip(captured.graph.user_inputs, _placed(call), strict=True)
-        results = executor({name: tensor for name, tensor in values if name is not None and tensor is not None})
-        self._after(captured.graph)
-        return self._nested(captured.graph, executor.program, results)
+        return executor
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""
@@ -246,13 +317,43 @@ class Compiled(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state, with its names; under torchrun full tensors, gathered by all ranks together."""
-        state = self.module.state_dict(*args, **kwargs)
-        return self._programs.sharding.gather(state) if self._programs.sharding else state
+        sharding = self._programs.sharding
+        if sharding is None:
+            return self.module.state_dict(*args, **kwargs)
+        # As a part of a larger model it adds to that model's state, under a prefix.
+        whole, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
+        own = sharding.gather(self.module.state_dict(*args, **kwargs))
+        if whole is None and not prefix:
+            return own
+        whole = whole if whole is not None else {}
+        whole.update({prefix + name: value for name, value in own.items()})
+        return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a plain model's state, of full tensors; each rank keeps its blocks."""
         state = self._programs.sharding.cut(state_dict) if self._programs.sharding else state_dict
         return self.module.load_state_dict(state, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as a part of a larger model, which has its state under `prefix`."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        try:
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            found = self.load_state_dict(own, strict=False, assign=assign)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in found.missing_keys]
+        unexpected_keys += [prefix + name for name in found.unexpected_keys if strict]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -263,6 +364,12 @@ class Compiled(nn.Module):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module's children."""
         return self.module.named_children()
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attribute, for what a compiled model does not have itself."""
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
         """Move or convert the module; what was captured no longer fits."""

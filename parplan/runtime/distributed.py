@@ -115,6 +115,9 @@ class DistributedTransport:
     def begin(self) -> None:
         """Nothing to order: everything runs on the caller's stream."""
 
+    def show(self) -> None:
+        """Nothing to order: the caller's stream is the one that everything runs on."""
+
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
         for sent in self._sent:

@@ -18,9 +18,11 @@ from torch import fx
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
+from parplan.graph.packed import RNN_PACKED
 from parplan.plan import Strategy
+from parplan.runtime.program import Compute
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "draws_any"]
 
 aten = torch.ops.aten
 
@@ -35,6 +37,7 @@ _SWITCHES: dict[Any, int] = {
     aten.gru.input: 5,
     aten.rnn_tanh.input: 5,
     aten.rnn_relu.input: 5,
+    RNN_PACKED: 6,
 }
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that seeds of different places differ
 _SEEDS = 1 << 63
@@ -45,16 +48,19 @@ class Draws:
 
     Attributes:
         seed: of this call; the same in every process.
+        turn: the pass that is running, so that passes draw different numbers.
     """
 
     def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
         order = [node.name for layer in graph.layers.values() for node in layer.nodes]
         self._index = {name: index for index, name in enumerate(order)}
         self._most = 1 + max((len(strategy.devices) for strategy in strategies.values()), default=0)
+        self._places = len(order) * self._most**2
         self._layers = {
             name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
         }
         self.seed = 0
+        self.turn = 0
 
     @property
     def any(self) -> bool:
@@ -82,13 +88,19 @@ class Draws:
         def seeded(*args: Any, **kwargs: Any) -> Any:
             generator = _generator(next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu")))
             state = generator.get_state()
-            generator.manual_seed((self.seed + (place + 1) * _STRIDE) % _SEEDS)
+            own = self.turn * self._places + place + 1
+            generator.manual_seed((self.seed + own * _STRIDE) % _SEEDS)
             try:
                 return op(*args, **kwargs)
             finally:
                 generator.set_state(state)
 
         return seeded
+
+
+def draws_any(graph: LayerGraph, step: Compute) -> bool:
+    """Whether a step draws random numbers, from whichever generator."""
+    return any(_is_random(node) for name in step.layers for node in graph.layers[name].nodes)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -7,7 +7,7 @@ whatever the model, and nothing can wait in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.runtime.codes import Codes, written_buffers
-from parplan.runtime.draws import Draws
+from parplan.runtime.dispatch import Dispatch, Inline
+from parplan.runtime.draws import Draws, draws_any
+from parplan.runtime.hooks import HookCalls
 from parplan.runtime.parameters import Store
-from parplan.runtime.program import Compute, Program, Transfer
+from parplan.runtime.program import Compute, Forward, Program
 from parplan.runtime.recorded import RecordedRun, RecordedTransport
 from parplan.runtime.run import Run
 from parplan.runtime.timeline import Timeline
@@ -40,6 +42,7 @@ class Executor:
         dropout: whether dropout drops anything.
         draws: sets apart ops that draw on several devices at once; default: those of the graph and strategies.
         timeline: records what a step spends its time on; default: nothing does, and nothing is spent on it.
+        dispatch: who runs the devices' work; default: the caller's thread.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Executor:
         dropout: bool = True,
         draws: Draws | None = None,
         timeline: Timeline | None = None,
+        dispatch: Dispatch | None = None,
     ) -> None:
         self.graph = graph
         self.program = program
@@ -60,11 +64,15 @@ class Executor:
         self.timeline = timeline
         self.transport = transport if timeline is None else RecordedTransport(transport, timeline, program)
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
-        self._draws = draws if draws is not None else Draws(graph, strategies)
+        self.draws = draws if draws is not None else Draws(graph, strategies)
         self._dropout = dropout
         self._strategies = strategies
         self._run = Run if timeline is None else RecordedRun
-        self.codes = Codes(graph, strategies, program, self._draws, dropout, timeline)
+        self.hooks = HookCalls(graph, strategies)
+        places = {device: transport.physical(device) for device in transport.owned}
+        self.codes = Codes(graph, strategies, program, self.draws, dropout, places, self.hooks, timeline)
+        self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()
+        self._drawing = {id(step) for step in program.forward if isinstance(step, Compute) and draws_any(graph, step)}
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._last_reads = _last_reads(program)
@@ -92,9 +100,13 @@ class Executor:
             self.transport,
             output=self.deliver_from,
             dropout=self._dropout,
-            draws=self._draws,
+            draws=self.draws,
             timeline=timeline,
         )
+
+    def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:
+        """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
+        self.dispatch.each(self.owned(step.grid.devices), work, in_turn=not backward and id(step) in self._drawing)
 
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""
@@ -114,7 +126,7 @@ class Executor:
                 if state.name in self._written[self._indices[id(step)]]:
                     self.store.write_back(state, device)
 
-    def last_reads(self, step: Compute | Transfer) -> Sequence[str]:
+    def last_reads(self, step: Forward) -> Sequence[str]:
         """Slots that nothing reads after this forward step."""
         return self._last_reads[self._indices[id(step)]]
 
@@ -124,17 +136,13 @@ def _last_reads(program: Program) -> list[list[str]]:
     kept = {*program.outputs, *program.updates.values()}
     last: dict[str, int] = {}
     for index, step in enumerate(program.forward):
-        for slot in _reads(step):
+        for slot in step.reads:
             last[slot] = index
     found: list[list[str]] = [[] for _ in program.forward]
     for slot, index in last.items():
         if slot not in kept:
             found[index].append(slot)
     return found
-
-
-def _reads(step: Compute | Transfer) -> list[str]:
-    return [step.source] if isinstance(step, Transfer) else [operand.slot for operand in step.operands]
 
 
 class _Call(torch.autograd.Function):

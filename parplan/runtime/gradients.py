@@ -55,7 +55,13 @@ class Gradients:
 
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
-        self._terms[state.name][device].append(_Term(state.blocks[device], gradient, own))
+        terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
+        if terms and terms[-1].own and terms[-1].block == term.block and terms[-1].gradient.is_contiguous():
+            # Steps that use a block one after another (passes) need no more memory than one of them.
+            with self._transport.on(device):
+                terms[-1].gradient.add_(gradient)
+        else:
+            terms.append(term)
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""

@@ -67,10 +67,11 @@ def _overlap(a: Region, b: Region) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Gradients that can share a flat tensor."""
+    """Gradients that can share a flat tensor: those that one step of the optimizer, maybe one of several, needs."""
 
     groups: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    period: int
 
 
 @dataclass
@@ -81,11 +82,14 @@ class _Open:
     bytes_left: int
 
 
-def buckets(graph: LayerGraph, held: Holdings, memories: Sequence[int]) -> tuple[Bucket, ...]:
+def buckets(
+    graph: LayerGraph, held: Holdings, memories: Sequence[int], periods: Mapping[str, int]
+) -> tuple[Bucket, ...]:
     """Parameters whose gradient has terms in several memories, grouped in the order they become ready.
 
     Args:
         memories: for every logical device, which memory it works in; terms in one memory are summed in place.
+        periods: after how many passes each parameter is updated, of those in layers that run in passes.
     """
     filled: list[Bucket] = []
     being: dict[_Kind, _Open] = {}
@@ -94,7 +98,7 @@ def buckets(graph: LayerGraph, held: Holdings, memories: Sequence[int]) -> tuple
         if not graph.values[parameter].requires_grad or not _crosses(groups, memories):
             continue
         spec = graph.values[parameter]
-        kind = _Kind(groups, spec.dtype)
+        kind = _Kind(groups, spec.dtype, periods.get(parameter, 0))
         size = max(prod(shape_of(block)) for block in held[parameter].values()) * spec.dtype.itemsize
         if size >= ALONE_BYTES:
             filled.append(Bucket((parameter,), groups))

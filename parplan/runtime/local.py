@@ -61,9 +61,13 @@ class LocalTransport:
         """The devices' streams wait for the caller's."""
         self._streams.begin()
 
-    def end(self) -> None:
+    def show(self) -> None:
         """The caller's streams wait for the devices'."""
         self._streams.end()
+
+    def end(self) -> None:
+        """The same: nothing is sent."""
+        self.show()
 
     def group(self, devices: Sequence[int]) -> None:
         """Nothing to make ready in one process."""

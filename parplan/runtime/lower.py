@@ -6,13 +6,15 @@ and tested as text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from parplan.errors import PlanError
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.stages import Stage, stages
 from parplan.plan import Strategy
 from parplan.runtime.holdings import buckets, holdings
-from parplan.runtime.ordering import backward, bucket_heads, forward
+from parplan.runtime.ordering import backward, bucket_heads, forward, staged
+from parplan.runtime.passes import passes_of, update_periods
 from parplan.runtime.placing import Placing
 from parplan.runtime.program import Program
 from parplan.runtime.scalars import spread
@@ -29,31 +31,59 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Settin
         PlanError: the plan leaves a layer out, or uses a device that is not there.
     """
     _check(graph, strategies, setting)
+    known = stages(graph, strategies, setting.scheme)
+    passes = passes_of(known, setting.scheme, setting)
     laid = spread(graph, strategies, setting)
     held = holdings(graph, laid.strategies)
-    filled = buckets(graph, held, setting.memories)
-    placing = Placing(graph, setting, laid.numbers)
-    segments = Segments(graph, laid, placing, bucket_heads(graph, filled))
-    inputs = [name for name in graph.user_inputs if name is not None]
-    for value in inputs:
+    filled = buckets(graph, held, setting.memories, update_periods(graph, strategies, known))
+    placing = Placing(graph, setting, laid.numbers, passes)
+    segments = Segments(graph, laid, placing, bucket_heads(graph, filled), passes)
+    for value in (name for name in graph.user_inputs if name is not None):
         placing.add(placing.slot(value, setting.arrival(graph.batch_dims.get(value))), -1)
-    for layer in laid.layers.values():
-        shared = layer.mixes_batch and laid.strategies[layer.name].replicas > 1 and setting.global_statistics
-        segments.add_batch_norm(layer) if shared else segments.add(layer)
+    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.BEFORE))
+    for one in passes:
+        placing.begins.append(len(segments))
+        for name in known.layers(Stage.PASSES):
+            segments.add(laid.layers[name], one.number)
+    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.AFTER))
     outputs = tuple(placing.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
     updates = {buffer: placing.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
-    read = {*outputs, *updates.values(), *(placed.transfer.source for placed in placing.moves), *segments.read}
+    read = {*outputs, *updates.values(), *segments.read}
+    read.update(slot for placed in placing.moves for slot in placed.step.reads)
     steps = segments.steps(read, held, setting.rows)
     return Program(
         slots=placing.slots,
         forward=tuple(forward(steps, placing.moves)),
         backward=tuple(backward(steps, placing.moves, filled)),
-        inputs={value: value for value in inputs},
+        inputs={value: value for value in graph.user_inputs if value is not None},
         outputs=outputs,
         updates=updates,
         buckets=filled,
         holdings=held,
+        staged=staged(
+            steps,
+            placing.moves,
+            filled,
+            placing.slots,
+            outputs,
+            updates.values(),
+            passes,
+            [setting.own(process) for process in range(setting.ranks)],
+        ),
     )
+
+
+def _add(
+    segments: Segments,
+    layers: Mapping[str, Layer],
+    strategies: Mapping[str, Strategy],
+    setting: Setting,
+    names: Iterable[str],
+) -> None:
+    """Append layers that run once, on the whole batch."""
+    for name in names:
+        shared = layers[name].mixes_batch and strategies[name].replicas > 1 and setting.global_statistics
+        segments.add_batch_norm(layers[name]) if shared else segments.add(layers[name])
 
 
 def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> None:

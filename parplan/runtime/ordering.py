@@ -1,27 +1,30 @@
 """The order of a program's steps.
 
 Forward, a transfer starts as soon as its value is there; backward, as soon as the last reader has given its gradient,
-and the sum of a bucket as soon as its last gradient is known.
+and the sum of a bucket as soon as its last gradient is known. In a staged order every pass goes forward and backward
+before the next one, which is what updates between passes need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Range
+from parplan.runtime.passes import Pass, local_ranges
 from parplan.runtime.placing import Placed
-from parplan.runtime.program import Bucket, Compute, Reduce, Step, Transfer
+from parplan.runtime.program import Bucket, Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
 
-__all__ = ["backward", "bucket_heads", "forward"]
+__all__ = ["backward", "bucket_heads", "forward", "staged"]
 
 
-def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Compute | Transfer]:
+def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Forward]:
     """Forward steps: every compute step, and behind it the transfers that can start then."""
-    order: list[Compute | Transfer] = []
+    order: list[Forward] = []
     for index in range(-1, len(steps)):
         if index >= 0:
             order.append(steps[index])
-        order += [placed.transfer for placed in moves if placed.forward_at == index]
+        order += [placed.step for placed in moves if placed.forward_at == index]
     return order
 
 
@@ -33,8 +36,88 @@ def backward(steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequenc
         if index < len(steps):
             order.append(steps[index])
         order += [Reduce(number, buckets[number].parameters) for number in complete.get(index, [])]
-        order += [placed.transfer for placed in reversed(moves) if placed.backward_at == index]
+        order += [placed.step for placed in reversed(moves) if placed.backward_at == index]
     return order
+
+
+def staged(
+    steps: Sequence[Compute],
+    moves: Sequence[Placed],
+    buckets: Sequence[Bucket],
+    slots: Mapping[str, Slot],
+    outputs: Sequence[str],
+    updates: Iterable[str],
+    passes: Sequence[Pass],
+    own: Sequence[Range],
+) -> Staged | None:
+    """The steps pass by pass; None where something needs the samples of several passes.
+
+    Args:
+        own: per process, its samples in the whole batch.
+    """
+    parts = {placed.step.target: placed.step.sources for placed in moves if isinstance(placed.step, Join)}
+    turns = [step.turn for step in steps]
+    first = next((index for index, turn in enumerate(turns) if turn is not None), len(turns))
+    if not passes or None in turns[first:] or not set(outputs) <= set(parts) or set(updates) & set(parts):
+        return None
+    inner = [placed for placed in moves if not isinstance(placed.step, Join)]
+    begins = [turns.index(one.number) for one in passes] + [len(steps)]
+    complete = _completed_by(steps, buckets)
+    return Staged(
+        before=tuple(_between(steps, inner, -1, first)),
+        passes=tuple(
+            OnePass(
+                forward=tuple(_between(steps, inner, begins[one.number], begins[one.number + 1])),
+                backward=tuple(_pass_back(steps, inner, slots, one.number)),
+                outputs=tuple(parts[slot][one.number] for slot in outputs),
+                samples=tuple(local_ranges(one.ranges, extent, 1) for extent in own),
+            )
+            for one in passes
+        ),
+        sums=tuple(Reduce(n, buckets[n].parameters) for i in sorted(complete, reverse=True) if i >= first
+                   for n in complete[i]),
+        after=tuple(_after(steps[:first], inner, buckets, slots)),
+    )  # fmt: skip
+
+
+def _between(steps: Sequence[Compute], moves: Sequence[Placed], start: int, stop: int) -> Iterator[Forward]:
+    """Forward steps of the segments from `start` up to `stop`."""
+    for index in range(start, stop):
+        if index >= 0:
+            yield steps[index]
+        yield from (placed.step for placed in moves if placed.forward_at == index)
+
+
+def _turn(placed: Placed, slots: Mapping[str, Slot]) -> int | None:
+    """The pass whose part of a value a move brings."""
+    return None if isinstance(placed.step, Split | Join) else slots[placed.step.target].turn
+
+
+def _pass_back(
+    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int
+) -> Iterator[Step]:
+    """Backward steps of one pass: those of its moves that go back behind another pass's steps come last."""
+    own = [placed for placed in reversed(moves) if _turn(placed, slots) == turn]
+    at = [index for index, step in enumerate(steps) if step.turn == turn]
+    for index in [len(steps), *reversed(at)]:
+        if index < len(steps):
+            yield steps[index]
+        yield from (placed.step for placed in own if placed.backward_at == index)
+    yield from (placed.step for placed in own if placed.backward_at not in {len(steps), *at})
+
+
+def _after(
+    steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequence[Bucket], slots: Mapping[str, Slot]
+) -> Iterator[Step]:
+    """Backward steps from the passes on."""
+    own = [placed for placed in reversed(moves) if _turn(placed, slots) is None]
+    behind = sorted((p for p in own if p.backward_at >= len(steps)), key=lambda p: -p.backward_at)
+    yield from (placed.step for placed in behind)
+    within = [placed for placed in reversed(own) if placed.backward_at < len(steps)]
+    here = [b for b in buckets if any(s.name in b.parameters for step in steps for s in step.states)]
+    numbers = {number: buckets.index(bucket) for number, bucket in enumerate(here)}
+    for step in backward(steps, within, here):
+        yield Reduce(numbers[step.bucket], step.parameters) if isinstance(step, Reduce) else step
 
 
 def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[int, list[int]]:

@@ -15,10 +15,13 @@ from math import prod
 
 import torch
 
-from parplan.layout import Grid, Layout, Region, region
+from parplan.layout import Grid, Layout, Range, Region, region
 from parplan.runtime.transport import Exchange
 
-__all__ = ["Bucket", "Code", "Compute", "Operand", "Program", "Reduce", "Slot", "State", "Step", "Transfer", "shape_of"]
+__all__ = [
+    "Bucket", "Code", "Compute", "Forward", "Join", "OnePass", "Operand", "Program", "Reduce", "Slot", "Split",
+    "Staged", "State", "Step", "Transfer", "shape_of",
+]  # fmt: skip
 
 
 def shape_of(block: Region) -> tuple[int, ...]:
@@ -39,6 +42,7 @@ class Slot:
         dtype: of the tensor.
         requires_grad: whether a gradient flows back through it.
         per_replica: a number of which every row has its own: one entry each, where the layers' code has none.
+        turn: which pass's samples it has; None when those of the whole batch.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Slot:
     dtype: torch.dtype
     requires_grad: bool
     per_replica: bool = False
+    turn: int | None = None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -101,6 +106,7 @@ class Compute:
         operands: values read, in the order of the code's arguments.
         states: parameters and buffers, which follow as further arguments.
         results: values the code returns.
+        turn: which pass it belongs to; None when it runs once.
     """
 
     code: Code
@@ -110,6 +116,12 @@ class Compute:
     operands: tuple[Operand, ...]
     states: tuple[State, ...]
     results: tuple[Operand, ...]
+    turn: int | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return tuple(operand.slot for operand in self.operands)
 
     def batch(self, device: int) -> int:
         """Samples that `device` works on."""
@@ -119,6 +131,7 @@ class Compute:
         """One line of the printed program."""
         layers = " + ".join(self.layers)
         what = layers if self.code is Code.LAYERS else f"{self.code.name.lower()} of {layers}"
+        what = what if self.turn is None else f"pass {self.turn}: {what}"
         names = (", ".join(o.slot for o in group) for group in (self.operands, self.results))
         return f"{what} on {_grid_text(self.grid)}: " + " -> ".join(names)
 
@@ -132,9 +145,59 @@ class Transfer:
     exchange: Exchange
     transposed: Exchange
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return (self.source,)
+
     def text(self) -> str:
         """One line of the printed program."""
         return f"move {self.exchange.name}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts that the passes have of a value of the whole batch, where it lies: nothing moves.
+
+    Args:
+        source: slot of the whole batch.
+        targets: slot per pass.
+        dim: the dimension of the samples.
+        ranges: per device and pass, the indices along `dim` that are the pass's.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    dim: int
+    ranges: Mapping[int, tuple[tuple[Range, ...], ...]] = field(hash=False)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return (self.source,)
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"split {self.source} -> {', '.join(self.targets)}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A value of the whole batch from the parts that the passes made, where they lie: the reverse of `Split`."""
+
+    sources: tuple[str, ...]
+    target: str
+    dim: int
+    ranges: Mapping[int, tuple[tuple[Range, ...], ...]] = field(hash=False)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return self.sources
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"join {', '.join(self.sources)} -> {self.target}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +225,41 @@ class Reduce:
         return f"sum gradients of {', '.join(self.parameters)}"
 
 
-Step = Compute | Transfer | Reduce
+Forward = Compute | Transfer | Split | Join
+Step = Forward | Reduce
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """One pass of a staged program.
+
+    Args:
+        forward, backward: its steps; its results are delivered at the end of `forward`.
+        outputs: slot per result leaf that is a tensor, of this pass's samples.
+        samples: per process, the indices of its samples that are the pass's.
+    """
+
+    forward: tuple[Forward, ...]
+    backward: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    samples: tuple[tuple[Range, ...], ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The steps of a program whose passes each go forward and backward before the next one does.
+
+    Args:
+        before: forward, up to the passes.
+        passes: one after another.
+        sums: of gradients that come from the passes.
+        after: backward, from the passes on.
+    """
+
+    before: tuple[Forward, ...]
+    passes: tuple[OnePass, ...]
+    sums: tuple[Reduce, ...]
+    after: tuple[Step, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,16 +274,18 @@ class Program:
         updates: slot whose value is assigned to a buffer after the step, by placeholder.
         buckets: of gradients that several devices have a share in.
         holdings: block of every parameter that each device holds, by placeholder.
+        staged: the same steps pass by pass, where results come from passes alone.
     """
 
     slots: Mapping[str, Slot]
-    forward: tuple[Compute | Transfer, ...]
+    forward: tuple[Forward, ...]
     backward: tuple[Step, ...]
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
     updates: Mapping[str, str]
     buckets: tuple[Bucket, ...]
     holdings: Mapping[str, Mapping[int, Region]]
+    staged: Staged | None = None
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -209,7 +308,14 @@ class Program:
 def _back_text(step: Step) -> str:
     if isinstance(step, Transfer):
         return f"move {step.target} back to {step.source}"
-    return f"back through {' + '.join(step.layers)}" if isinstance(step, Compute) else step.text()
+    if isinstance(step, Split):
+        return f"join {', '.join(step.targets)} back to {step.source}"
+    if isinstance(step, Join):
+        return f"split {step.target} back to {', '.join(step.sources)}"
+    if isinstance(step, Reduce):
+        return step.text()
+    turn = "" if step.turn is None else f"pass {step.turn}: "
+    return f"{turn}back through {' + '.join(step.layers)}"
 
 
 def _grid_text(grid: Grid) -> str:

@@ -14,9 +14,10 @@ from torch import nn
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Region
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.devices import memories
+from parplan.runtime.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
@@ -45,6 +46,7 @@ class Options:
     global_statistics: bool = True
     per_replica: bool = False
     dropout: bool = True
+    threads: ThreadsOption = False
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Captured:
 
     graph: LayerGraph
     strategies: Mapping[str, Strategy]
+    scheme: Scheme
     draws: Draws
     shares: bool
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class Programs:
         self._transport = transport
         self._memories = memories(transport)
         self._options = options
+        self._dispatch = dispatch_for(options.threads, transport)
         self._held: Mapping[str, Mapping[int, Region]] = {}
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
@@ -93,13 +97,15 @@ class Programs:
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
-        supposed = self._lower(graph, strategies, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        supposed = self._lower(graph, strategies, plan.scheme, (SUPPOSED_SAMPLES,) * self._transport.processes)
         draws = Draws(graph, strategies)
         if isinstance(self._transport, DistributedTransport):
             self._hold(graph, supposed)
-        return Captured(graph, strategies, draws, bool(supposed.transfers) or draws.any)
+        return Captured(graph, strategies, plan.scheme, draws, bool(supposed.transfers) or draws.any)
 
-    def _lower(self, graph: LayerGraph, strategies: Mapping[str, Strategy], samples: tuple[int, ...]) -> Program:
+    def _lower(
+        self, graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, samples: tuple[int, ...]
+    ) -> Program:
         setting = Setting(
             devices=self.device_count,
             samples=samples,
@@ -107,6 +113,7 @@ class Programs:
             output=self._options.output,
             global_statistics=self._options.global_statistics,
             per_replica=self._options.per_replica,
+            scheme=scheme,
         )
         return lower(graph, strategies, setting)
 
@@ -135,7 +142,7 @@ class Programs:
 
     def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
         graph, options = captured.graph, self._options
-        program = self._lower(graph, captured.strategies, samples)
+        program = self._lower(graph, captured.strategies, captured.scheme, samples)
         distributed = isinstance(self._transport, DistributedTransport)
         store = Store(self._module, graph, program, self._transport, sharded=distributed)
         if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
@@ -149,4 +156,5 @@ class Programs:
             output=options.output,
             dropout=options.dropout,
             draws=captured.draws,
+            dispatch=self._dispatch,
         )

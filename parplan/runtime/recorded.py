@@ -153,6 +153,10 @@ class RecordedTransport:
         """As the transport's."""
         self._inner.begin()
 
+    def show(self) -> None:
+        """As the transport's."""
+        self._inner.show()
+
     def end(self) -> None:
         """As the transport's; what is waited for are sends that have not left."""
         self._timeline.enter(_SENDS, self.owned)

@@ -7,8 +7,9 @@ program's backward steps one by one, and asks autograd only for the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,8 @@ from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import keeps_graph
 from parplan.runtime.gradients import Gradients
 from parplan.runtime.parts import Parts
-from parplan.runtime.program import Code, Compute, Reduce, Slot, State, Transfer
+from parplan.runtime.passes import put, take
+from parplan.runtime.program import Code, Compute, Forward, Join, Reduce, Slot, Split, State, Step, Transfer
 
 if TYPE_CHECKING:
     from parplan.runtime.executor import Executor
@@ -56,26 +58,58 @@ class Run:
     # -- forward --
 
     def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
-        executor, parts = self._executor, Parts(self._transport)
-        self._input_devices = [tensor.device for tensor in tensors]
-        executor.store.refresh()
-        for name, tensor in zip(self._inputs, tensors, strict=True):
-            device = self._arrival(self._program.slots[name])
-            parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
-        self._transport.begin()
-        for step in self._program.forward:
-            if isinstance(step, Transfer):
-                parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
-            else:
-                for device in executor.owned(step.grid.devices):
-                    self._compute(step, device, parts, record)
-            for slot in executor.last_reads(step):
-                parts.drop(slot)
-        results = [parts.get(slot)[executor.deliver_from] for slot in self._program.outputs]
+        parts = self._begin(tensors)
+        self._go(self._program.forward, parts, record)
+        results = [parts.get(slot)[self._executor.deliver_from] for slot in self._program.outputs]
         self._update_buffers(parts)
         parts.settle()
         self._transport.end()
         return [tensor.view_as(tensor) for tensor in results]
+
+    def _begin(self, tensors: Sequence[Tensor]) -> Parts:
+        """The user's inputs, where they arrive."""
+        parts = Parts(self._transport)
+        self._input_devices = [tensor.device for tensor in tensors]
+        self._executor.store.refresh()
+        for name, tensor in zip(self._inputs, tensors, strict=True):
+            device = self._arrival(self._program.slots[name])
+            parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
+        self._transport.begin()
+        return parts
+
+    def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
+        """Take forward steps."""
+        executor = self._executor
+        for step in steps:
+            if isinstance(step, Transfer):
+                parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
+            elif isinstance(step, Split):
+                self._split(step, parts)
+            elif isinstance(step, Join):
+                self._join(step, parts)
+            else:
+                executor.draws.turn = step.turn or 0
+                executor.each(step, partial(self._compute, step, parts=parts, record=record))
+            for slot in executor.last_reads(step):
+                parts.drop(slot)
+
+    def _split(self, step: Split, parts: Parts) -> None:
+        held = parts.get(step.source)
+        for device in self._executor.owned(step.ranges):
+            with self._transport.on(device):
+                for target, ranges in zip(step.targets, step.ranges[device], strict=True):
+                    parts.put(target, device, take(held[device], step.dim, ranges))
+
+    def _join(self, step: Join, parts: Parts) -> None:
+        slot = self._program.slots[step.target]
+        held = [parts.get(source) for source in step.sources]
+        for device in self._executor.owned(slot.devices):
+            with self._transport.on(device):
+                place = self._transport.physical(device)
+                whole = torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place)
+                for own, ranges in zip(held, step.ranges[device], strict=True):
+                    put(whole, step.dim, ranges, own[device])
+                parts.put(step.target, device, whole)
 
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
@@ -91,7 +125,8 @@ class Run:
             states = self._executor.states(step, device)
             needed += [record and self._takes_gradient(state) for state in step.states]
             inputs = tuple(_leaf(t) if n else t for t, n in zip((*values, *states), needed, strict=True))
-            results = self._executor.codes.get(step, device)(*inputs)
+            self._executor.hooks.guard(inputs)
+            results = self._executor.dispatch.apart(self._executor.codes.get(step, device), *inputs)
             self._executor.write_back(step, device)
         for result, tensor in zip(step.results, results, strict=True):
             self._check(step, slots[result.slot], device, tensor)
@@ -134,18 +169,9 @@ class Run:
         self._done = not keeps_graph()
         grads = Parts(self._transport)
         sums = self._sums()
-        self._take_outputs(outputs, grads)
+        self._take_outputs(self._program.outputs, outputs, grads)
         self._transport.begin()
-        for step in self._program.backward:
-            if isinstance(step, Transfer):
-                self._send_back(step, grads)
-            elif isinstance(step, Reduce):
-                sums.launch(self._program.buckets[step.bucket])
-            else:
-                for device in self._executor.owned(step.grid.devices):
-                    self._go_back(step, device, grads, sums)
-                for result in step.results:
-                    grads.drop(result.slot)
+        self._go_back(self._program.backward, grads, sums)
         sums.arrive()
         given = [self._input_gradient(name, grads) for name in self._inputs]
         self._transport.end()
@@ -153,8 +179,50 @@ class Run:
         home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
         return [*home, *(sums.total(name) for name in self._parameters)]
 
-    def _take_outputs(self, outputs: Sequence[Tensor | None], grads: Parts) -> None:
-        for slot, gradient in zip(self._program.outputs, outputs, strict=True):
+    def _go_back(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
+        """Take backward steps."""
+        for step in steps:
+            if isinstance(step, Transfer):
+                self._send_back(step, grads)
+            elif isinstance(step, Split):
+                self._split_back(step, grads)
+            elif isinstance(step, Join):
+                self._join_back(step, grads)
+            elif isinstance(step, Reduce):
+                sums.launch(self._program.buckets[step.bucket])
+            else:
+                self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
+                for result in step.results:
+                    grads.drop(result.slot)
+
+    def _split_back(self, step: Split, grads: Parts) -> None:
+        """The gradient of the whole batch, from those of the passes' parts."""
+        slot = self._program.slots[step.source]
+        held = [grads.get(target) for target in step.targets]
+        for device in self._executor.owned(step.ranges):
+            if not any(device in own for own in held):
+                continue
+            whole = self._zeros(slot, device)
+            with self._transport.on(device):
+                for own, ranges in zip(held, step.ranges[device], strict=True):
+                    if device in own:
+                        put(whole, step.dim, ranges, own[device])
+            grads.add(step.source, device, whole)
+        for target in step.targets:
+            grads.drop(target)
+
+    def _join_back(self, step: Join, grads: Parts) -> None:
+        """The gradients of the passes' parts, from that of the whole batch."""
+        for device, gradient in grads.get(step.target).items():
+            for number, source in enumerate(step.sources):
+                if self._program.slots[source].requires_grad:
+                    with self._transport.on(device):
+                        own = take(gradient, step.dim, step.ranges[device][number])
+                    grads.add(source, device, own)
+        grads.drop(step.target)
+
+    def _take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: Parts) -> None:
+        for slot, gradient in zip(slots, outputs, strict=True):
             if gradient is not None and self._program.slots[slot].requires_grad:
                 place = self._transport.physical(self._executor.deliver_from)
                 # The mean over processes, taken once and here, makes every later reduction a plain sum.
@@ -178,7 +246,7 @@ class Run:
             place = self._transport.physical(device)
             return torch.zeros(slot.local_shape(device), dtype=slot.dtype, device=place)
 
-    def _go_back(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
+    def _through_layers(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
         recorded = self._recorded.get((id(step), device))
         if self._done:
             self._recorded.pop((id(step), device), None)
@@ -194,7 +262,8 @@ class Run:
         if not pairs or not leaves:
             return
         with self._transport.on(device):
-            given = self._through([t for t, _ in pairs], leaves, [gradient for _, gradient in pairs], device)
+            pulls = [gradient for _, gradient in pairs]
+            given = self._executor.dispatch.apart(self._through, [t for t, _ in pairs], leaves, pulls, device)
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
         shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
         self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)

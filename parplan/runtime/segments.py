@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +12,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Grid, Layout, Region
 from parplan.plan import Strategy
 from parplan.runtime.holdings import Holdings, used_block, within
+from parplan.runtime.passes import Pass
 from parplan.runtime.placing import Placing
 from parplan.runtime.program import Code, Compute, Operand, Slot, State
 from parplan.runtime.scalars import Spread
@@ -28,6 +29,7 @@ class _Segment:
     layers: list[str]
     operands: dict[str, str] = field(default_factory=dict)
     results: dict[str, str] = field(default_factory=dict)
+    turn: int | None = None
 
 
 class Segments:
@@ -38,13 +40,17 @@ class Segments:
         spread: how its layers are spread.
         placing: where values lie.
         heads: layers that start a segment.
+        passes: those of the step, if any.
     """
 
-    def __init__(self, graph: LayerGraph, spread: Spread, placing: Placing, heads: Iterable[str]) -> None:
+    def __init__(
+        self, graph: LayerGraph, spread: Spread, placing: Placing, heads: Iterable[str], passes: Sequence[Pass] = ()
+    ) -> None:
         self._graph = graph
         self._spread = spread
         self._placing = placing
         self._heads = frozenset(heads)
+        self._passes = passes
         self._segments: list[_Segment] = []
 
     def __len__(self) -> int:
@@ -55,24 +61,24 @@ class Segments:
         """Slots that segments read."""
         return {slot for segment in self._segments for slot in segment.operands.values()}
 
-    def add(self, layer: Layer) -> None:
-        """Append a layer, to the last segment if it can run there."""
+    def add(self, layer: Layer, turn: int | None = None) -> None:
+        """Append a layer (in one of the passes), to the last segment if it can run there."""
         strategy = self._spread.strategies[layer.name]
-        if not self._joins(layer, strategy):
-            self._segments.append(_Segment(Code.LAYERS, strategy.grid, []))
+        if not self._joins(layer, strategy, turn):
+            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], turn=turn))
         segment = self._segments[-1]
         segment.layers.append(layer.name)
         self._read(layer, strategy, segment)
         self._make(layer, strategy, segment)
 
-    def _joins(self, layer: Layer, strategy: Strategy) -> bool:
+    def _joins(self, layer: Layer, strategy: Strategy, turn: int | None) -> bool:
         """Whether the layer can run in the last segment."""
         if not self._segments or layer.name in self._heads:
             return False
         last = self._segments[-1]
-        if last.code is not Code.LAYERS or last.grid != strategy.grid:
+        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn:
             return False
-        known = {**last.operands, **{value: value for value in last.results}}
+        known = {**last.operands, **last.results}
         in_place = all(
             self._placing.same_place(self._placing.slots[known[value]], layer.layout(value, strategy))
             for value in layer.inputs
@@ -96,13 +102,14 @@ class Segments:
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.inputs:
             if value not in segment.results:
-                slot = self._placing.place(value, layer.layout(value, strategy), len(self._segments) - 1)
+                slot = self._placing.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
                 segment.operands.setdefault(value, slot)
 
     def _make(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.outputs:
-            self._placing.add(self._placing.slot(value, layer.layout(value, strategy)), len(self._segments) - 1)
-            segment.results[value] = value
+            slot = self._placing.slot(value, layer.layout(value, strategy), segment.turn)
+            self._placing.add(slot, len(self._segments) - 1)
+            segment.results[value] = slot.name
 
     # -- batch norm over replicas --
 
@@ -150,13 +157,18 @@ class Segments:
                 code=segment.code,
                 layers=tuple(segment.layers),
                 grid=segment.grid,
-                batches=samples(segment.grid.replicas),
+                batches=self._batches(segment, samples),
                 operands=tuple(Operand(*item) for item in segment.operands.items()),
                 states=tuple(self._state(name, segment, held) for name in self._states_of(segment)),
                 results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
+                turn=segment.turn,
             )
             for segment in self._segments
         ]
+
+    def _batches(self, segment: _Segment, samples: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+        rows = samples if segment.turn is None else self._passes[segment.turn].rows
+        return rows(segment.grid.replicas)
 
     def _states_of(self, segment: _Segment) -> dict[str, None]:
         layers = [self._graph.layers[name] for name in segment.layers if segment.code is not Code.STATISTICS]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parplan.layout import Grid, Layout, split_evenly
+from parplan.layout import Grid, Layout, Range, split_evenly
+from parplan.plan import Scheme
 
 __all__ = ["Setting"]
 
@@ -21,6 +22,7 @@ class Setting:
         output: in one process, the device that results go to.
         global_statistics: batch norm in training uses the statistics of all replicas.
         per_replica: results that are one number are computed by every replica on its own samples.
+        scheme: how samples get from many replicas to layers with fewer.
     """
 
     devices: int
@@ -30,6 +32,7 @@ class Setting:
     output: int = 0
     global_statistics: bool = True
     per_replica: bool = False
+    scheme: Scheme = Scheme.GATHER
 
     @property
     def batch(self) -> int:
@@ -47,6 +50,11 @@ class Setting:
             return split_evenly(self.batch, replicas)
         each = self.ranks // replicas
         return tuple(sum(self.samples[row * each : (row + 1) * each]) for row in range(replicas))
+
+    def own(self, process: int) -> Range:
+        """The samples of one process in the whole batch."""
+        start = sum(self.samples[:process])
+        return Range(start, start + self.samples[process])
 
     def arrival(self, batch_dim: int | None) -> Layout:
         """The layout in which user inputs arrive."""

@@ -72,8 +72,12 @@ class Transport(Protocol):
         """What runs from here on sees what the caller did before."""
         ...
 
+    def show(self) -> None:
+        """What the caller does from here on sees what ran before."""
+        ...
+
     def end(self) -> None:
-        """What the caller does from here on sees what ran before, and everything sent has left."""
+        """The same, and everything sent has left."""
         ...
 
     def start(self, exchange: Exchange, tensors: Held) -> Pending:

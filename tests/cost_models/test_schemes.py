@@ -13,12 +13,12 @@ from parplan.cost_models.collectives import Topology
 from parplan.cost_models.passes import PassCosts
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.schemes import Scheme, exposed, rounds
+from parplan.cost_models.schemes import exposed, rounds
 from parplan.errors import PlanError
 from parplan.graph.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Layout
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import predict
 
 HOP = 5.7e-6

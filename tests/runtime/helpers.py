@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.executor import Executor
 from parplan.runtime.local import LocalTransport
@@ -22,8 +23,8 @@ from parplan.runtime.parameters import Store
 from parplan.runtime.setting import Setting
 
 __all__ = [
-    "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_strategies", "spread",
-    "spread_all",
+    "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_passes",
+    "random_strategies", "spread", "spread_all",
 ]  # fmt: skip
 
 CLOSE = 1e-9  # relative, float64
@@ -57,14 +58,16 @@ def _replicated(layer: Layer, everyone: tuple[int, ...]) -> Strategy:
     return Strategy(len(everyone), 1, None, everyone) if layer.batch is not None else Strategy()
 
 
-def planner(rule: Rule | Mapping[str, Strategy], devices: int) -> Callable[[LayerGraph], Plan]:
+def planner(
+    rule: Rule | Mapping[str, Strategy], devices: int, scheme: Scheme = Scheme.GATHER
+) -> Callable[[LayerGraph], Plan]:
     """A planner that follows a rule, or a table of strategies by layer name (device 0 for all others)."""
 
     def plan(graph: LayerGraph) -> Plan:
         chosen = {
             name: rule(layer) if callable(rule) else rule.get(name, Strategy()) for name, layer in graph.layers.items()
         }
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, chosen)
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, chosen, scheme=scheme)
 
     return plan
 
@@ -77,6 +80,29 @@ def compiled(module: nn.Module, rule: Rule | Mapping[str, Strategy], devices: in
 def random_strategies(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
     """A legal strategy for every layer, on random devices in random order."""
     return {name: draw.choice(_options(layer, devices, draw)) for name, layer in graph.layers.items()}
+
+
+def random_passes(graph: LayerGraph, devices: int, draw: random.Random) -> dict[str, Strategy]:
+    """Legal strategies with fewer replicas from some layer on, so that layers behind can run in passes."""
+    most = draw.randrange(2, devices + 1)
+    able = [number for number, layer in enumerate(graph.layers.values()) if layer.batch is not None]
+    start = draw.choice(able[1:] or [len(graph.layers)])
+    fewer = [n for n in range(1, most) if most % n == 0]
+    found: dict[str, Strategy] = {}
+    narrow: set[str] = set()
+    for number, (name, layer) in enumerate(graph.layers.items()):
+        behind = not narrow.isdisjoint(graph.digraph.predecessors(name))
+        # Batch norm in training needs the whole batch.
+        if behind or (number >= start and not layer.mixes_batch and not _norm_behind(graph, name)):
+            narrow.add(name)
+        wanted = [most] if name not in narrow else [most, *fewer] if behind else fewer
+        options = [s for s in _options(layer, devices, draw) if s.replicas in wanted or layer.batch is None]
+        found[name] = draw.choice(options)
+    return found
+
+
+def _norm_behind(graph: LayerGraph, name: str) -> bool:
+    return any(graph.layers[other].mixes_batch for other in nx.descendants(graph.digraph, name))
 
 
 def _options(layer: Layer, devices: int, draw: random.Random) -> list[Strategy]:
@@ -92,11 +118,16 @@ def _options(layer: Layer, devices: int, draw: random.Random) -> list[Strategy]:
 
 
 def executor(
-    module: nn.Module, graph: LayerGraph, strategies: Mapping[str, Strategy], devices: int, batch: int
+    module: nn.Module,
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    devices: int,
+    batch: int,
+    scheme: Scheme = Scheme.GATHER,
 ) -> Executor:
     """An executor on logical CPU devices, for a graph captured before."""
     transport = LocalTransport([torch.device("cpu")] * devices)
-    program = lower(graph, strategies, Setting(devices, (batch,), (0,) * devices))
+    program = lower(graph, strategies, Setting(devices, (batch,), (0,) * devices, scheme=scheme))
     return Executor(graph, strategies, program, Store(module, graph, program, transport, False), transport)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,15 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.capture import capture
 from parplan.layout import Grid, Layout, pieces
-from parplan.plan import Strategy
+from parplan.plan import Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.program import Compute
 from parplan.runtime.transport import Exchange
-from tests.runtime.helpers import Rule, planner, spread, spread_all
-from tests.runtime.nets import Adds, DropLinear, Tied, Towers, conv_net, mlp
+from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
+from tests.runtime.nets import Adds, DropLinear, RandomNet, Tied, Towers, conv_net, mlp
+from tests.runtime.test_train_step import OPTIMIZERS, plain_step, small
+from tests.runtime.test_train_step import hybrid as hybrid_case
 
 __all__ = ["CASES"]
+
+PASSES = (Scheme.BROADCAST, Scheme.INTERLEAVE)
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,17 @@ def steps(ranks: int, uneven: bool = True) -> list[Step]:
 
 
 def train(
-    net: nn.Module, rule: Rule | Mapping[str, Strategy], shape: Sequence[int], rank: int, plan: list[Step]
+    net: nn.Module,
+    rule: Rule | Mapping[str, Strategy],
+    shape: Sequence[int],
+    rank: int,
+    plan: list[Step],
+    scheme: Scheme = Scheme.GATHER,
 ) -> Compiled:
     """Train beside the plain model: results, input gradients and, after each step, the state must agree."""
     ranks = dist.get_world_size()
     plain = copy.deepcopy(net)
-    model = Compiled(net, planner(rule, ranks))
+    model = Compiled(net, planner(rule, ranks, scheme))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, plain)]
     for step in plan:
         x = torch.randn(sum(step.sizes), *shape, dtype=torch.float64)
@@ -109,6 +122,50 @@ def hybrid(rank: int, ranks: int) -> None:
     x = torch.randn(2 * ranks, 3, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         same(model.eval()(x[2 * rank : 2 * rank + 2]), plain.eval()(x)[2 * rank : 2 * rank + 2], "evaluation")
+
+
+def passes(rank: int, ranks: int) -> None:
+    """The linear layers in passes, by both schemes, with uneven ranks; where there are four, in two replicas too."""
+    for scheme in PASSES:
+        model = train(conv_net(), spread(ranks, "hybrid"), (3, 8, 8), rank, steps(ranks), scheme)
+        assert model.program is not None
+        turns = [step.turn for step in model.program.forward if isinstance(step, Compute)]
+        assert set(turns) == {None, *range(ranks)}
+        if ranks == 4:
+            pairs = hybrid_case(ranks, scheme, {}, fewest=2)
+            train(small(), pairs.plan.layers, (3, 8, 8), rank, steps(ranks), scheme)
+
+
+def drawn_passes(rank: int, ranks: int) -> None:
+    """Random networks and plans with passes."""
+    for seed in range(6):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        net = RandomNet(draw)
+        graph = capture(net, (torch.zeros(4 * ranks, 3, 8, 8, dtype=torch.float64),))
+        rule = random_passes(graph, ranks, draw)
+        if net(torch.zeros(2, 3, 8, 8, dtype=torch.float64)).dim() > 1:
+            train(net, rule, (3, 8, 8), rank, steps(ranks, uneven=False), PASSES[seed % 2])
+
+
+def train_steps(rank: int, ranks: int) -> None:
+    """Updates between passes, as a plain loop on all samples that updates at the same moments."""
+    legal = [period for period in (1, 2) if ranks % period == 0]
+    for scheme, first, second in itertools.product(PASSES, legal, legal):
+        case = hybrid_case(ranks, scheme, {"4": first, "6": second})
+        net = small()
+        plain, model = copy.deepcopy(net), Compiled(net, planner(case.plan.layers, ranks, scheme))
+        opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+        for _ in range(2):
+            x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+            y = torch.randn(8, 8, dtype=torch.float64)
+            own = slice(8 // ranks * rank, 8 // ranks * (rank + 1))
+            loss = model.train_step(x[own], y[own], nn.functional.mse_loss, opts[0])
+            wanted = plain_step(case, plain, x, y, nn.functional.mse_loss, opts[1])
+            total = loss / ranks
+            dist.all_reduce(total)
+            same(total, torch.tensor(wanted, dtype=torch.float64), "loss")
+            same_state(model, plain)
 
 
 def save_and_load(rank: int, ranks: int) -> None:
@@ -330,7 +387,8 @@ def part(whole: Tensor, layout: Layout, device: int) -> Tensor:
 CASES = {
     case.__name__: case
     for case in (
-        moves, data_parallel, model_parallel, hybrid, save_and_load, tied, towers, loss_inside, local_batch_norm,
+        moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, save_and_load, tied, towers,
+        loss_inside, local_batch_norm,
         bound_to_the_batch, frozen, own_losses, draws,
     )
 }  # fmt: skip

@@ -7,33 +7,77 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from parplan.graph.capture import capture
-from tests.runtime.helpers import differences, executor, outcome, random_strategies
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.stages import stages
+from parplan.plan import Scheme, Strategy
+from tests.runtime.helpers import differences, executor, outcome, random_passes, random_strategies
 from tests.runtime.nets import RandomNet
 
 NETS = 24
 PLANS_PER_NET = 10
+PASSES_PER_NET = 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A network and its captured graph."""
+
+    net: RandomNet
+    graph: LayerGraph
+    draw: random.Random
+
+
+def drawn(seed: int) -> Drawn:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    net = RandomNet(draw)
+    return Drawn(net, capture(net, (torch.zeros(12, 3, 8, 8, dtype=torch.float64, requires_grad=True),)), draw)
+
+
+def check(known: Drawn, strategies: Mapping[str, Strategy], devices: int, batch: int, scheme: Scheme) -> None:
+    """One step of the plan against one of the plain model."""
+    x = torch.randn(batch, 3, 8, 8, dtype=torch.float64)
+    plain, other = copy.deepcopy(known.net), copy.deepcopy(known.net)
+    run = executor(other, known.graph, strategies, devices, batch, scheme)
+    (name,) = [value for value in known.graph.user_inputs if value]
+    wanted = outcome(plain, plain, x)
+    found = outcome(other, lambda t: run({name: t}), x)
+    counters = {f"buffer {known.graph.buffers[c]}" for c in known.graph.counters}  # kept by Compiled
+    off = {tensor: error for tensor, error in differences(found, wanted).items() if tensor not in counters}
+    told = f"{scheme.value} on {devices} devices with {batch} samples: {strategies}\n{run.program.text()}"
+    assert off == {}, told
 
 
 @pytest.mark.parametrize("seed", range(NETS))
 def test_random_plans_keep_the_numbers(seed: int) -> None:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    net = RandomNet(draw)
-    graph = capture(net, (torch.zeros(12, 3, 8, 8, dtype=torch.float64, requires_grad=True),))
-    for number in range(PLANS_PER_NET):
-        devices, batch = draw.choice((2, 3, 4)), draw.choice((12, 8, 5, 2))
-        strategies = random_strategies(graph, devices, draw)
-        x = torch.randn(batch, 3, 8, 8, dtype=torch.float64)
-        plain, other = copy.deepcopy(net), copy.deepcopy(net)
-        run = executor(other, graph, strategies, devices, batch)
-        (name,) = [value for value in graph.user_inputs if value]
-        wanted = outcome(plain, plain, x)
-        found = outcome(other, lambda t, run=run, name=name: run({name: t}), x)
-        counters = {f"buffer {graph.buffers[c]}" for c in graph.counters}  # kept by Compiled
-        off = {tensor: error for tensor, error in differences(found, wanted).items() if tensor not in counters}
-        assert off == {}, f"plan {number} on {devices} devices with {batch} samples: {strategies}\n{run.program.text()}"
+    known = drawn(seed)
+    for _ in range(PLANS_PER_NET):
+        devices, batch = known.draw.choice((2, 3, 4)), known.draw.choice((12, 8, 5, 2))
+        check(known, random_strategies(known.graph, devices, known.draw), devices, batch, Scheme.GATHER)
+
+
+@pytest.mark.parametrize("seed", range(NETS))
+def test_random_passes_keep_the_numbers(seed: int) -> None:
+    known = drawn(seed)
+    for number in range(PASSES_PER_NET):
+        devices, batch = known.draw.choice((2, 3, 4, 4)), known.draw.choice((12, 8, 5, 2))
+        scheme = (Scheme.BROADCAST, Scheme.INTERLEAVE)[number % 2]
+        check(known, random_passes(known.graph, devices, known.draw), devices, batch, scheme)
+
+
+def test_most_drawn_plans_have_passes() -> None:
+    counts = []
+    for seed in range(NETS):
+        known = drawn(seed)
+        for _ in range(PASSES_PER_NET):
+            strategies = random_passes(known.graph, 4, known.draw)
+            counts.append(stages(known.graph, strategies, Scheme.BROADCAST).passes)
+    assert sum(count > 1 for count in counts) > len(counts) / 2
+    assert set(counts) >= {2, 3, 4}

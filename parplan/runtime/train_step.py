@@ -1,0 +1,165 @@
+"""One training step with updates at the moments that the plan says.
+
+Where all weights are updated once this is the loop everybody writes: forward, loss, backward, step. Where the plan has
+an `update_period` below its passes, every pass goes forward and backward by itself, with the loss of its own samples:
+
+    for every pass:
+        loss = loss_fn(results of its samples, their targets)
+        backward; sum the gradients of the layers behind
+        after every `update_period` passes: optimizer.step() for their weights alone
+    backward of the layers in front; optimizer.step() for theirs
+
+The gradient of an update is that of the mean loss over the samples since the last one; layers in front see the mean
+over all samples. So a loss has to be a mean over samples, as torch's are by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parplan.compat import pytree
+from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.stages import stages
+from parplan.layout import Range
+from parplan.runtime.executor import Executor
+from parplan.runtime.passes import take, update_periods
+from parplan.runtime.program import Staged
+from parplan.runtime.programs import Captured
+from parplan.runtime.staged import Moment, StagedRun
+
+__all__ = ["StagedStep", "arguments", "moments"]
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple of positional arguments or a dict of keyword arguments, as (args, kwargs)."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def moments(captured: Captured, staged: Staged | None) -> tuple[Moment, ...]:
+    """What is updated after each pass; empty where all weights are updated once, at the end.
+
+    Args:
+        staged: the steps pass by pass, where results come from passes alone.
+
+    Raises:
+        PlanError: a period does not divide the passes, or a pass has no results of its own.
+    """
+    known = stages(captured.graph, captured.strategies, captured.scheme)
+    periods = update_periods(captured.graph, captured.strategies, known)
+    for parameter, period in periods.items():
+        if known.passes % period:
+            raise PlanError(
+                f"{captured.graph.parameters[parameter]}: an update period of {period} does not divide {known.passes} "
+                "passes (R8); use one that does"
+            )
+    if all(period == known.passes for period in periods.values()):
+        return ()
+    if staged is None:
+        raise PlanError(
+            f"{captured.graph.model}: weights are to be updated every {min(periods.values())} of {known.passes} "
+            "passes, but results or buffers need more than one pass's samples (a loss inside the model?); take "
+            "update_period out of the plan, or return what the passes make"
+        )
+    shares = _weights(staged)
+    return tuple(_moment(number, periods, shares) for number in range(known.passes))
+
+
+def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -> Moment:
+    """The parameters whose period ends with a pass, with one over the share of samples that the period had."""
+    ending = {name: period for name, period in periods.items() if (number + 1) % period == 0}
+    shares = {name: sum(weights[number + 1 - period : number + 1]) for name, period in ending.items()}
+    return Moment({name: sum(weights) / share for name, share in shares.items() if share > 0})
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A step whose passes are updated at different moments: the user's side of `StagedRun`.
+
+    Args:
+        executor: whose program is staged.
+        nested: puts results together as the model returns them.
+        targets: of all samples of this process; tensors with as many entries along `dim` are cut as the samples are.
+        batch: samples of this process.
+        dim: the dimension of the samples.
+    """
+
+    executor: Executor
+    nested: Callable[[Sequence[Tensor]], Any]
+    targets: Any
+    batch: int
+    dim: int
+    loss_fn: Loss
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+    updated: set[int] = field(default_factory=set)
+
+    def run(self, staged: Staged, inputs: Mapping[str, Tensor], moments: Sequence[Moment]) -> Tensor:
+        """Run the step; this process's mean loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        run = StagedRun(self.executor, tuple(inputs), staged)
+        run.step(list(inputs.values()), lambda n, results: self._pull(staged, n, results), moments, self._update)
+        return torch.stack(self.losses).sum()
+
+    def _pull(self, staged: Staged, number: int, results: list[Tensor]) -> list[Tensor | None]:
+        """The loss of one pass's own samples, and its gradients."""
+        one = staged.passes[number]
+        ranges = one.samples[0 if self.executor.transport.processes == 1 else self.executor.transport.owned[0]]
+        share = sum(map(len, ranges)) / self.batch
+        if not share:
+            return [None] * len(results)
+        slots = [self.executor.program.slots[slot] for slot in one.outputs]
+        leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
+        with torch.enable_grad():
+            loss = self.loss_fn(self.nested(leaves), self._cut(ranges))
+            if loss.numel() != 1:
+                raise RuntimeFailure(
+                    f"loss_fn gave a tensor of shape {tuple(loss.shape)} for one pass; it has to give one number"
+                )
+            weighed = loss * share
+            weighed.backward()
+        self.losses.append(weighed.detach())
+        return [leaf.grad for leaf in leaves]
+
+    def _cut(self, ranges: Sequence[Range]) -> Any:
+        """The targets of one pass's samples."""
+        leaves, spec = pytree.tree_flatten(self.targets)
+        return pytree.tree_unflatten([self._own(leaf, ranges) for leaf in leaves], spec)
+
+    def _own(self, leaf: Any, ranges: Sequence[Range]) -> Any:
+        has_samples = isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.shape[self.dim] == self.batch
+        return take(leaf, self.dim, ranges) if has_samples else leaf
+
+    def _update(self, gradients: Mapping[str, Tensor], last: bool) -> None:
+        """One step of the optimizer for some parameters alone: it leaves out those without a gradient.
+
+        The last one is for all that had none yet, the parameters of a loss among them.
+        """
+        own = {name: self.executor.store.trainable[name] for name in gradients}
+        for name, parameter in own.items():
+            parameter.grad = gradients[name]
+        now = {id(parameter) for parameter in own.values()}
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        waiting = [p for p in every if p.grad is not None and (id(p) in self.updated if last else id(p) not in now)]
+        kept = [parameter.grad for parameter in waiting]
+        for parameter in waiting:
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, gradient in zip(waiting, kept, strict=True):
+            parameter.grad = gradient
+        self.updated.update(now)
+
+
+def _weights(staged: Staged) -> list[float]:
+    """Every pass's share of the step's samples: the mean over processes, whose losses count alike."""
+    own = [[sum(map(len, ranges)) for ranges in one.samples] for one in staged.passes]
+    totals = [max(1, sum(counts)) for counts in zip(*own, strict=True)]
+    return [sum(c / t for c, t in zip(counts, totals, strict=True)) / len(totals) for counts in own]
