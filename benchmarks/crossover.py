@@ -13,7 +13,7 @@ boundary run once on the gathered batch; the batch where they cost the same is f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,13 +23,13 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
-from parplan.errors import CaptureError
 from parplan.graph.capture import capture
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.resized import at_batch
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import predict
 
-__all__ = ["Line", "analytic", "at_batch", "crossover", "data_plan", "graph_of", "hybrid_plan"]
+__all__ = ["Line", "analytic", "crossover", "data_plan", "graph_of", "hybrid_plan"]
 
 LEAST, MOST = 1, 2**15
 CLOSE = 1.002  # bisection stops when its ends are this close
@@ -43,25 +43,6 @@ def graph_of(batch: int) -> LayerGraph:
 @lru_cache(maxsize=1)
 def _captured() -> LayerGraph:
     return capture(build(), (torch.zeros(8, 3, 224, 224),))
-
-
-def at_batch(graph: LayerGraph, batch: int) -> LayerGraph:
-    """`graph` with another number of samples, to be priced (its constants must not depend on their number)."""
-    if graph.fixed_batch:
-        raise CaptureError(f"{graph.model} has constants that depend on the batch; capture it at {batch}")
-    values = {name: _resized(spec, graph.batch_dims.get(name), batch) for name, spec in graph.values.items()}
-    layers = {name: _with_units(layer, batch) for name, layer in graph.layers.items()}
-    return replace(graph, batch=batch, values=values, layers=layers)
-
-
-def _resized(spec: TensorSpec, dim: int | None, batch: int) -> TensorSpec:
-    if dim is None:
-        return spec
-    return replace(spec, shape=(*spec.shape[:dim], batch, *spec.shape[dim + 1 :]))
-
-
-def _with_units(layer: Layer, batch: int) -> Layer:
-    return replace(layer, batch=replace(layer.batch, units=batch)) if layer.batch is not None else layer
 
 
 def data_plan(graph: LayerGraph, devices: int) -> Plan:

@@ -1,10 +1,10 @@
 """Step time of plans against DistributedDataParallel, on CPU processes.
 
 A pure data-parallel plan of a convolutional network must cost what DDP costs, and a hybrid plan of AlexNet, with its
-fully-connected layers cut, much less. Both models live in the same gloo processes with one thread each and take turns,
-so that a machine that slows down slows both: every round gives one ratio, and the median of the ratios is what counts,
-with the quartiles as its spread. A step is everything: forward, loss, backward and SGD with momentum. Batch norm is
-local, as DDP has it.
+fully-connected layers cut, much less, with those layers in one pass or in several. Both models live in the same gloo
+processes with one thread each and take turns, so that a machine that slows down slows both: every round gives one
+ratio, and the median of the ratios is what counts, with the quartiles as its spread. A step is everything: forward,
+loss, backward and SGD with momentum. Batch norm is local, as DDP has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.alexnet import AlexNet
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 
 
@@ -71,18 +71,21 @@ class Case:
     side: int
     classes: int
     steps: int
+    scheme: Scheme = Scheme.GATHER
 
     def planner(self, graph: LayerGraph) -> Plan:
         """The plan, whatever the network."""
         count = dist.get_world_size()
         chosen = {name: self.rule(layer, count) for name, layer in graph.layers.items()}
-        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, chosen)
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, chosen, scheme=self.scheme)
 
 
 CASES = (
     Case("convnet", "data parallel", convnet, data_parallel, 16, 32, 10, 5),
     Case("alexnet", "data parallel", AlexNet, data_parallel, 8, 224, 1000, 1),
     Case("alexnet", "hybrid", AlexNet, hybrid, 8, 224, 1000, 1),
+    Case("alexnet", "hybrid, broadcast", AlexNet, hybrid, 8, 224, 1000, 1, Scheme.BROADCAST),
+    Case("alexnet", "hybrid, interleave", AlexNet, hybrid, 8, 224, 1000, 1, Scheme.INTERLEAVE),
 )
 
 
@@ -105,13 +108,13 @@ class Figures:
     def line(self) -> str:
         """One row of the printed table."""
         return (
-            f"{self.network:8} {self.plan:14} {self.samples_per_process:7} {self.ddp_s * 1e3:9.1f} "
+            f"{self.network:8} {self.plan:18} {self.samples_per_process:7} {self.ddp_s * 1e3:9.1f} "
             f"{self.parplan_s * 1e3:9.1f} {self.ratio:7.3f}  {self.ratio_lower_quartile:.3f} to "
             f"{self.ratio_upper_quartile:.3f}  {1 / self.ratio:.2f}x"
         )
 
 
-HEAD = "network  plan           samples    DDP ms   parplan   ratio  quartiles       faster"
+HEAD = "network  plan               samples    DDP ms   parplan   ratio  quartiles       faster"
 
 
 def stepper(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:

@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parplan.api import analyze, compile, verify
     from parplan.cluster import Cluster
+    from parplan.data import PlanSampler, shard_dataset
     from parplan.errors import ParplanError
     from parplan.plan import Plan
+    from parplan.runtime.data_parallel import data_parallel
 
-__all__ = ["Cluster", "ParplanError", "Plan", "__version__", "analyze", "compile", "verify"]
+__all__ = [
+    "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
+    "shard_dataset", "verify",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 
@@ -23,8 +28,11 @@ _HOMES = {
     "Cluster": "parplan.cluster",
     "ParplanError": "parplan.errors",
     "Plan": "parplan.plan",
+    "PlanSampler": "parplan.data",
     "analyze": "parplan.api",
     "compile": "parplan.api",
+    "data_parallel": "parplan.runtime.data_parallel",
+    "shard_dataset": "parplan.data",
     "verify": "parplan.api",
 }
 

@@ -6,12 +6,13 @@ Heavy imports stay inside the functions, so that `import parplan` costs nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.errors import ModelError, PlanError
+from parplan.errors import CaptureError, ModelError, ParplanError, PlanError
+from parplan.pins import Pin, PinsLike, read_pins
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from parplan.graph.layer_graph import LayerGraph
     from parplan.look_back import Foreseen
     from parplan.planner.decide import Progress, Request
-    from parplan.planner.decision import Decision
+    from parplan.planner.decision import Decision, Prediction
     from parplan.runtime.compiled import Compiled
+    from parplan.runtime.dispatch import ThreadsOption
     from parplan.runtime.expected import Expected
     from parplan.verification import Verification
 
@@ -36,43 +38,55 @@ def analyze(
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    batch: str | None = None,
     gpus: int | str | None = None,
     gpu: str | None = None,
     link: str | None = None,
     cluster: Cluster | str | Path | None = None,
     rules: str = "default",
+    scheme: str = "auto",
     precision: str = "fp32",
     optimizer: str = "adam",
     memory_bytes: int | None = None,
     measure: bool = False,
     time_limit_s: float = 60.0,
     plan: Plan | str | Path | None = None,
+    pins: PinsLike | None = None,
     name: str | None = None,
+    notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Decision:
     """Plan `model` for some GPUs (none needs to be here) and say why.
 
     Args:
         example_inputs: a tensor, or a tuple of positional arguments; its batch is the whole step's.
+        batch: "auto" takes the smallest batch within 2 % of the most samples per second that fits in memory, and lists
+            those tried; default: the example inputs'.
         gpus: how many devices, or hosts x devices of each, "2x8"; default: the plan's, else the GPUs that are here,
             else 1.
         gpu: preset such as "v100-sxm2"; default: the GPUs that are here, else the most common card.
         link: link preset between them; default: the GPU's own.
         cluster: the devices and links to plan for, or a file that describes them, instead of the three above.
         memory_bytes: memory a plan may use on each device, instead of the preset's.
+        scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
+            replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         measure: time layers on the device that is here instead of estimating.
         plan: review this plan (or file) instead of searching for one.
+        pins: what is decided by hand (docs/pins.md): {"fc6": "shards:4"}, ["fc6=shards:4"], or a TOML file.
         name: what to call the model in the report.
+        notes: sentences for the report, beside its own.
 
     Raises:
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
+    _check_batch(batch, measure)
     from parplan.cost_models.asked import Asked, find_cluster
     from parplan.graph.capture import capture
-    from parplan.planner.decide import Request, decide
+    from parplan.planner.decide import Request, decide, sketch
 
     started = time.perf_counter()
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pinned = read_pins(pins, with_plan=given is not None)
     gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
     asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))
     if progress is not None:
@@ -80,18 +94,67 @@ def analyze(
     graph = capture(model, _arguments(example_inputs), kwargs)
     graph = replace(graph, model=name) if name else graph
     capture_s = time.perf_counter() - started
-    costs, more = _costs(graph, asked.cluster, precision, optimizer, asked.device, measure, progress)
     request = Request(
         precision=precision,
         optimizer=optimizer,
         rules=rules,
+        scheme=scheme,
         plan=given,
         time_limit_s=time_limit_s,
-        notes=(*asked.notes, *more),
+        notes=(*notes, *asked.notes),
         capture_s=capture_s,
         started=started,
+        pins=pinned,
     )
-    return decide(graph, asked.cluster, costs, request, progress)
+
+    def decided(graph: LayerGraph, request: Request) -> Decision:
+        costs, more = _costs(graph, asked.cluster, precision, optimizer, asked.device, measure, progress)
+        return decide(graph, asked.cluster, costs, replace(request, notes=(*request.notes, *more)), progress)
+
+    def sketched(graph: LayerGraph, request: Request) -> Prediction:
+        costs, _ = _costs(graph, asked.cluster, precision, optimizer, asked.device)
+        return sketch(graph, asked.cluster, costs, request)
+
+    if batch is None:
+        return decided(graph, request)
+    return _at_best_batch(graph, asked.cluster, sketched, decided, request)
+
+
+def _check_batch(batch: str | None, measure: bool) -> None:
+    if batch not in (None, "auto"):
+        raise ParplanError(f'batch is {batch!r}; it is "auto", or left out: then the example inputs have the batch')
+    if batch and measure:
+        raise ParplanError(
+            "--batch auto compares many batches, and --measure would have to time them all; choose the batch first, "
+            "then measure at it"
+        )
+
+
+def _at_best_batch(
+    graph: LayerGraph,
+    cluster: Cluster,
+    sketched: Callable[[LayerGraph, Request], Prediction],
+    decided: Callable[[LayerGraph, Request], Decision],
+    request: Request,
+) -> Decision:
+    """The decision at the batch that promises most, of one captured graph at several.
+
+    Raises:
+        CaptureError: the model is not the same at every batch.
+    """
+    from parplan.graph.resized import at_batch
+    from parplan.planner.batches import Cases, best_batch
+
+    try:
+        at_batch(graph, 2 * (graph.batch or 1))
+    except CaptureError as error:
+        reason = str(error).partition(";")[0]
+        raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
+    cases = Cases(
+        lambda batch, asked: sketched(at_batch(graph, batch), asked),
+        lambda batch, asked: decided(at_batch(graph, batch), asked),
+    )
+    return best_batch(cases, cluster, request, graph.batch)
 
 
 def analyze_profile(
@@ -102,11 +165,13 @@ def analyze_profile(
     link: str | None = None,
     cluster: Cluster | str | Path | None = None,
     rules: str = "default",
+    scheme: str = "auto",
     optimizer: str = "adam",
     memory_bytes: int | None = None,
     batch: int | None = None,
     time_limit_s: float = 60.0,
     plan: Plan | str | Path | None = None,
+    pins: PinsLike | None = None,
     progress: Progress | None = None,
 ) -> Decision:
     """Plan a model that only somebody's measurements are known of (docs/profile-graph.md) and say why.
@@ -129,6 +194,7 @@ def analyze_profile(
     started = time.perf_counter()
     profile = load_layer_profile(file)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pinned = read_pins(pins, with_plan=given is not None)
     gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
     asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, False))
     graph = profile_graph(profile, batch)
@@ -137,12 +203,14 @@ def analyze_profile(
         precision=profile.precision or "precision unknown",
         optimizer=optimizer,
         rules=rules,
+        scheme=scheme,
         plan=given,
         time_limit_s=time_limit_s,
         notes=(*asked.notes, *profile_notes(profile, str(file), graph.batch or 1, asked.cluster)),
         capture_s=time.perf_counter() - started,
         started=started,
         times_from=str(file),
+        pins=pinned,
     )
     return decide(graph, asked.cluster, costs, request, progress)
 
@@ -155,10 +223,14 @@ def compile(  # the name users know from torch.compile
     devices: Sequence[torch.device | str] | None = None,
     output_device: torch.device | str | None = None,
     plan: Plan | str | Path | None = None,
+    pins: PinsLike | None = None,
     batch_norm: str = "global",
     scalars: str = "whole",
+    inputs: str = "own",
     dim: int = 0,
+    threads: ThreadsOption = False,
     rules: str = "default",
+    scheme: str = "auto",
     precision: str = "fp32",
     optimizer: str = "adam",
     time_limit_s: float = 60.0,
@@ -172,12 +244,19 @@ def compile(  # the name users know from torch.compile
             under torchrun one device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
+        pins: what is decided by hand (docs/pins.md); the rest is searched.
         batch_norm: "global" (statistics over the whole batch: the plain model's numbers) or "local"
             (per replica, as DataParallel and DistributedDataParallel do).
         scalars: what a model that returns a number (its loss) gives: "whole" (the plain model's number) or
             "per_replica" (a vector with one entry per replica, as DataParallel; under torchrun each process its own
             number, as DistributedDataParallel).
+        inputs: under torchrun, what processes bring: each its "own" samples, or the shards of one replica of the
+            plan's first layer the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
         dim: the dimension of input tensors along which samples lie.
+        scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
+            replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
+        threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute
+            at the same time; a function is called first in each thread, with the device's number.
 
     Raises:
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
@@ -185,11 +264,15 @@ def compile(  # the name users know from torch.compile
     from parplan.planner.decide import Request
     from parplan.runtime.compiled import Compiled
 
+    pinned = read_pins(pins, with_plan=plan is not None)
+
     def planner(graph: LayerGraph) -> Plan:
         count = compiled.device_count
         if plan is not None:
             return _given(plan, graph, count)
-        request = Request(precision, optimizer, rules, None, time_limit_s)
+        request = Request(
+            precision, optimizer, rules, None, time_limit_s, pins=pinned, scheme=scheme, price_pins=False
+        )
         compiled.decision = _searched(graph, compiled.device, count, request)
         found: Plan = compiled.decision.plan
         return found
@@ -205,6 +288,8 @@ def compile(  # the name users know from torch.compile
         dim=dim,
         batch_norm=batch_norm,
         scalars=scalars,
+        inputs=inputs,
+        threads=threads,
     )
     compiled.foresee = foresee
     if example_inputs is not None or kwargs:
@@ -253,6 +338,7 @@ def verify(
     *,
     kwargs: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
+    pins: PinsLike | None = None,
     devices: int | None = None,
     batch: int | None = None,
     seed: int = 0,
@@ -261,7 +347,8 @@ def verify(
 
     Args:
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
-        devices: how many logical devices; default: the plan's, else 2.
+        pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
+        devices: how many logical devices; default: the plan's, else what the pins name, at least 2.
         batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
             numbers a plan gives do not depend on the batch it was made for.
 
@@ -272,10 +359,12 @@ def verify(
     from parplan.verification import first_samples, verify_plan
 
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    count = devices if devices is not None else (given.devices if given is not None else 2)
+    pinned = read_pins(pins, with_plan=given is not None)
+    least = 1 + max((device for pin in pinned for device in pin.devices or ()), default=1)
+    count = devices if devices is not None else (given.devices if given is not None else least)
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
     graph = capture(model, args, kwargs)
-    found = _given(given, graph, count) if given is not None else _for_cpu(graph, count)
+    found = _given(given, graph, count) if given is not None else _for_cpu(graph, count, pinned)
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
@@ -287,12 +376,12 @@ def verify(
         return verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
 
 
-def _for_cpu(graph: LayerGraph, count: int) -> Plan:
+def _for_cpu(graph: LayerGraph, count: int, pins: tuple[Pin, ...]) -> Plan:
     import torch
 
     from parplan.planner.decide import Request
 
-    return _searched(graph, torch.device("cpu"), count, Request()).plan
+    return _searched(graph, torch.device("cpu"), count, Request(pins=pins, price_pins=False)).plan
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from parplan.errors import ParplanError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parplan.pins import Pin
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
     from parplan.run_report import Report
@@ -123,7 +124,8 @@ def _analyze(options: argparse.Namespace) -> int:
     for option, path in (("--out", options.out), ("--json", options.json)):
         if path is not None and (option, path) != ("--json", "-"):
             check_writable(path, option)
-    decision = _decide(options, _plan(options.plan))
+    plan = _plan(options.plan)
+    decision = _decide(options, plan, _pins(options, plan))
     texts = {options.out: decision.plan.to_json()} if options.out else {}
     if options.json:
         from parplan.report.facts import to_json
@@ -143,39 +145,53 @@ def _plan(path: str | None) -> Plan | None:
     return Plan.load(path)
 
 
-def _decide(options: argparse.Namespace, plan: Plan | None) -> Decision:
+def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
+    """What is pinned, the file first; refused before the model is loaded if it cannot be read."""
+    from parplan.pins import parse_pin, pins_from_toml, read_pins
+
+    from_file = () if options.pins is None else pins_from_toml(options.pins)
+    return read_pins((*from_file, *map(parse_pin, options.pin)), with_plan=plan is not None)
+
+
+def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...]) -> Decision:
     from parplan.report.progress import Progress
 
     if options.profile_graph is not None:
-        return _decide_profile(options, plan)
+        return _decide_profile(options, plan, pins)
     # What the model prints while it runs is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
         from parplan import api
         from parplan.target import load
 
-        target = load(options.target, options.input, options.batch)
+        auto = options.batch == "auto"
+        target = load(options.target, options.input, None if auto else options.batch, options.layer_params)
+        own = plan is None and options.cluster is None  # nothing else says how many devices there are
         return api.analyze(
             target.module,
             target.args,
             kwargs=target.kwargs,
-            gpus=options.gpus,
+            batch="auto" if auto else None,
+            gpus=target.gpus if own and options.gpus is None else options.gpus,
             gpu=options.gpu,
             link=options.link,
             cluster=options.cluster,
             rules=options.rules,
+            scheme=options.scheme,
             precision=options.precision,
             optimizer=options.optimizer,
             memory_bytes=None if options.memory is None else int(options.memory * GIB),
             measure=options.measure,
             time_limit_s=options.time_limit,
             plan=plan,
+            pins=(*target.pins, *pins) if plan is None else (),
+            notes=target.notes,
             name=target.name,
             progress=progress,
         )
 
 
-def _decide_profile(options: argparse.Namespace, plan: Plan | None) -> Decision:
+def _decide_profile(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...]) -> Decision:
     """As `_decide`, from measurements instead of a model."""
     from parplan import api
     from parplan.report.progress import Progress
@@ -188,11 +204,13 @@ def _decide_profile(options: argparse.Namespace, plan: Plan | None) -> Decision:
             link=options.link,
             cluster=options.cluster,
             rules=options.rules,
+            scheme=options.scheme,
             optimizer=options.optimizer,
             memory_bytes=None if options.memory is None else int(options.memory * GIB),
             batch=options.batch,
             time_limit_s=options.time_limit,
             plan=plan,
+            pins=pins,
             progress=progress,
         )
 
@@ -226,19 +244,21 @@ def _verify(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
     plan = _plan(options.plan)
+    pins = _pins(options, plan)
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("load")
         from parplan import api
         from parplan.report.verification import render_verification
         from parplan.target import load
 
-        target = load(options.target, options.input, options.batch)
+        target = load(options.target, options.input, options.batch, options.layer_params)
         progress.phase("verify")
         found = api.verify(
             target.module,
             target.args,
             kwargs=target.kwargs,
             plan=plan,
+            pins=(*target.pins, *pins) if plan is None else (),
             devices=options.devices,
             batch=options.batch,
             seed=options.seed,
@@ -300,6 +320,7 @@ def _ran(options: argparse.Namespace, plan: Plan | None) -> Report | None:
         job = Job(
             target=options.target,
             inputs=tuple(options.input),
+            layer_params=options.layer_params,
             batch=options.batch,
             devices=options.devices,
             plan=plan.to_json() if plan is not None else None,

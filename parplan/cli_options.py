@@ -20,6 +20,7 @@ TARGET is one of
   model.py              its `model`, or what its function `build()` returns
   model.py:name         a model, a class, or a function that returns a model
   package.module:name   the same from a module that can be imported from here
+  layers.cfg            a cuda-convnet2 layer file; its gpu= lines are pins
 The inputs are `example_inputs` of the same file: a tensor, a tuple of
 arguments, a dict of keyword arguments, or a function that returns one;
 `--input` replaces them."""
@@ -42,8 +43,10 @@ The GPUs need not be here.
 examples:
   parplan analyze model.py --gpus 4
   parplan analyze model.py --gpus 8 --gpu v100-sxm2 --batch 1024
+  parplan analyze model.py --gpus 4 --batch auto         the fastest that fits
   parplan analyze net.py:Net --input 64x128:int64 --input mask=64x128:bool
   parplan analyze model.py --gpus 4 --plan edited.json   price a plan of yours
+  parplan analyze model.py --gpus 4 --pin 'fc6=shards:4' decide a layer yourself
   parplan analyze model.py --gpus 4 --json - | jq .predicted.step_s
   parplan analyze --profile-graph layers.profile --gpus 16   no model at all"""
 
@@ -138,12 +141,13 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_profile(profile)
     presets.add_argument("--json", metavar="FILE", help="the same as JSON; - is standard output, alone")
     presets.add_argument("--verbose", action="store_true", help="show warnings, and where an error was raised")
-    _add_target(analyze, needed=False)
+    _add_target(analyze, needed=False, auto=True)
     _add_profile_graph(analyze)
     _add_cluster(analyze)
     _add_outputs(analyze)
     _add_target(verify)
     verify.add_argument("--plan", metavar="FILE", help="the plan to verify (default: the one parplan chooses)")
+    _add_pins(verify)
     verify.add_argument("--devices", type=_count, metavar="N", help="logical devices (default: the plan's, else 2)")
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
     run = commands.add_parser("run-report", help="run a plan and look back", description=RUN_REPORT, **style)
@@ -152,12 +156,15 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     return parser, {"run-report": run, "analyze": analyze, "verify": verify, "presets": presets, "profile": profile}
 
 
-def _add_target(command: _Parser, needed: bool = True) -> None:
+def _add_target(command: _Parser, needed: bool = True, auto: bool = False) -> None:
     command.add_argument("target", nargs=None if needed else "?", metavar="TARGET", help="the model, see above")
-    command.add_argument("--batch", type=_count, metavar="N", help="samples in one step over all devices, instead of "
-                         "the example inputs' batch")  # fmt: skip
+    fastest = "; auto: the smallest of nearly the most samples/s" if auto else ""
+    command.add_argument("--batch", type=_batch if auto else _count, metavar="N", help="samples in one step over all "
+                         f"devices, instead of the example inputs' batch{fastest}")  # fmt: skip
     command.add_argument("--input", action="append", default=[], metavar="SHAPE", help="a positional input such as "
                          "64x3x224x224 or 64x128:int64, or a keyword one, mask=64x128:bool; repeatable")  # fmt: skip
+    command.add_argument("--layer-params", metavar="FILE", help="of a cuda-convnet2 layer file (default: "
+                         "layer-params-X.cfg beside layers-X.cfg)")  # fmt: skip
     command.add_argument("--verbose", action="store_true", help="show warnings, and where an error was raised")
 
 
@@ -204,6 +211,8 @@ def _check_profile_graph(options: argparse.Namespace, command: _Parser) -> None:
     if options.target is not None:
         command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
     given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
+    if options.batch == "auto":
+        command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
     for option, set_ in given.items():
         if set_:
             command.error(f"{option} needs a model, and --profile-graph {file} has none; leave out {option}")
@@ -224,10 +233,21 @@ def _add_cluster(command: _Parser) -> None:
                        help="whose state has to fit in memory (default: adam)")  # fmt: skip
     group.add_argument("--rules", choices=("default", "strict"), default="default", help="strict: cuda-convnet2's "
                        "divisibility rules to the letter, no transfer may bend them")  # fmt: skip
+    group.add_argument("--scheme", choices=("auto", "gather", "broadcast", "interleave"), default="auto",
+                       help="how samples get from many replicas to layers with fewer: all at once, one replica's or a "
+                       "share of each at a time (default: as is fastest)")  # fmt: skip
     group.add_argument("--measure", action="store_true", help="time the layers on the device that is here")
     group.add_argument("--time-limit", type=_positive, default=60.0, metavar="S",
                        help="seconds for the solver (default: 60); then the best plan found, with its gap")  # fmt: skip
     group.add_argument("--plan", metavar="FILE", help="check and price this plan instead of searching for one")
+    _add_pins(group)
+
+
+def _add_pins(command: argparse._ActionsContainer) -> None:
+    command.add_argument("--pin", action="append", default=[], metavar="PATTERN=WORDS", help="decide some layers by "
+                         "hand: 'fc6=shards:4', 'features.*=replicas:4', 'conv1=gpu:0,1'; repeatable, the later one "
+                         "counts (docs/pins.md)")  # fmt: skip
+    command.add_argument("--pins", metavar="FILE", help="the same in a TOML file with a table [pins], before --pin")
 
 
 def _add_outputs(command: _Parser) -> None:
@@ -256,6 +276,10 @@ def _memory(text: str) -> float:
     if not LEAST_MEMORY <= value <= MOST_MEMORY:
         raise argparse.ArgumentTypeError(f"{text} GiB is not plausible; give GiB (2^30 bytes) of a device, such as 16")
     return value
+
+
+def _batch(text: str) -> int | str:
+    return text if text == "auto" else _count(text)
 
 
 def _count(text: str) -> int:

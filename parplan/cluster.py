@@ -54,6 +54,9 @@ class Link:
         contention: factor on bandwidth (<= 1) when all devices talk across this level at once.
         source: where these numbers come from.
         estimated: True when any of them is unverified.
+        overlap: the most of a gradient reduction that can run beside the backward pass, where devices joined by this
+            level sum gradients: 1 where collectives run on their own; 0.5 where one process sums them on a device and
+            sends new weights back, as that half comes after the update.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Link:
     contention: float = 1.0
     source: str = ""
     estimated: bool = True
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,11 @@ class Cluster:
         changed = {id(group.device): replace(group.device, memory_bytes=memory_bytes) for group in self.groups}
         kinds = {number: changed[id(group.device)] for group in self.groups for number in group.members}
         return replace(self, devices=tuple(kinds[number] for number in range(self.count)))
+
+    @property
+    def overlap(self) -> float:
+        """The most of a gradient reduction that can run beside the backward pass: of the level that hides least."""
+        return min((link.overlap for link in self.links), default=1.0)
 
     def link(self, devices: Sequence[int]) -> Link:
         """The innermost level that joins all of `devices`."""

@@ -10,8 +10,21 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
 
-__all__ = ["memory_of", "overload_name", "pytree", "schema_of"]
+__all__ = ["HOOK_FIELDS", "BackwardHook", "memory_of", "overload_name", "pytree", "schema_of"]
+
+# Where a module keeps its hooks; the dictionaries say what was registered, by number.
+HOOK_FIELDS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
 
 
 def schema_of(target: Any) -> Any:

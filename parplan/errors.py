@@ -9,8 +9,10 @@ __all__ = [
     "CaptureError",
     "ClusterError",
     "InfeasiblePlan",
+    "LayerFileError",
     "ModelError",
     "ParplanError",
+    "PinError",
     "PlanError",
     "ProfileError",
     "RuleError",
@@ -27,6 +29,10 @@ class TargetError(ParplanError):
     """The model named on the command line cannot be found, or is ambiguous."""
 
 
+class LayerFileError(TargetError):
+    """A cuda-convnet2 layer file cannot be read (the text names file, section, key and value)."""
+
+
 class CaptureError(ParplanError):
     """The model cannot be captured as a graph (the text names the line)."""
 
@@ -41,6 +47,10 @@ class ClusterError(ParplanError):
 
 class PlanError(ParplanError):
     """A plan cannot be read, or does not belong to this model."""
+
+
+class PinError(PlanError):
+    """A pin cannot be read, names no layer, or asks for what the model, the devices or a rule forbid."""
 
 
 class ProfileError(ParplanError):

@@ -7,7 +7,7 @@ made, what was measured becomes entries of a profile, and the planner is asked a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from statistics import median
@@ -19,11 +19,12 @@ from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.trials import part_entry
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Layout
+from parplan.graph.stages import Stage, stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import LayerFacts, Prediction
-from parplan.planner.formulate import Option, arrival_layout, delivery_layout, formulate
+from parplan.planner.formulate import Option, formulate
+from parplan.planner.timeline_work import LayerWork, Work, work_of
 from parplan.runtime.expected import Both, Expected, ExpectedLayer
 from parplan.runtime.measured import Line, MeasuredStep
 
@@ -134,11 +135,11 @@ def foresee(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -
     strategies = {name: _without_period(strategy) for name, strategy in plan.layers.items()}
     formulation = formulate(graph, cluster, costs, {name: (strategy,) for name, strategy in strategies.items()})
     options = {name: own[0] for name, own in zip(formulation.names, formulation.options, strict=False)}
-    transfers = _transfers(graph, cluster, costs, strategies)
+    work = work_of(graph, cluster.count, costs, plan)
     statistics = {name: option.statistics_s for name, option in options.items() if option.statistics_s > 0}
     expected = Expected(
-        layers={name: _expected_layer(option) for name, option in options.items()},
-        transfers={**transfers, **{f"{name}.statistics": Both(s, s) for name, s in statistics.items()}},
+        layers={name: _expected_layer(work.layers[name], work.times(name), own) for name, own in options.items()},
+        transfers={**_transfers(work), **{f"{name}.statistics": Both(s, s) for name, s in statistics.items()}},
         reduce_s=prediction.exposed_reduce_s,
         update_s=prediction.update_s,
         overhead_s=prediction.overhead_s,
@@ -154,38 +155,18 @@ def _without_period(strategy: Strategy) -> Strategy:
     return Strategy(strategy.replicas, strategy.shards, strategy.axis, strategy.devices)
 
 
-def _expected_layer(option: Option) -> ExpectedLayer:
-    return ExpectedLayer(Both(option.cost.forward_s, option.cost.backward_s), option.cost.source.value)
+def _expected_layer(layer: LayerWork, times: int, option: Option) -> ExpectedLayer:
+    """A layer in all its passes."""
+    return ExpectedLayer(Both(times * layer.forward_s, times * layer.backward_s), option.cost.source.value)
 
 
-def _transfers(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, strategies: Mapping[str, Strategy]
-) -> dict[str, Both]:
+def _transfers(work: Work) -> dict[str, Both]:
     """Per value what its moves to all who read it were priced at."""
     found: dict[str, Both] = defaultdict(Both)
-    for _, target, values in graph.digraph.edges(data="values"):
-        for value in values:
-            wanted = graph.layers[target].layout(value, strategies[target])
-            given = _produced(graph, strategies, value)
-            moved = costs.transfer(graph.values[value], given, wanted)
-            found[value] += Both(moved.forward_s, moved.backward_s)
-    for name, layer in graph.layers.items():
-        for value in layer.inputs:
-            if value in graph.user_inputs:
-                arrived = arrival_layout(graph, cluster.count, value)
-                moved = costs.transfer(graph.values[value], arrived, layer.layout(value, strategies[name]))
-                found[value] += Both(moved.forward_s, moved.backward_s)
-    for value in dict.fromkeys(graph.user_outputs):
-        if isinstance(value, str) and value in graph.producer:
-            wanted = delivery_layout(graph, cluster.count, value)
-            moved = costs.transfer(graph.values[value], _produced(graph, strategies, value), wanted)
-            found[value] += Both(moved.forward_s, moved.backward_s)
+    for move in work.moves:
+        legs = [leg for part in move.legs for leg in part]
+        found[move.value] += Both(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
     return dict(found)
-
-
-def _produced(graph: LayerGraph, strategies: Mapping[str, Strategy], value: str) -> Layout:
-    source = graph.producer[value]
-    return graph.layers[source].layout(value, strategies[source])
 
 
 def _facts(graph: LayerGraph, plan: Plan, name: str, option: Option, expected: Expected) -> LayerFacts:
@@ -194,8 +175,8 @@ def _facts(graph: LayerGraph, plan: Plan, name: str, option: Option, expected: E
         name=name,
         kind=graph.layers[name].kind,
         strategy=plan.layers[name],
-        forward_s=option.cost.forward_s,
-        backward_s=option.cost.backward_s,
+        forward_s=expected.layers[name].times.forward_s,
+        backward_s=expected.layers[name].times.backward_s,
         transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.statistics_s,
         reduce_s=option.reduce_s,
         memory_bytes=option.memory_bytes,
@@ -226,7 +207,8 @@ def devices_at_work(measured: MeasuredStep) -> int:
 
 def _entries(look_back: LookBack, graph: LayerGraph) -> Iterable[PartEntry]:
     measured = {layer.name: layer for layer in look_back.measured.layers}
-    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    when = stages(graph, look_back.plan.layers, look_back.plan.scheme)
     alike: dict[str, list[PartEntry]] = defaultdict(list)
     for name, layer in measured.items():
         if layer.forward.seconds <= 0:
@@ -238,9 +220,11 @@ def _entries(look_back: LookBack, graph: LayerGraph) -> Iterable[PartEntry]:
             spread=spread,
             runs=look_back.measured.steps,
             reference_s=look_back.reference_s,
-            when=when,
+            when=moment,
         )
-        part = part_of(graph, graph.layers[name], _without_period(look_back.plan.layers[name]))
+        passes = when.passes if when.of[name] is Stage.PASSES else 1
+        taken = replace(taken, forward_s=taken.forward_s / passes, backward_s=taken.backward_s / passes)
+        part = part_of(graph, graph.layers[name], _without_period(look_back.plan.layers[name]), passes)
         entry = part_entry(graph, part, taken)
         alike[entry.signature].append(entry)
     return [_middle(entries) for entries in alike.values()]

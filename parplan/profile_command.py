@@ -26,13 +26,14 @@ class TargetSource:
     target: str
     inputs: tuple[str, ...] = ()
     batch: int | None = None
+    layer_params: str | None = None
 
     def load(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model, its positional and its keyword arguments."""
         from parplan.target import load
 
         with contextlib.redirect_stdout(sys.stderr):
-            found = load(self.target, self.inputs, self.batch)
+            found = load(self.target, self.inputs, self.batch, self.layer_params)
         return found.module, found.args, found.kwargs
 
 
@@ -108,7 +109,7 @@ def _measure(options: Namespace) -> str:
         time_cap_s=options.time_limit,
         again=options.again,
     )
-    source = TargetSource(options.target, tuple(options.input), options.batch)
+    source = TargetSource(options.target, tuple(options.input), options.batch, options.layer_params)
     try:
         found = profile(source, settings, Progress)
     except KeyboardInterrupt:

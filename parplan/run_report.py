@@ -63,7 +63,7 @@ class Job:
     """What is to be run, as a command line names it.
 
     Args:
-        target, inputs, batch: the model and its inputs, as `parplan.target.load` takes them.
+        target, inputs, batch, layer_params: the model and its inputs, as `parplan.target.load` takes them.
         devices: how many logical devices; None for the plan's, else 2.
         plan: the plan to run as JSON; None for the one parplan chooses.
         steps: how many steps are recorded.
@@ -79,13 +79,20 @@ class Job:
     steps: int = 20
     optimizer: str = "adam"
     precision: str = "fp32"
+    layer_params: str | None = None
+
+    def load(self) -> Target:
+        """The model and its inputs."""
+        return load(self.target, self.inputs, self.batch, self.layer_params)
 
     @property
     def count(self) -> int:
         """How many logical devices."""
         if self.devices is not None:
             return self.devices
-        return Plan.from_json(self.plan).devices if self.plan is not None else 2
+        if self.plan is not None:
+            return Plan.from_json(self.plan).devices
+        return (self.load().gpus if self.target.endswith(".cfg") else None) or 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ def _in_turns(job: Job) -> list[_Ran]:
     cards = torch.cuda.device_count()
     places = [torch.device("cuda", index % cards) if cards else torch.device("cpu") for index in range(job.count)]
     with one_thread(places[0]):
-        return [_ran(job, load(job.target, job.inputs, job.batch), places)]
+        return [_ran(job, job.load(), places)]
 
 
 def _as_rank(job: Job) -> list[_Ran]:
@@ -232,8 +239,7 @@ def _reason(folder: Path, ranks: int) -> ParplanError:
 
 
 def _of_rank(job: Job, rank: int, ranks: int) -> _Ran:
-    target = load(job.target, job.inputs, job.batch)
-    return _ran(job, _share(target, rank, ranks), None)
+    return _ran(job, _share(job.load(), rank, ranks), None)
 
 
 def _share(target: Target, rank: int, ranks: int) -> Target:
@@ -264,6 +270,7 @@ def _ran(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
         kwargs=kwargs,
         devices=places,
         plan=Plan.from_json(job.plan) if job.plan is not None else None,
+        pins=target.pins if job.plan is None else None,
         precision=job.precision,
         optimizer=job.optimizer,
     )
@@ -304,7 +311,7 @@ def _own(leaf: Any, device: torch.device) -> Any:
 
 def _learned(job: Job, look_back: LookBack) -> tuple[str, ...]:
     """Keep what was measured, and plan again."""
-    target = load(job.target, job.inputs, job.batch)
+    target = job.load()
     graph = capture(target.module, target.args, target.kwargs)
     measured, count = look_back.measured, look_back.plan.devices
     device = torch.device("cuda" if measured.processes == 1 and torch.cuda.is_available() else "cpu")
@@ -312,7 +319,9 @@ def _learned(job: Job, look_back: LookBack) -> tuple[str, ...]:
         at_work = here(device, devices_at_work(measured))
         kept = learn(look_back, graph, store.under(at_work))
         costs = _costs(job, look_back, graph, store, device)
-        request = Request(precision=job.precision, optimizer=job.optimizer, rules=look_back.plan.rules)
+        pins = target.pins if job.plan is None else ()
+        rules = look_back.plan.rules
+        request = Request(job.precision, job.optimizer, rules, pins=pins, price_pins=False)
         again = replan(look_back, graph, this_cluster(count, device), costs, request)
         said = f"{kept.describe()} in {store.path}, for {at_work.describe()}."
         return (said, again.sentence(look_back.plan), *store.notes)

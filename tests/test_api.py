@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import parplan
-from parplan.errors import ClusterError, ParplanError, PlanError
+from parplan.errors import CaptureError, ClusterError, ParplanError, PlanError
 from tests.planner.graphs import Loss
 from tests.plans import PLANS, plan_by
 
@@ -139,6 +141,61 @@ def test_a_cpu_beside_gpus_computes_at_the_rate_it_has_and_the_reader_is_told() 
     cluster = Path(__file__).resolve().parent.parent / "examples" / "clusters" / "workstation.toml"
     notes = parplan.analyze(perceptron(), inputs(), cluster=cluster, precision="tf32").notes
     assert "desktop-cpu has no tf32 rate: what it computes is priced at its fp32 rate." in notes
+
+
+def test_batch_auto_takes_what_analyze_says_of_that_batch() -> None:
+    found = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=3, gpu="k20")
+    assert [one.batch for one in found.batches[:3]] == [3, 6, 12]
+    by_batch = {one.batch: one for one in found.batches}
+    own = parplan.analyze(perceptron(), inputs(found.plan.batch), gpus=3, gpu="k20")
+    assert own.prediction == found.prediction
+    assert own.plan == found.plan
+    assert by_batch[found.plan.batch].step_s == own.prediction.step_s
+    assert "another training: from the example inputs' 12 samples to" in found.notes[-1]
+
+
+def test_batch_auto_stays_within_memory() -> None:
+    free = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=2, gpu="k20")
+    tight = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=2, gpu="k20", memory_bytes=200_000)
+    assert tight.plan.batch < free.plan.batch
+    assert max(tight.prediction.memory_bytes) <= 200_000
+    assert [one.batch for one in tight.batches if not one.fits]
+    assert min(one.batch for one in tight.batches if not one.fits) > tight.plan.batch
+
+
+def test_batch_auto_prices_a_plan_of_yours() -> None:
+    plan = parplan.analyze(perceptron(), inputs(), gpus=2).plan
+    found = parplan.analyze(perceptron(), inputs(), batch="auto", plan=plan)
+    assert found.plan == replace(plan, batch=found.plan.batch)
+    assert len(found.batches) > 3
+
+
+class Averages(nn.Module):
+    """Has the batch built into a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) / x.shape[0]
+        return y
+
+
+def test_batch_auto_refuses_what_is_bound_to_its_batch() -> None:
+    with pytest.raises(CaptureError, match=r"--batch auto: Averages has constants that depend on the batch, so .* N$"):
+        parplan.analyze(Averages(), inputs(4).float(), batch="auto", gpus=2)
+    with pytest.raises(CaptureError, match="--batch auto: Loss: loss works on all samples at once, so other batches"):
+        parplan.analyze(Loss(), (torch.zeros(4, 3, 6, 6), torch.zeros(4, dtype=torch.long)), batch="auto", gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [({"batch": "best"}, "batch is 'best'"), ({"batch": "auto", "measure": True}, "choose the batch first")],
+)
+def test_batches_that_make_no_sense_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ParplanError, match=text):
+        parplan.analyze(perceptron(), inputs(), gpus=2, **given)
 
 
 def test_hosts_of_gpus() -> None:

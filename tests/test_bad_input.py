@@ -172,7 +172,7 @@ EDITS = [
     ("R5", edit(fc={**ONE, "shards": 5, "axis": "out-features", "devices": [0, 1, 2, 3, 4]}), "cannot be cut in 5"),
     ("R6", edit(fc={**ONE, "shards": 2, "axis": "out-features"}), "need 2 devices"),
     ("R7", edit(loss={**ONE, "shards": 2, "axis": "features", "devices": [0, 1]}), "never sharded"),
-    ("R8", edit(conv1={**DATA, "update_period": 3}), "does not divide 4 passes"),
+    ("R8", edit(conv1={**DATA, "update_period": 3}), "3 passes, but there is one"),
 ]  # fmt: skip
 
 

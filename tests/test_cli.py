@@ -90,10 +90,10 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
     given = calls.arguments
     assert given.pop("progress") is not None
     assert given == {
-        "module": "Net", "shape": (8, 6), "kwargs": {}, "gpus": None, "gpu": None, "link": None,
-        "cluster": None, "rules": "default",
+        "module": "Net", "shape": (8, 6), "kwargs": {}, "batch": None, "gpus": None, "gpu": None, "link": None,
+        "cluster": None, "rules": "default", "scheme": "auto",
         "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "time_limit_s": 60.0,
-        "plan": None, "name": "Net",
+        "plan": None, "pins": (), "notes": (), "name": "Net",
     }  # fmt: skip
 
 
@@ -105,12 +105,15 @@ OPTIONS = [
     ("--gpu v100-sxm2", "gpu", "v100-sxm2"),
     ("--link pcie3", "link", "pcie3"),
     ("--rules strict", "rules", "strict"),
+    ("--scheme broadcast", "scheme", "broadcast"),
     ("--precision bf16", "precision", "bf16"),
     ("--optimizer sgd", "optimizer", "sgd"),
     ("--memory 1.5", "memory_bytes", 3 * 2**29),
     ("--measure", "measure", True),
     ("--time-limit 2.5", "time_limit_s", 2.5),
     ("--batch 64", "shape", (64, 6)),
+    ("--batch auto", "batch", "auto"),
+    ("--batch auto", "shape", (8, 6)),
     ("--input 5x6 --batch 10", "shape", (10, 6)),
 ]
 
@@ -209,6 +212,8 @@ USAGE = [
     ("analyze net.py --plan net.py", "net.py is not a plan"),
     ("analyze nett.py", "nett.py: no such file; did you mean net.py?"),
     ("analyze net.py --input 3,4", "--input 3,4: write sizes with x between them"),
+    ("analyze --profile-graph net.profile --batch auto", "--batch auto needs a model, and the times of net.profile"),
+    ("verify net.py --batch auto", "argument --batch: auto is not a whole number of at least 1"),
     ("verify net.py --gpus 4", "--gpus is not known (see `parplan verify --help`)"),
     ("verify net.py --devices 0", "argument --devices: 0 is not a whole number of at least 1"),
 ]
@@ -396,7 +401,7 @@ def test_the_decision_is_what_the_real_signature_gives() -> None:
     import inspect
 
     used = {"kwargs", "gpus", "gpu", "link", "cluster", "rules", "precision", "optimizer", "memory_bytes", "measure",
-            "time_limit_s", "plan", "name", "progress"}  # fmt: skip
+            "time_limit_s", "plan", "name", "progress", "scheme"}  # fmt: skip
     assert used <= set(inspect.signature(api.analyze).parameters)
     assert {"kwargs", "plan", "devices", "seed"} <= set(inspect.signature(api.verify).parameters)
     assert inspect.signature(api.analyze).return_annotation == Decision.__name__

@@ -54,5 +54,12 @@ def test_what_is_no_cluster(count: int, sizes: tuple[int, ...], words: str) -> N
         Cluster.of(GPU, count, tuple(link(size) for size in sizes))
 
 
+def test_what_can_be_hidden_is_that_of_the_level_that_hides_least() -> None:
+    half = replace(link(2), overlap=0.5)
+    assert Cluster.of(GPU, 1, ()).overlap == 1
+    assert Cluster.of(GPU, 4, (link(2), link(4))).overlap == 1
+    assert Cluster.of(GPU, 4, (half, link(4))).overlap == 0.5
+
+
 def test_the_last_level_may_be_cut_short() -> None:
     assert Cluster.of(GPU, 12, (link(8), link(12))).link((0, 11)).size == 12

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parplan.compat import memory_of, overload_name, pytree, schema_of
+from parplan.compat import HOOK_FIELDS, BackwardHook, memory_of, overload_name, pytree, schema_of
 
 
 def test_trees_come_apart_and_together() -> None:
@@ -38,3 +39,32 @@ def test_views_share_memory_and_copies_do_not() -> None:
     real = torch.zeros(4)
     assert memory_of(real) == memory_of(real.view(2, 2))
     assert memory_of(real) != memory_of(real.clone())
+
+
+def test_modules_keep_their_hooks_in_these_fields() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert {name: len(vars(module)[name]) for name in HOOK_FIELDS[:-1]} == dict.fromkeys(HOOK_FIELDS[:-1], 1)
+    assert vars(module)[HOOK_FIELDS[-1]] is True
+
+
+def test_backward_hooks_can_be_put_around_tensors() -> None:
+    seen: list[list[float]] = []
+
+    def hook(module: object, given: tuple[Tensor, ...], taken: tuple[Tensor, ...]) -> None:
+        seen.append([given[0].item(), taken[0].item()])
+
+    around = BackwardHook(nn.Identity(), [hook], [])
+    leaf = torch.tensor(2.0, requires_grad=True)
+    (x,) = around.setup_input_hook((leaf,))
+    around.setup_output_hook(x * 3).backward()
+    assert seen == [[3.0, 1.0]]
+
+
+def test_recurrent_layers_name_their_flat_weights() -> None:
+    layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2)
+    named = [getattr(layer, name) for name in layer._flat_weights_names]
+    assert [id(weight) for weight in named] == [id(weight) for weight in layer._flat_weights]

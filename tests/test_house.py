@@ -16,7 +16,10 @@ import parplan
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PUBLIC = ("Cluster", "ParplanError", "Plan", "__version__", "analyze", "compile", "verify")
+PUBLIC = (
+    "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
+    "shard_dataset", "verify",
+)  # fmt: skip
 
 README_COMMANDS = (
     "pip install -e . && parplan analyze examples/alexnet.py --gpus 4",

@@ -102,12 +102,6 @@ def test_replacing_some_layers() -> None:
     assert PLAN.layers["conv1"].replicas == 4
 
 
-@pytest.mark.parametrize(("replicas", "passes"), [((4, 2, 1), 4), ((2, 2), 1), ((6, 3), 2), ((), 1)])
-def test_passes(replicas: tuple[int, ...], passes: int) -> None:
-    layers = {str(i): Strategy(count, 1, None, tuple(range(count))) for i, count in enumerate(replicas)}
-    assert Plan("Net", "f", 12, 6, layers).passes == passes
-
-
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [

@@ -38,7 +38,7 @@ __all__ = ["DEVICE_KEYS", "LINK_KEYS", "load_cluster", "read_cluster"]
 DEVICE_KEYS = (
     "preset", "name", "count", "memory_gib", "tflops", "gb_per_s", "launch_us", "source", "estimated",
 )  # fmt: skip
-LINK_KEYS = ("preset", "name", "size", "latency_us", "gb_per_s", "contention", "source", "estimated")
+LINK_KEYS = ("preset", "name", "size", "latency_us", "gb_per_s", "contention", "overlap", "source", "estimated")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp64")
 
 MEMORY = Quantity("memory a plan may use, in GiB (2^30 bytes)", 1e-3, 2**16)
@@ -48,6 +48,7 @@ LAUNCH = Quantity("the least time of one op in microseconds", 0, 1e5)
 LATENCY = Quantity("the latency of a message in microseconds", 0, 1e7)
 LINK_RATE = Quantity("what one pair of devices gets in one direction, in GB/s (1e9 bytes per second)", 1e-6, 1e5)
 CONTENTION = Quantity("the share of the bandwidth that is left when all devices talk across the level at once", 1e-4, 1)
+OVERLAP = Quantity("the most of a gradient reduction that can run beside the backward pass", 0, 1)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -159,6 +160,7 @@ def _link(entry: Entry) -> Link:
     known = entry.preset(link_preset, preset) if preset else Link("", 0, 0.0, 0.0, 1.0, "as given", estimated=False)
     latency_us, rate = entry.number("latency_us", LATENCY), entry.number("gb_per_s", LINK_RATE)
     contention, estimated = entry.number("contention", CONTENTION), entry.flag("estimated")
+    overlap = entry.number("overlap", OVERLAP)
     return Link(
         name=entry.text("name") or known.name,
         size=entry.whole("size", 2),
@@ -167,6 +169,7 @@ def _link(entry: Entry) -> Link:
         contention=1.0 if contention is None else contention,
         source=entry.text("source") or known.source,
         estimated=known.estimated if estimated is None else estimated,
+        overlap=known.overlap if overlap is None else overlap,
     )
 
 

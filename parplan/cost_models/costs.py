@@ -59,12 +59,20 @@ class StepCost:
             below it where compute and sums hinder each other, so that both are done sooner one after the other.
         spread: how far times of transfers and reductions may be off, relative.
         links: where the times of transfers and reductions come from.
+        late: share of the reductions that comes after the optimizer's update, where nothing is left to hide behind
+            (`Link.overlap` is the rest); `overlap` is of what comes before it.
     """
 
     overhead_s: float = 0.0
     overlap: float = 1.0
     spread: float = 0.0
     links: Source = Source.ESTIMATED
+    late: float = 0.0
+
+    @property
+    def most_hidden(self) -> float:
+        """The most of a reduction that the backward pass can hide, as a share."""
+        return max(0.0, self.overlap) * (1 - self.late)
 
 
 @dataclass(frozen=True)
@@ -169,8 +177,8 @@ class CostModel(Protocol):
         """What is said of whole steps."""
         ...
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
-        """Cost of the slowest device's part of `layer`."""
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
+        """Cost of the slowest device's part of `layer`, in one of so many passes over the batch (update: of all)."""
         ...
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:

@@ -102,6 +102,12 @@ class GpuRow:
 
 _HOP = Origin("NCCL's constant per hop (tuning.cc, 5067397; ring, simple protocol)")
 _ALONE = Origin("one switch joins all")
+_BESIDE = Origin("collectives that run on their own, as NCCL's do")
+# A ring moves 2(K-1)/K of the gradients. So do these: (K-1)/K to sum them, then (K-1)/K of the new weights back.
+_WEIGHTS_BACK = _derived(
+    "on such machines one process sums gradients, updates, and sends weights back (DataParallelTable, nn.DataParallel; "
+    "NCCL is younger): the second half of the traffic comes after the update and hides behind nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class LinkRow:
         island: devices on one switch, when a host has several; 0 when one switch joins the host.
         contention: factor on bandwidth when all devices talk at once (across islands, where there are any).
         sharing: where island and contention come from.
+        overlap: the most of a gradient reduction that can run beside the backward pass (see Link).
+        hiding: where overlap comes from.
     """
 
     name: str
@@ -129,6 +137,8 @@ class LinkRow:
     island: int = 0
     contention: float = 1.0
     sharing: Origin = _ALONE
+    overlap: float = 1.0
+    hiding: Origin = _BESIDE
 
     def numbers(self) -> Iterator[Number]:
         """Every number of the row with its origin."""
@@ -138,6 +148,8 @@ class LinkRow:
             yield Number("island", self.island, "devices", self.sharing)
         if self.contention < 1:
             yield Number("contention", self.contention, "of the bandwidth", self.sharing)
+        if self.overlap < 1:
+            yield Number("overlap", self.overlap, "of a reduction", self.hiding)
 
     @property
     def estimated(self) -> bool:
@@ -200,7 +212,7 @@ _SCALED = _derived("0.96 of nominal, as NCCL's model has it for 100 Gb/s")
 _LINKS_OF = "NCCL's constant for one link (topo.h, 5067397)"
 LINKS: tuple[LinkRow, ...] = (
     LinkRow("pcie2", 6, 5.7, Origin("Krizhevsky 2014, section on the machine: about 6 GB/s within four GPUs of one CPU"), island=4, contention=0.5,
-            sharing=Origin("Krizhevsky 2014, same place: half of it across the two CPUs when all GPUs talk")),
+            sharing=Origin("Krizhevsky 2014, same place: half of it across the two CPUs when all GPUs talk"), overlap=0.5, hiding=_WEIGHTS_BACK),
     LinkRow("pcie3", 12, 5.7, Origin("NCCL's constant for x16 (topo.h, 5067397); nominal 15.8")),
     LinkRow("pcie3-pair", 12, 5.7, Origin("NCCL's constant for x16 (topo.h, 5067397)"), island=2, contention=0.5, sharing=_memory("the two GPUs of a board share one x16 slot")),
     LinkRow("pcie4", 27, 5.7, _derived("nominal 31, times the 88 % measured on gen 5")),

@@ -138,14 +138,14 @@ class MeasuredCosts:
         calling_s = self._updates[max(self._updates)].calling_s if self._updates else 0.0
         return replace(self._step, overhead_s=self._step.overhead_s + calling_s)
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
-        """Seconds of the slowest device's part of `layer`."""
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
+        """Seconds of the slowest device's part of `layer` in one pass."""
         if not self._profiles or not self._numbers.issuperset(strategy.devices):
-            return self._fallback.layer(layer, strategy)
+            return self._fallback.layer(layer, strategy, passes)
         busy = self._busy(len(strategy.devices))
-        key = (part_key(layer, strategy), busy)
+        key = (part_key(layer, strategy, passes), busy)
         if key not in self._costs:
-            self._costs[key] = self._price(layer, strategy, busy)
+            self._costs[key] = self._price(layer, strategy, passes, busy)
         return self._costs[key]
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
@@ -174,10 +174,10 @@ class MeasuredCosts:
         """The measured number of devices at work that is closest: the next larger, else the largest."""
         return next((busy for busy in self._profiles if busy >= devices), max(self._profiles))
 
-    def _price(self, layer: Layer, strategy: Strategy, busy: int) -> LayerCost:
-        graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy)
+    def _price(self, layer: Layer, strategy: Strategy, passes: int, busy: int) -> LayerCost:
+        graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy, passes)
         update_s = self._update_s(layer, strategy, busy, estimate)
-        entry = part_entry(graph, part_of(graph, layer, strategy), Measurement(0.0, 0.0, 0.0, 0))
+        entry = part_entry(graph, part_of(graph, layer, strategy, passes), Measurement(0.0, 0.0, 0.0, 0))
         known = self._profiles[busy].get(entry.signature)
         if known is not None:
             scale = self._scale(known)
@@ -276,7 +276,7 @@ def step_cost(
         alone, beside = links.curve("all-reduce", devices), links.curve(BESIDE, devices)
         if alone is not None and beside is not None and devices > 1:
             taken_s, under_way_s = (float(curve.seconds(roofline.message_bytes)) for curve in (beside, alone))
-            found = replace(found, overlap=1 - taken_s / under_way_s if under_way_s > 0 else 1.0)
+            found = replace(found, overlap=1 - taken_s / under_way_s if under_way_s > 0 else 1.0, late=0.0)
     told = profile.get(AGREEMENT)
     runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
     runtime_s += told.forward_s * _scale(told, reference_s) if told is not None else 0.0

@@ -116,7 +116,8 @@ def _host_levels(row: LinkRow, host: int) -> list[Link]:
 
 def _level(row: LinkRow, size: int, contention: float, name: str = "") -> Link:
     bandwidth = row.gb_per_s * 1e9
-    return Link(name or row.name, size, row.latency_us * 1e-6, bandwidth, contention, row.source, row.estimated)
+    latency_s, label = row.latency_us * 1e-6, name or row.name
+    return Link(label, size, latency_s, bandwidth, contention, row.source, row.estimated, row.overlap)
 
 
 def _device(row: GpuRow) -> Device:

@@ -25,7 +25,7 @@ from parplan.cost_models.costs import (
 )
 from parplan.cost_models.layer_profile import LayerProfile, Times
 from parplan.cost_models.optimizers import optimizer_memory
-from parplan.cost_models.roofline import BUCKET_BYTES, LINK_DOUBT, LINK_SPREAD
+from parplan.cost_models.roofline import BUCKET_BYTES, estimated_step
 from parplan.cost_models.transfers import Transfers
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
@@ -58,7 +58,7 @@ class ProfileCosts:
                 f"{cluster.describe()}: a layer profile is of one kind of device ({profile.device}); name equal devices"
             )
         self.transfers = Transfers(cluster)
-        self._step = StepCost(spread=LINK_DOUBT if any(link.estimated for link in cluster.links) else LINK_SPREAD)
+        self._step = estimated_step(cluster)
         self._graph, self._batch = graph, graph.batch or profile.batch
         self._measured_batch = profile.batch
         self._layers = {layer.name: layer for layer in profile.layers}
@@ -70,13 +70,13 @@ class ProfileCosts:
 
     @property
     def step(self) -> StepCost:
-        """Nothing is known of the runtime; what the links' rates are worth is."""
+        """Nothing is known of the runtime; what the links' rates are worth and what they let overlap is."""
         return self._step
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
-        """Seconds of the device with most samples."""
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
+        """Seconds of the device with most samples, in one pass."""
         known, shards = self._layers[layer.name], strategy.shards
-        samples = self._measured_batch if layer.constant else self._samples(layer, strategy)
+        samples = self._measured_batch if layer.constant else self._samples(layer, strategy, passes)
         times = _at(known.times, samples)
         source = times.source if shards == 1 else Source.ESTIMATED
         return LayerCost(
@@ -119,8 +119,8 @@ class ProfileCosts:
         columns = [grid.column(column) for column in range(grid.shards)]
         return nbytes * self.transfers.all_reduce(columns, self._bucket_bytes) / self._bucket_bytes if nbytes else 0.0
 
-    def _samples(self, layer: Layer, strategy: Strategy) -> int:
-        return ceil(self._batch / strategy.replicas) if layer.batch is not None else self._batch
+    def _samples(self, layer: Layer, strategy: Strategy, passes: int = 1) -> int:
+        return ceil(self._batch / (strategy.replicas * passes)) if layer.batch is not None else self._batch
 
     def _parameter_bytes(self, layer: Layer, strategy: Strategy) -> int:
         return -(-self._layers[layer.name].parameter_bytes // strategy.shards)

@@ -31,7 +31,7 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "part_key", "part_of", "rate_notes"]
+__all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
 
 # Gradients are summed in buckets of this size (the default of torch's DistributedDataParallel), so a layer pays the
 # latency of an all-reduce in proportion to its share of a bucket.
@@ -54,16 +54,17 @@ class PartKey:
     replicas: int
     shards: int
     axis: str | None
+    passes: int = 1
 
 
-def part_key(layer: Layer, strategy: Strategy) -> PartKey:
-    """The key of `layer` under `strategy`."""
-    return PartKey(layer.name, strategy.replicas, strategy.shards, strategy.axis)
+def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> PartKey:
+    """The key of `layer` under `strategy` in one of so many passes."""
+    return PartKey(layer.name, strategy.replicas, strategy.shards, strategy.axis, passes)
 
 
-def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy) -> LocalLayer:
-    """The largest part any device has of `layer`: the first shard, with ceil(batch / replicas) samples."""
-    return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / strategy.replicas))
+def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy, passes: int = 1) -> LocalLayer:
+    """The largest part any device has of `layer`: the first shard, with ceil(batch / replicas / passes) samples."""
+    return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / (strategy.replicas * passes)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +124,14 @@ class RooflineCosts:
 
     @property
     def step(self) -> StepCost:
-        """Perfect overlap, and no time for the runtime itself."""
-        return StepCost(spread=LINK_DOUBT if any(link.estimated for link in self.cluster.links) else LINK_SPREAD)
+        """As much overlap as the cluster allows, and no time for the runtime itself."""
+        return estimated_step(self.cluster)
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
-        """Estimated seconds of the slowest device's part of `layer`."""
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
+        """Estimated seconds of the slowest device's part of `layer` in one pass."""
         used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
-        costs = [_once(own.layers, layer, strategy, partial(self._layer, layer, strategy, own)) for own in used]
+        key = part_key(layer, strategy, passes)
+        costs = [_once(own.layers, key, partial(self._layer, layer, strategy, passes, own)) for own in used]
         return costs[0] if len(costs) == 1 else _slowest(costs)
 
     def ideal_seconds(self, flops: float, nbytes: float) -> float:
@@ -145,7 +147,7 @@ class RooflineCosts:
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
         part = part_of(self.graph, layer, strategy)
-        return _once(self._memories, layer, strategy, lambda: self._memory_model.layer_memory(part))
+        return _once(self._memories, part_key(layer, strategy), lambda: self._memory_model.layer_memory(part))
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """Peak bytes per device of a whole plan, transfers included."""
@@ -187,8 +189,8 @@ class RooflineCosts:
         """A layer's share of a message."""
         return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
-    def _layer(self, layer: Layer, strategy: Strategy, kind: _Kind) -> LayerCost:
-        works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy))]
+    def _layer(self, layer: Layer, strategy: Strategy, passes: int, kind: _Kind) -> LayerCost:
+        works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
         forward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.forward)
         backward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.backward)
         return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, self._update_s(layer, strategy, kind))
@@ -206,6 +208,12 @@ class RooflineCosts:
             kind.efficiencies[precision] = efficiency(kind.device, precision)
         rate = rate_of(kind.device.flops_per_s, precision)
         return kernel_seconds(kernel, kind.device, rate, kind.efficiencies[precision])
+
+
+def estimated_step(cluster: Cluster) -> StepCost:
+    """What a cluster's links say of whole steps; nothing is known of the runtime."""
+    spread = LINK_DOUBT if any(link.estimated for link in cluster.links) else LINK_SPREAD
+    return StepCost(spread=spread, late=1 - cluster.overlap)
 
 
 def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
@@ -241,8 +249,7 @@ def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
     )
 
 
-def _once(known: dict[PartKey, T], layer: Layer, strategy: Strategy, work_out: Callable[[], T]) -> T:
-    key = part_key(layer, strategy)
+def _once(known: dict[PartKey, T], key: PartKey, work_out: Callable[[], T]) -> T:
     if key not in known:
         known[key] = work_out()
     return known[key]

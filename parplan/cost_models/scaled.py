@@ -27,7 +27,8 @@ class ScaledCosts:
     Args:
         costs: whose times are scaled.
         factor: on forward, backward and update.
-        overlap: in place of `costs.step.overlap`, for a runtime known to hide less (see StepCost).
+        overlap: the share of reductions that runs beside the backward pass, the rest coming after it, in place of what
+            `costs` says, for a runtime known to hide less or more.
 
     Raises:
         ParplanError: `factor` is not positive, or `overlap` not between 0 and 1.
@@ -44,13 +45,13 @@ class ScaledCosts:
 
     @property
     def step(self) -> StepCost:
-        """As `costs` has it, with `overlap` if one was given."""
+        """As `costs` has it, but for what overlaps if that was given."""
         step = self.costs.step
-        return step if self.overlap is None else replace(step, overlap=self.overlap)
+        return step if self.overlap is None else replace(step, overlap=1.0, late=1 - self.overlap)
 
-    def layer(self, layer: Layer, strategy: Strategy) -> LayerCost:
-        """Scaled seconds of the slowest device's part of `layer`."""
-        cost = self.costs.layer(layer, strategy)
+    def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
+        """Scaled seconds of the slowest device's part of `layer` in one pass."""
+        cost = self.costs.layer(layer, strategy, passes)
         times = (cost.forward_s, cost.backward_s, cost.update_s)
         forward_s, backward_s, update_s = (self.factor * seconds for seconds in times)
         return replace(cost, forward_s=forward_s, backward_s=backward_s, update_s=update_s)

@@ -41,7 +41,7 @@ def hops(
 
     Args:
         source, target: the layouts of the whole value; one of them has the rows of the many replicas.
-        dim: where samples lie.
+        dim: where samples lie, for dealing them out; None where they are not.
     """
     if scheme is not Scheme.BROADCAST:
         return (Hop(source, target),)

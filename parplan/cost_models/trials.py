@@ -17,6 +17,7 @@ from parplan.graph import batch_norm
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
+from parplan.graph.packed import longest
 
 __all__ = ["Piece", "family_of", "part_entry", "part_signature"]
 
@@ -70,7 +71,7 @@ class Piece:
         """One device's part of a layer on `device`."""
         layer = part.layer
         names = (*layer.inputs, *layer.parameters, *layer.buffers)
-        code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs)
+        code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs, place=device)
         if _shares_statistics(part):
             code = _with_shared_statistics(part, names)
         return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
@@ -154,6 +155,9 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
     shape = local_shape(graph, part, name)
     if name in graph.constants and tuple(graph.constants[name].shape) == shape:
         return graph.constants[name].to(device)
+    time = longest(part.layer.nodes, name)
+    if time is not None:
+        return torch.full(shape, time, dtype=spec.dtype, device=device)
     if not spec.dtype.is_floating_point:
         return torch.randint(0, _index_bound(part.layer.nodes, name), shape, device=device).to(spec.dtype)
     order = _memory_order(part.layer.nodes, name, len(shape))

@@ -16,7 +16,7 @@ from parplan.graph import loss_rows, rows, view_rows, weight_rows
 from parplan.graph.call import Call, Row, is_tensor, shape_of, text_row
 from parplan.graph.op_axes import Cut, OpAxis
 
-__all__ = ["TABLE", "Call", "axes_of", "is_tensor", "overload", "register_row", "shape_of"]
+__all__ = ["OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "register_row", "row_of", "shape_of"]
 
 aten = torch.ops.aten
 
@@ -103,6 +103,15 @@ TABLE: dict[Any, Row] = {
 }
 
 
+# Rows of parplan's own ops, each written and proved beside its op.
+OWN_ROWS: dict[Any, Row] = {}
+
+
+def row_of(op: Any) -> Row | None:
+    """The row of an op, None for one that is not known."""
+    return TABLE.get(op) or OWN_ROWS.get(op)
+
+
 def register_row(op: Any, row: str | Row, *operands: str, **names: str) -> None:
     """Teach parplan the axes of an op of your own.
 
@@ -120,7 +129,7 @@ def axes_of(node: fx.Node) -> tuple[OpAxis, ...]:
 
     A dimension that no returned axis mentions cannot be cut.
     """
-    row = TABLE.get(node.target)
+    row = row_of(node.target)
     if row is None:
         return ()
     call = Call(node)

@@ -7,7 +7,7 @@ that updates its statistics in place, dropout), so that generated code runs at e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from parplan.errors import CaptureError
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
+from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
+from parplan.graph.missing_devices import missing_devices
+from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
 from parplan.graph.user_line import user_line
 
@@ -52,7 +55,7 @@ def capture(
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
-    exported = _export(model, call.resized(call.alike, call.batch), training)
+    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
     samples, changes = call.alike, BatchChanges()
     if check_batch and call.batch is not None:
         samples, changes = _compare(call, exported)
@@ -74,6 +77,7 @@ class _Call:
     batch: int | None
     dim: int
     training: bool
+    sites: dict[str, Site] = field(default_factory=dict)
 
     @property
     def alike(self) -> frozenset[int]:
@@ -112,21 +116,23 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
     without = [call.alike - {other} for other in others]
     for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
         try:
-            twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training)
+            twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training, {})
         except CaptureError:
             continue
         return samples, batch_changes(exported.graph_module, twice.graph_module)
     return call.alike, everything_changes(exported.graph_module)
 
 
-def _export(model: nn.Module, call: Any, training: bool) -> ExportedProgram:
+def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
     args, kwargs = call
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
-        with quiet():
+        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
             return torch.export.export(model, args, kwargs, strict=False)
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:
@@ -216,6 +222,7 @@ def _assemble(
         buffer_updates=graph.buffer_updates,
         counters=graph.counters,
         training=call.training,
+        sites=call.sites,
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from parplan.compat import memory_of, overload_name, schema_of
-from parplan.graph.axis_table import TABLE, is_tensor
+from parplan.graph.axis_table import is_tensor, row_of
 
 __all__ = ["Functional", "functionalise"]
 
@@ -179,7 +179,7 @@ def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     target = _out_of_place(node.target) if _is_inplace(node) else node.target
-    return target in TABLE or target is operator.getitem
+    return row_of(target) is not None or target is operator.getitem
 
 
 def _out_of_place(target: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -135,6 +135,7 @@ class LayerGraph:
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
     model: str
@@ -155,6 +156,7 @@ class LayerGraph:
     counters: Mapping[str, int]
     training: bool
     fixed_batch: bool = False
+    sites: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

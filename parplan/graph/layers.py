@@ -71,7 +71,7 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
     calls = [node for node in graph.nodes if node.op == "call_function"]
     for owner, group in groupby(calls, key=owner_of):
         nodes = tuple(group)
-        if owner.path in leaves and _is_one_layer(owner, nodes, parameters):
+        if owner.kind != "hooks" and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
             yield _Run(owner, True, nodes)
         else:
             for part in _functional_parts(nodes, parameters):
@@ -89,12 +89,20 @@ class Owner:
 
 def owner_of(node: fx.Node) -> Owner:
     """Whose code a node comes from."""
-    stack = node.meta.get("nn_module_stack") or {}
+    mark = _mark(node)
+    stack = (mark or node).meta.get("nn_module_stack") or {}
     if not stack:
-        return Owner("", "")
+        return Owner("", "", "hooks" if mark else "")
     key, (path, kind) = list(stack.items())[-1]
+    kind = "hooks" if mark else kind
     call = "@" + key.rsplit("@", 1)[1] if "@" in key else ""
     return Owner(str(path).split("@")[0], call, str(kind))
+
+
+def _mark(node: fx.Node) -> fx.Node | None:
+    """The mark of a module's hooks that a node is, or takes a tensor from."""
+    source = node.args[0] if op_name(node) == "getitem" else node
+    return source if isinstance(source, fx.Node) and kind_of([source]) == "hooks" else None
 
 
 def _is_one_layer(owner: Owner, nodes: Sequence[fx.Node], parameters: frozenset[str]) -> bool:
@@ -164,7 +172,7 @@ def _layer(
         buffers=state,
         batch=axes.batch if spread else None,
         mixes_batch=axes.mixed and spread,
-        axes=() if kind == "loss" else axes.others,
+        axes=() if kind in ("loss", "hooks") else axes.others,
     )
 
 

@@ -17,6 +17,7 @@ from parplan.compat import schema_of
 from parplan.graph import ops
 from parplan.graph.axis_table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.graph.packed import RNN_PACKED, run_packed
 from parplan.plan import Strategy
 
 __all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape"]
@@ -30,6 +31,7 @@ _DROP_RATES: dict[Any, int] = {
     aten.alpha_dropout.default: 1,
     aten.feature_alpha_dropout.default: 1,
     aten.scaled_dot_product_attention.default: 4,
+    RNN_PACKED: 6,
 }
 
 
@@ -86,13 +88,15 @@ def local_module(
     outputs: Sequence[str],
     dropout: bool = True,
     marks: Marks | None = None,
+    place: torch.device | None = None,
 ) -> fx.GraphModule:
     """Code for consecutive layers on one device, taking `inputs` in order and returning a tuple of `outputs`.
 
     `inputs` names every value, parameter and buffer the layers take from outside; tensors are
     passed already local (cut as the layers need them). Batch norm updates its buffers in place.
     With `dropout` False nothing is dropped (for verification). With `marks` the code tells when it
-    comes to a layer and when it has done it.
+    comes to a layer and when it has done it. Devices that the model names (`x.to("cuda:0")`, `zeros(3, device=...)`)
+    become `place`, the one the code runs on; None leaves them as they were captured.
     """
     code = fx.Graph()
     made = {name: code.placeholder(name) for name in inputs}
@@ -104,7 +108,16 @@ def local_module(
         if marks is not None:
             code.call_function(marks.after(part.layer.name), (tuple(made[value] for value in part.layer.outputs),))
     code.output(tuple(made[name] for name in outputs))
+    if place is not None:
+        _put(code, place)
     return fx.GraphModule(torch.nn.Module(), code)
+
+
+def _put(code: fx.Graph, place: torch.device) -> None:
+    """Where a plan puts a layer is where it runs, whatever device the model's code names."""
+    for node in code.nodes:
+        args = (node.args, node.kwargs)
+        node.args, node.kwargs = fx.node.map_aggregate(args, lambda a: place if isinstance(a, torch.device) else a)
 
 
 def _copy(
@@ -121,6 +134,8 @@ def _copy(
         target = aten.reshape.default
     if not dropout and len(args) > _DROP_RATES.get(target, len(args)):
         args[_DROP_RATES[target]] = 0.0
+    if target is RNN_PACKED:
+        target = run_packed  # differentiable, where the op is only a name
     own = {**made, **_dropped(part, node, code, made)}
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])

@@ -6,9 +6,20 @@ from dataclasses import dataclass
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import Source
-from parplan.plan import Plan, Strategy
+from parplan.plan import Plan, Scheme, Strategy
 
-__all__ = ["Baseline", "Decision", "LayerFacts", "Prediction", "Proof", "Seconds"]
+__all__ = [
+    "Arrival", "Baseline", "BatchTried", "Beside", "Decision", "LayerFacts", "Passes", "Phase", "PinPrice", "Pins",
+    "Prediction", "Proof", "SchemePrice", "Seconds", "Track",
+]  # fmt: skip  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a layer takes from devices other than its own: the output of `layer`, which runs on `devices`."""
+
+    layer: str
+    devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,8 @@ class LayerFacts:
     `transfer_s` is what bringing the layer its inputs takes (forward and backward), `reduce_s` the
     time its gradient reduction is on the links (overlapped or not), `memory_bytes` what it adds on
     each of its devices, `why` one line against the best alternative, `bends` the strict rules an
-    explicit transfer stands in for ("R2: ...").
+    explicit transfer stands in for ("R2: ..."), `copies` the inputs that come from other devices,
+    `pinned` what pins decide about it, in words.
     """
 
     name: str
@@ -32,6 +44,8 @@ class LayerFacts:
     source: Source
     why: str
     bends: tuple[str, ...] = ()
+    copies: tuple[Arrival, ...] = ()
+    pinned: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,7 @@ class Prediction:
 
     `update_s` is the optimizer's, `overhead_s` the runtime's own; the step is between `low_s` and `high_s` if no
     figure is off by more than its uncertainty. `memory_bytes` is the predicted peak of every logical device.
+    `most_hidden` is the share of `reduce_s` that the backward pass could hide at most.
     """
 
     step_s: float
@@ -53,6 +68,7 @@ class Prediction:
     overhead_s: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
+    most_hidden: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class Baseline:
 class Proof:
     """What the solver vouches for. `objective` and `bound` in seconds; `gap` is relative.
 
-    `given`: the plan is a reviewed one, not what the solver found.
+    `given`: the plan is a reviewed one, not what the solver found. `one_pass`: the bound is of plans that run in one
+    pass, and this one, which does not, is faster than it may be.
     """
 
     status: str
@@ -87,6 +104,7 @@ class Proof:
     gap: float
     seconds: float
     given: bool = False
+    one_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +115,134 @@ class Seconds:
     costs: float
     solve: float
     total: float
+
+
+@dataclass(frozen=True)
+class PinPrice:
+    """What one pin costs while the others are kept.
+
+    `without_s` is the best step without it, None if there is none (`why_not` says why). Where not `proven`, a plan
+    faster than those compared may exist. `layers` is how many layers it names.
+    """
+
+    pin: str
+    origin: str
+    layers: int
+    step_s: float
+    without_s: float | None
+    proven: bool
+    why_not: str = ""
+
+    @property
+    def price_s(self) -> float | None:
+        """Seconds a step takes longer because of it; below 0 where another pin costs more without this one."""
+        return None if self.without_s is None else self.step_s - self.without_s
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What all pins together cost, against the fastest plan without any (None: no such plan fits), and each of them."""
+
+    step_s: float
+    free_s: float | None
+    proven: bool
+    each: tuple[PinPrice, ...]
+
+    @property
+    def price_s(self) -> float | None:
+        """Seconds a step takes longer because of all pins."""
+        return None if self.free_s is None else self.step_s - self.free_s
+
+
+@dataclass(frozen=True)
+class SchemePrice:
+    """What a plan takes under one scheme.
+
+    `samples` of the batch meet at a time in the layers with fewer replicas. Where the scheme is impossible, or not
+    legal for this plan, there are no figures and `why_not` says why.
+    """
+
+    scheme: Scheme
+    passes: int
+    step_s: float | None
+    exposed_transfer_s: float | None
+    memory_bytes: int | None
+    samples: int | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A boundary between layers of `most` replicas and layers of fewer, at the least `fewest`.
+
+    `layers` run in passes under the scheme that was taken; `schemes` has all three, as far as they are possible.
+    """
+
+    taken: Scheme
+    most: int
+    fewest: int
+    layers: int
+    schemes: tuple[SchemePrice, ...]
+
+    @property
+    def count(self) -> int:
+        """Trips through the layers with fewer replicas."""
+        return next(one.passes for one in self.schemes if one.scheme is self.taken)
+
+
+@dataclass(frozen=True)
+class Track:
+    """Layers of a branch, or of several on the same devices, and their forward and backward one after another."""
+
+    layers: tuple[str, ...]
+    devices: tuple[int, ...]
+    compute_s: float
+
+    def describe(self) -> str:
+        """Words for a report: `b.0 .. b.7 on device 1`."""
+        ends = " .. ".join(dict.fromkeys((self.layers[0], self.layers[-1])))
+        return f"{ends} on device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tracks on disjoint devices that run at the same time; one after the other they would take `saved_s` longer."""
+
+    tracks: tuple[Track, ...]
+    saved_s: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a plan does at the same time: none, where branches were tried in vain.
+
+    `without_s` is the step of the best plan known that does not (None: no other was sought), `tried` how many plans
+    were compared.
+    """
+
+    phases: tuple[Phase, ...]
+    without_s: float | None = None
+    tried: int = 0
+
+
+@dataclass(frozen=True)
+class BatchTried:
+    """A batch that was considered, over all devices.
+
+    `step_s` and `memory_bytes` (of the device with the least room left, which has `limit_bytes`) are None where no plan
+    fits.
+    """
+
+    batch: int
+    step_s: float | None
+    memory_bytes: int | None
+    limit_bytes: int | None
+    fits: bool
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second; 0 where no plan fits."""
+        return self.batch / self.step_s if self.step_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -111,6 +257,10 @@ class Decision:
         advice: one sentence: use this plan, plain data parallel, or one device.
         times_from: the file that layers' times come from, when it is not parplan that measured or estimated them.
         links: where the times of transfers and reductions come from.
+        pins: what was pinned by hand and what it costs; None where nothing was.
+        batches: the batches this one was chosen from, smallest first; empty where it was given.
+        passes: the schemes that were compared; None where all layers have equally many replicas.
+        beside: what runs at the same time, or was tried; None where the model has no branches worth it.
     """
 
     parameters: int
@@ -127,6 +277,10 @@ class Decision:
     notes: tuple[str, ...] = ()
     times_from: str = ""
     links: Source = Source.ESTIMATED
+    pins: Pins | None = None
+    batches: tuple[BatchTried, ...] = ()
+    passes: Passes | None = None
+    beside: Beside | None = None
 
     @property
     def speedup(self) -> float | None:

@@ -20,7 +20,7 @@ from parplan.layout import Grid, Layout
 from parplan.plan import Strategy
 from parplan.planner.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
-__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "formulate"]
+__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "formulate", "statistics_s"]
 
 DELIVERY = "(delivery)"
 
@@ -30,7 +30,8 @@ class Option:
     """A strategy of one layer with its costs on each of its devices.
 
     `statistics_s` is one way of exchanging batch statistics, `stolen_s` the part of `reduce_s` that holds up the
-    backward pass beside it (see StepCost.overlap), `arrival_s` what bringing the user's inputs takes.
+    backward pass beside it and `late_s` the part that comes after the update (see StepCost), `arrival_s` what bringing
+    the user's inputs takes.
     """
 
     strategy: Strategy
@@ -40,6 +41,7 @@ class Option:
     reduce_s: float
     stolen_s: float = 0.0
     arrival_s: float = 0.0
+    late_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -109,12 +111,13 @@ def _device_names(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> Option:
-    statistics = _statistics_s(layer, strategy, costs, graph) if layer.mixes_batch and strategy.replicas > 1 else 0.0
+    statistics = statistics_s(layer, strategy, costs, graph)
     cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
     reduce_s = costs.reduction(layer, strategy)
-    stolen_s = (1 - costs.step.overlap) * reduce_s
+    late_s = costs.step.late * reduce_s
+    stolen_s = (1 - costs.step.overlap) * (reduce_s - late_s)
     arrival_s = _arrival_s(layer, strategy, costs, graph, devices)
-    return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s)
+    return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s, late_s)
 
 
 def _arrival_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> float:
@@ -134,8 +137,10 @@ def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
     return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
 
 
-def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
-    """One way of exchanging batch statistics: count, mean and squared deviations per channel."""
+def statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+    """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
+    if not layer.mixes_batch or strategy.replicas == 1:
+        return 0.0
     name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
     value = graph.values[name]
     spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
@@ -146,14 +151,15 @@ def _statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: Lay
 
 
 def _node(name: str, options: Sequence[Option], devices: int) -> Node:
-    # The update comes after everything else: nothing overlaps with it, as nothing does with the forward.
-    ahead = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s for o in options]
+    # The update comes after everything else, and what of the sums is late after that: nothing overlaps with them, as
+    # nothing does with the forward.
+    ahead = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s + o.late_s for o in options]
     back = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
     return Node(
         name=name,
         ahead=np.array(ahead),
         back=np.array(back),
-        tail=np.array([max(0.0, option.reduce_s - option.stolen_s) for option in options]),
+        tail=np.array([max(0.0, option.reduce_s - option.late_s - option.stolen_s) for option in options]),
         usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
     )
 

@@ -9,7 +9,7 @@ from parplan.planner.formulate import Option
 from parplan.planner.problem import Problem, evaluate
 from parplan.planner.what_if import Change, WhatIf
 
-__all__ = ["reason"]
+__all__ = ["reason", "time_text"]
 
 
 def reason(
@@ -33,7 +33,7 @@ def reason(
     if best is None:
         return "every other way needs more memory than there is"
     if followed and best.total_s > 0:
-        return f"follows {followed}; any other way costs {_time(best.total_s)}"
+        return f"follows {followed}; any other way costs {time_text(best.total_s)}"
     return _against(options[best.strategy].strategy.describe(), best)
 
 
@@ -66,10 +66,11 @@ def _against(other: str, change: Change) -> str:
             "less to wait for": -change.exposed_s,
         }
     cause = max(parts, key=lambda text: parts[text])
-    return f"{other}: {_time(change.total_s)}, {cause}"
+    return f"{other}: {time_text(change.total_s)}, {cause}"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds with a sign, in a unit that suits them."""
     size = abs(seconds)
     if size >= 1:
         return f"{seconds:+.2f} s"

@@ -99,7 +99,10 @@ def r7_loss(layer: str, is_loss: bool, shards: int) -> None:
 
 
 def r8_update_period(layer: str, period: int | None, passes: int) -> None:
-    """R8: the update period divides the number of passes."""
+    """R8: the update period divides the number of passes; where there is one pass, there is one update."""
+    if period is not None and passes == 1 < period:
+        hint = 'leave it out, or give the plan a scheme with passes ("broadcast" or "interleave")'
+        raise RuleError("R8", layer, f"an update period of {period} passes, but there is one; {hint}")
     if period is not None and passes % period:
         fits = " or ".join(str(part) for part in divisors(passes))
         raise RuleError("R8", layer, f"an update period of {period} does not divide {passes} passes; use {fits}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.stages import stages
 from parplan.plan import Plan
 from parplan.planner import rules
 from parplan.planner.strategies import batch_units
@@ -15,10 +16,11 @@ def check(plan: Plan, graph: LayerGraph) -> None:
     """Refuse a plan that is not for this model or breaks a rule.
 
     Raises:
-        PlanError: other layers, another model.
+        PlanError: other layers, another model, or a scheme that asks for passes which cannot be.
         RuleError: the first rule broken, with layer and numbers.
     """
     _same_model(plan, graph)
+    passes = stages(graph, plan.layers, plan.scheme).passes
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
@@ -28,7 +30,7 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         rules.r1_batch(
             name, plan.batch, units if graph.batch == plan.batch else units and plan.batch, strategy.replicas
         )
-        rules.r8_update_period(name, strategy.update_period, plan.passes)
+        rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:
             _strict(plan, graph, name)

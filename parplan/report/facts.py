@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parplan.cluster import Cluster, Device
-    from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof
+    from parplan.planner.decision import (
+        Arrival,
+        Baseline,
+        BatchTried,
+        Beside,
+        Decision,
+        LayerFacts,
+        PinPrice,
+        Pins,
+        Prediction,
+        Proof,
+        SchemePrice,
+    )
 
 __all__ = ["SCHEMA", "to_dict", "to_json"]
 
@@ -32,9 +44,14 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "plan": json.loads(decision.plan.to_json()),
         "layers": [_layer(layer) for layer in decision.layers],
         "bends": {layer.name: list(layer.bends) for layer in decision.layers if layer.bends},
-        "passes": decision.plan.passes,
+        "copies": {layer.name: [_copy(one) for one in layer.copies] for layer in decision.layers if layer.copies},
+        "pins": None if decision.pins is None else _pins(decision, decision.pins),
+        "passes": 1 if decision.passes is None else decision.passes.count,
+        "schemes": [] if decision.passes is None else [_scheme(one) for one in decision.passes.schemes],
         "predicted": {**_prediction(decision.prediction), "speedup": _known(decision.speedup)},
         "baselines": [_baseline(baseline) for baseline in decision.baselines],
+        "batches": [_batch(one) for one in decision.batches],
+        "beside": None if decision.beside is None else _beside(decision.beside),
         "advice": decision.advice,
         "proof": _proof(decision.proof),
         "seconds": {part: getattr(decision.seconds, part) for part in ("capture", "costs", "solve", "total")},
@@ -58,6 +75,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
             "latency_s": link.latency_s,
             "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
             "contention": link.contention,
+            "overlap": link.overlap,
             "source": link.source,
             "estimated": link.estimated,
         }
@@ -102,6 +120,58 @@ def _layer(facts: LayerFacts) -> dict[str, Any]:
     }
 
 
+def _beside(beside: Beside) -> dict[str, Any]:
+    """What runs at the same time, a list of tracks per stretch."""
+    return {
+        "without_s": _known(beside.without_s),
+        "tried": beside.tried,
+        "phases": [
+            {
+                "saved_s": phase.saved_s,
+                "tracks": [
+                    {"layers": list(track.layers), "devices": list(track.devices), "compute_s": track.compute_s}
+                    for track in phase.tracks
+                ],
+            }
+            for phase in beside.phases
+        ],
+    }
+
+
+def _copy(copy: Arrival) -> dict[str, Any]:
+    return {"layer": copy.layer, "devices": list(copy.devices)}
+
+
+def _pins(decision: Decision, pins: Pins) -> dict[str, Any]:
+    return {
+        "step_s": pins.step_s,
+        "free_s": pins.free_s,
+        "price_s": pins.price_s,
+        "share": _share(pins.price_s, pins.free_s),
+        "proven": pins.proven,
+        "each": [_pin(one) for one in pins.each],
+        "layers": {layer.name: layer.pinned for layer in decision.layers if layer.pinned},
+    }
+
+
+def _pin(price: PinPrice) -> dict[str, Any]:
+    return {
+        "pin": price.pin,
+        "origin": price.origin,
+        "layers": price.layers,
+        "without_s": price.without_s,
+        "price_s": price.price_s,
+        "share": _share(price.price_s, price.without_s),
+        "proven": price.proven,
+        "why_not": price.why_not,
+    }
+
+
+def _share(price_s: float | None, without_s: float | None) -> float | None:
+    """A price as a share of the step without what it is the price of."""
+    return price_s / without_s if price_s is not None and without_s else None
+
+
 def _prediction(prediction: Prediction) -> dict[str, Any]:
     return {
         "step_s": prediction.step_s,
@@ -110,6 +180,7 @@ def _prediction(prediction: Prediction) -> dict[str, Any]:
         "transfer_s": prediction.transfer_s,
         "reduce_s": prediction.reduce_s,
         "exposed_reduce_s": prediction.exposed_reduce_s,
+        "most_hidden": prediction.most_hidden,
         "update_s": prediction.update_s,
         "overhead_s": prediction.overhead_s,
         "low_s": prediction.low_s,
@@ -129,6 +200,29 @@ def _baseline(baseline: Baseline) -> dict[str, Any]:
     }
 
 
+def _scheme(price: SchemePrice) -> dict[str, Any]:
+    return {
+        "scheme": price.scheme.value,
+        "passes": price.passes,
+        "step_s": price.step_s,
+        "exposed_transfer_s": price.exposed_transfer_s,
+        "memory_bytes": price.memory_bytes,
+        "samples": price.samples,
+        "why_not": price.why_not,
+    }
+
+
+def _batch(tried: BatchTried) -> dict[str, Any]:
+    return {
+        "batch": tried.batch,
+        "step_s": tried.step_s,
+        "samples_per_s": tried.samples_per_s or None,
+        "memory_bytes": tried.memory_bytes,
+        "limit_bytes": tried.limit_bytes,
+        "fits": tried.fits,
+    }
+
+
 def _proof(proof: Proof) -> dict[str, Any]:
     return {
         "status": proof.status,
@@ -136,4 +230,5 @@ def _proof(proof: Proof) -> dict[str, Any]:
         "bound": _known(proof.bound),
         "gap": _known(proof.gap),
         "seconds": proof.seconds,
+        "one_pass": proof.one_pass,
     }

@@ -44,7 +44,7 @@ def print_layers(page: Page, layers: Sequence[LayerFacts], all_layers: bool = Fa
         if index:
             page.blank()
         _print_heading(page, group)
-        position = table.print_rows(group.rows, position)
+        position = table.print_rows(group, position)
     if len(rows) < len(layers):
         lines = "1 line" if len(rows) == 1 else f"{len(rows)} lines"
         folded = f"{len(layers)} layers on {lines}, figures summed; `--all-layers` prints each."
@@ -57,7 +57,8 @@ def _print_heading(page: Page, group: Group) -> None:
     words = strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"
     period = f", weights updated every {strategy.update_period} passes" if strategy.update_period else ""
     where = f" on {units.devices(strategy.devices)}{period}"
-    page.paragraph(f"{where}{group.label}", first=words, first_style="bold cyan")
+    pinned = f"; {group.pinned}" if group.pinned else ""
+    page.paragraph(f"{where}{group.label}{pinned}", first=words, first_style="bold cyan")
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,21 @@ class _Table:
         self._indent = self.name_width + sum(column.width for column in columns) + 2
         self._beside = page.width - self._indent
 
-    def print_rows(self, rows: Sequence[Row], position: int) -> int:
+    def print_rows(self, group: Group, position: int) -> int:
         """Print the rows of a group, the first of which is the table's `position`-th; give the next one's position."""
-        for index, row in enumerate(rows, start=position):
-            self._print_row(row, "".join(column.place(column.cells[index]) for column in self._columns))
-        return position + len(rows)
+        for index, row in enumerate(group.rows, start=position):
+            pinned = "" if group.pinned else row.pinned
+            self._print_row(row, "".join(column.place(column.cells[index]) for column in self._columns), pinned)
+        return position + len(group.rows)
 
-    def _print_row(self, row: Row, figures: str) -> None:
+    def _print_row(self, row: Row, figures: str, pinned: str) -> None:
         label = f"  {self._page.plain(row.label)}"
         if len(label) > self.name_width:
             self._page.line(label)
             label = ""
-        remarks = [Span(row.why, "dim"), Span(f"bends {row.bends}" if row.bends else "", "yellow")]
+        copies = Span(f"copies {row.copies}" if row.copies else "", "magenta")
+        bends = Span(f"bends {row.bends}" if row.bends else "", "yellow")
+        remarks = [Span(pinned, "cyan"), Span(row.why, "dim"), copies, bends]
         placed = self._arrange([remark for remark in remarks if remark.text])
         self._page.line(label.ljust(self.name_width), figures, "  ", *placed.beside)
         for span in placed.below:

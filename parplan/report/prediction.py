@@ -42,8 +42,8 @@ def _headline(decision: Decision) -> str:
     if decision.speedup and decision.cluster.count > 1:
         fits = next(rival.fits for rival in decision.baselines if rival.name == "one device")
         parts.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
-    if decision.plan.passes > 1:
-        parts.append(f"{decision.plan.passes} passes")
+    if decision.passes is not None and decision.passes.count > 1:
+        parts.append(f"{decision.passes.count} passes")
     return ", ".join(parts)
 
 
@@ -64,7 +64,8 @@ def _hidden(step: Prediction) -> str:
         return ""
     links = units.time(step.reduce_s).text(step.reduce_s)
     hidden = max(0.0, step.reduce_s - step.exposed_reduce_s)
-    return f"of {links} on the links; {units.percent(hidden / step.reduce_s)} is hidden behind backward"
+    most = f", at most {units.percent(step.most_hidden)} can be" if step.most_hidden < 1 else ""
+    return f"of {links} on the links; {units.percent(hidden / step.reduce_s)} is hidden behind backward{most}"
 
 
 def _print_memory(page: Page, decision: Decision) -> None:

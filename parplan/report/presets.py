@@ -35,7 +35,8 @@ def render_presets(console: Console) -> None:
     page.blank()
     page.paragraph(
         "Shared: what is left of the bandwidth when all devices talk at once out of their islands of so many devices. "
-        "A link marked network joins hosts."
+        "Overlap: the most of a gradient reduction that runs beside the backward pass, where that is less than all of "
+        "it. A link marked network joins hosts."
     )
     page.section("Sources")
     for name, numbers in _rows():
@@ -115,10 +116,14 @@ def _link_columns() -> list[Column]:
         rest = _figure(row.numbers(), "contention")
         return f"{rest} out of {row.island}" if row.island else ""
 
+    def overlap(row: LinkRow) -> str:
+        return _figure(row.numbers(), "overlap") if row.overlap < 1 else ""
+
     return [
         Column("GB/s", tuple(_figure(row.numbers(), "bandwidth") for row in ALL_LINKS)),
         Column("latency", tuple(_figure(row.numbers(), "latency") for row in ALL_LINKS)),
         Column("shared", tuple(shared(row) for row in ALL_LINKS), words=True),
+        Column("overlap", tuple(overlap(row) for row in ALL_LINKS), words=True),
         Column("", tuple("network" if row.network else "" for row in ALL_LINKS), words=True),
     ]
 

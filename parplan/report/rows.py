@@ -14,6 +14,7 @@ from itertools import groupby
 
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerFacts
+from parplan.report.units import devices
 
 __all__ = ["LIMIT", "Group", "Row", "group_layers"]
 
@@ -62,6 +63,22 @@ class Row:
         rules = [found.group() if (found := _RULE.search(text)) else text for text in texts]
         return ", ".join(f"{rule} x {rules.count(rule)}" for rule in sorted(set(rules)))
 
+    @property
+    def pinned(self) -> str:
+        """What pins decide: what is said of all layers, else how many it is said of."""
+        said = {layer.pinned for layer in self.layers}
+        if len(said) == 1:
+            return said.pop()
+        return f"{sum(bool(layer.pinned) for layer in self.layers)} layers pinned"
+
+    @property
+    def copies(self) -> str:
+        """Which inputs come from other devices: the text for a few, else how many."""
+        found = [copy for layer in self.layers for copy in layer.copies]
+        if len(self.layers) > 1 and len(found) > 1:
+            return f"{len(found)} inputs from other devices"
+        return " and ".join(f"{copy.layer} from {devices(copy.devices)}" for copy in found)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -69,6 +86,12 @@ class Group:
 
     strategy: Strategy
     rows: tuple[Row, ...]
+
+    @property
+    def pinned(self) -> str:
+        """What pins decide about all its layers alike; empty where they differ."""
+        said = {layer.pinned for row in self.rows for layer in row.layers}
+        return said.pop() if len(said) == 1 else ""
 
     @property
     def label(self) -> str:

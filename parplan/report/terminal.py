@@ -1,6 +1,7 @@
 """The report: what a person needs to believe a plan, or not to.
 
-Order: what was planned for, the layers and why, the step it predicts, the plans people would write by hand, the proof.
+Order: what was planned for, the layers and why, the step it predicts, what pins cost, the plans people would write by
+hand, the proof.
 Every figure has its unit, every time its source; what is not known is said.
 """
 
@@ -11,9 +12,13 @@ from rich.console import Console
 from parplan.cluster import Cluster
 from parplan.planner.decision import Decision
 from parplan.report import units
+from parplan.report.batches import print_batches
+from parplan.report.beside import print_beside
 from parplan.report.layer_table import print_layers
 from parplan.report.origin import print_origin
 from parplan.report.page import Page
+from parplan.report.passes import print_passes
+from parplan.report.pins import print_pins
 from parplan.report.prediction import print_prediction
 from parplan.report.verdict import print_baselines, print_proof, print_seconds
 
@@ -27,6 +32,14 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     mixed = print_layers(page, decision.layers, all_layers)
     print_origin(page, decision, mixed)
     print_prediction(page, decision)
+    if decision.beside is not None:
+        print_beside(page, decision.beside, decision.prediction.step_s)
+    if decision.passes is not None:
+        print_passes(page, decision.passes)
+    if decision.batches:
+        print_batches(page, decision)
+    if decision.pins is not None:
+        print_pins(page, decision.pins)
     print_baselines(page, decision)
     print_proof(page, decision)
     print_seconds(page, decision.seconds)

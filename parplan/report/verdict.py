@@ -95,7 +95,7 @@ def print_proof(page: Page, decision: Decision) -> None:
     proof = decision.proof
     claim = {
         "OPTIMAL": _optimal(decision),
-        "FEASIBLE": _feasible(proof),
+        "FEASIBLE": _feasible(proof, pins=decision.pins is not None),
     }.get(proof.status, "the solver makes no claim about other plans")
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
     known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
@@ -108,19 +108,37 @@ def print_proof(page: Page, decision: Decision) -> None:
 
 def _optimal(decision: Decision) -> str:
     """A plan for several devices gives each its own samples' results back, which one device alone need not do."""
-    alone_is_faster = decision.speedup is not None and decision.speedup < 1
-    which = f"that gives results back to all {decision.cluster.count} devices" if alone_is_faster else "of this model"
-    return f"no plan {which} is faster under these costs"
+    wants = ["runs in one pass"] if decision.cluster.count > 1 else []
+    if decision.speedup is not None and decision.speedup < 1:
+        wants.append(f"gives results back to all {decision.cluster.count} devices")
+    wants += ["runs its branches one after another"] if decision.beside is not None else []
+    wants += ["keeps the pins"] if decision.pins else []
+    which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
+    return f"no plan of this model{which} is faster under these costs"
 
 
-def _feasible(proof: Proof) -> str:
+def _feasible(proof: Proof, pins: bool = False) -> str:
     if proof.given and math.isfinite(proof.gap):
         return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
+    if proof.one_pass and math.isfinite(proof.gap):
+        return _beside_the_proof(proof)
     if not math.isfinite(proof.gap):
         return "the best plan found in the time; how much faster another one could be is not known"
     return (
-        f"the best plan found in the time; another one could be faster by up to {units.percent(proof.gap)}; "
+        f"the best plan found in the time; another one{' that keeps the pins' if pins else ''} could be faster "
+        f"by up to {units.percent(proof.gap)}; "
         "a longer `--time-limit` may find it or rule it out"
+    )
+
+
+def _beside_the_proof(proof: Proof) -> str:
+    """The bound is of plans in one pass, one layer after another; this one is played through with the clock."""
+    least = units.step(proof.objective).text(proof.bound)
+    if proof.gap > 0:
+        return f"the best plan found; one in which all layers run once, in turn, could be faster, down to {least}"
+    return (
+        f"layers run in passes, or some side by side: faster than any plan in which all run once, in turn ({least}); "
+        "others like it were tried, not all"
     )
 
 

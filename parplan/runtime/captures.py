@@ -15,6 +15,7 @@ from torch import nn
 from parplan.compat import pytree
 from parplan.errors import PlanError
 from parplan.graph.capture import capture
+from parplan.graph.hooks import HookWatch
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
@@ -45,6 +46,7 @@ class Captures:
     def __init__(self, module: nn.Module, planner: Planner, transport: Transport, options: Options) -> None:
         self._module = module
         self._own = OwnTensors(module)
+        self._hooks = HookWatch(module)
         self._planner = planner
         self._transport = transport
         self._dim = options.dim
@@ -58,6 +60,7 @@ class Captures:
         self._captured.clear()
         self._traced.clear()
         self._own.look_up()
+        self._hooks = HookWatch(self._module)
         self.programs.sync = None
 
     def find(self, call: Call, training: bool) -> Captured:
@@ -81,7 +84,7 @@ class Captures:
     def _kind(self, call: Call, training: bool) -> Hashable:
         """What has to agree for two calls to share a graph."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return (training, casts, self._own.trained, call.signature)
+        return (training, casts, self._own.trained, self._hooks.marks, call.signature)
 
     def _whole_batch(self, call: Call) -> int | None:
         """Samples over all processes, which all have to ask."""
@@ -89,7 +92,9 @@ class Captures:
             return None
         whole = call.batch
         if isinstance(self._transport, DistributedTransport):
-            whole = sum(self._transport.gather_sizes(call.batch))
+            sizes = self._transport.gather_sizes(call.batch)
+            groups = self.programs.groups(self.plan) if self.plan is not None else None
+            whole = sum(sizes if groups is None else (sizes[rank] for rank in groups.column(0)))
         call.check(whole)
         return whole
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.layout import Grid
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
@@ -51,6 +52,8 @@ class Compiled(nn.Module):
         scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", a vector with
             one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
             each process its own number).
+        inputs: under torchrun, every process brings its "own" samples; or the shards of one replica of the plan's
+            first layer bring the same ones as a "group", which then need not be gathered, and get the same results.
         dropout: False switches dropout off, for comparisons.
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
@@ -72,6 +75,7 @@ class Compiled(nn.Module):
         dim: int = 0,
         batch_norm: str = "global",
         scalars: str = "whole",
+        inputs: str = "own",
         dropout: bool = True,
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
@@ -79,6 +83,11 @@ class Compiled(nn.Module):
         super().__init__()
         _one_of("batch_norm", batch_norm, "global", "local")
         _one_of("scalars", scalars, "whole", "per_replica")
+        _one_of("inputs", inputs, "own", "group")
+        if inputs == "group" and scalars == "per_replica":
+            raise PlanError(
+                'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
+            )
         # Not a submodule: names would get a prefix.
         object.__setattr__(self, "module", module)
         self.module: nn.Module
@@ -91,6 +100,7 @@ class Compiled(nn.Module):
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
         self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
+        self._given |= {"inputs": inputs}
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -101,6 +111,7 @@ class Compiled(nn.Module):
             global_statistics=batch_norm == "global",
             per_replica=scalars == "per_replica",
             dropout=dropout,
+            groups=inputs == "group",
             threads=threads,
         )
         self._captures = Captures(module, planner, self._transport, options)
@@ -284,7 +295,10 @@ class Compiled(nn.Module):
                 return (own,) * self._transport.processes
             agreed = self._transport.gather(own, seed)
             captured.draws.seed = agreed[0][1]
-            return tuple(size for size, _ in agreed)
+            sizes = tuple(size for size, _ in agreed)
+            if captured.groups is not None:
+                _same_in_rows(captured.groups, sizes, call)
+            return sizes
         captured.draws.seed = seed
         return (own,)
 
@@ -405,6 +419,20 @@ class Compiled(nn.Module):
 def _one_of(name: str, value: str, *known: str) -> None:
     if value not in known:
         raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
+
+
+def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:
+    """Refuse groups that cannot have brought the same samples, and gradients that no rank has the whole of."""
+    for row in range(groups.replicas):
+        found = {rank: sizes[rank] for rank in groups.row(row)}
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"rank {rank}: {size}" for rank, size in found.items())
+            raise RuntimeFailure(
+                f'with inputs="group" the shards of one replica bring the same samples, these brought {told}; let them '
+                "read the same ones (parplan.PlanSampler with same_within_group=True)"
+            )
+    if any(tensor.requires_grad for tensor in call.tensors):
+        raise RuntimeFailure('an input needs a gradient, of which each rank has a part only; compile with inputs="own"')
 
 
 def _placed(call: Call) -> list[Tensor | None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.layout import split_evenly
+from parplan.runtime.dispatch import CallersModes
 
 __all__ = ["broadcast", "gather", "parallel_apply", "reduce", "scatter"]
 
@@ -136,26 +137,15 @@ def parallel_apply(
         )
     if len(functions) == 1:
         return [functions[0](*args[0], **named[0])]
-    call = _with_callers_modes()
+    modes = CallersModes.here()
+
+    def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with modes.set():
+            return function(*args, **kwargs)
+
     with ThreadPoolExecutor(max_workers=max(1, len(functions))) as pool:
         jobs = [pool.submit(call, f, a, k) for f, a, k in zip(functions, args, named, strict=True)]
         return [job.result() for job in jobs]
-
-
-def _with_callers_modes() -> Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]:
-    grad = torch.is_grad_enabled()
-    autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in autocast if autocast[kind]}
-
-    def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with torch.set_grad_enabled(grad):
-            if not dtypes:
-                return function(*args, **kwargs)
-            kind, dtype = next(iter(dtypes.items()))
-            with torch.autocast(kind, dtype=dtype):
-                return function(*args, **kwargs)
-
-    return call
 
 
 def _places(devices: Devices) -> list[torch.device]:

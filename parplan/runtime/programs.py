@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from parplan.errors import RuntimeFailure
+from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Region
+from parplan.layout import Grid, Region
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.devices import memories
@@ -46,6 +46,7 @@ class Options:
     global_statistics: bool = True
     per_replica: bool = False
     dropout: bool = True
+    groups: bool = False
     threads: ThreadsOption = False
 
 
@@ -56,6 +57,7 @@ class Captured:
     Attributes:
         draws: random numbers that devices draw together.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        groups: ranks in rows that bring the same samples; None when every rank brings its own.
     """
 
     graph: LayerGraph
@@ -63,6 +65,7 @@ class Captured:
     scheme: Scheme
     draws: Draws
     shares: bool
+    groups: Grid | None = None
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
 
 
@@ -97,15 +100,31 @@ class Programs:
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
-        supposed = self._lower(graph, strategies, plan.scheme, (SUPPOSED_SAMPLES,) * self._transport.processes)
         draws = Draws(graph, strategies)
+        known = Captured(graph, strategies, plan.scheme, draws, True, self.groups(plan))
+        supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
         if isinstance(self._transport, DistributedTransport):
             self._hold(graph, supposed)
-        return Captured(graph, strategies, plan.scheme, draws, bool(supposed.transfers) or draws.any)
+        known.shares = bool(supposed.transfers) or draws.any or known.groups is not None
+        return known
 
-    def _lower(
-        self, graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme, samples: tuple[int, ...]
-    ) -> Program:
+    def groups(self, plan: Plan) -> Grid | None:
+        """Which ranks bring the same samples: the shards of one replica of the first layer.
+
+        Raises:
+            PlanError: the first layer is not on all ranks.
+        """
+        if not self._options.groups or self._transport.processes == 1:
+            return None
+        name, first = next(iter(plan.layers.items()))
+        if len(first.devices) != self._transport.processes:
+            raise PlanError(
+                f"{name}, the first layer, is on {len(first.devices)} of {self._transport.processes} ranks, so the "
+                'others have no replica whose samples they could bring; compile with inputs="own"'
+            )
+        return first.grid
+
+    def _lower(self, known: Captured, samples: tuple[int, ...]) -> Program:
         setting = Setting(
             devices=self.device_count,
             samples=samples,
@@ -113,9 +132,10 @@ class Programs:
             output=self._options.output,
             global_statistics=self._options.global_statistics,
             per_replica=self._options.per_replica,
-            scheme=scheme,
+            scheme=known.scheme,
+            groups=known.groups,
         )
-        return lower(graph, strategies, setting)
+        return lower(known.graph, known.strategies, setting)
 
     def _hold(self, graph: LayerGraph, program: Program) -> None:
         """Cut the module's parameters to this rank's blocks, once; later graphs have to agree."""
@@ -142,7 +162,7 @@ class Programs:
 
     def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
         graph, options = captured.graph, self._options
-        program = self._lower(graph, captured.strategies, captured.scheme, samples)
+        program = self._lower(captured, samples)
         distributed = isinstance(self._transport, DistributedTransport)
         store = Store(self._module, graph, program, self._transport, sharded=distributed)
         if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:

@@ -23,6 +23,7 @@ class Setting:
         global_statistics: batch norm in training uses the statistics of all replicas.
         per_replica: results that are one number are computed by every replica on its own samples.
         scheme: how samples get from many replicas to layers with fewer.
+        groups: processes in rows that bring the same samples; None when every process brings its own.
     """
 
     devices: int
@@ -33,11 +34,19 @@ class Setting:
     global_statistics: bool = True
     per_replica: bool = False
     scheme: Scheme = Scheme.GATHER
+    groups: Grid | None = None
 
     @property
     def batch(self) -> int:
         """Samples in the step, over all devices."""
-        return sum(self.samples)
+        return sum(self._brought)
+
+    @property
+    def _brought(self) -> tuple[int, ...]:
+        """Samples by who brings them: a process, or a row of processes."""
+        if self.groups is None:
+            return self.samples
+        return tuple(self.samples[process] for process in self.groups.column(0))
 
     @property
     def ranks(self) -> int:
@@ -46,15 +55,17 @@ class Setting:
 
     def rows(self, replicas: int) -> tuple[int, ...]:
         """Samples per replica; where ranks divide into replicas, each takes its ranks' samples as they are."""
-        if self.ranks % replicas:
+        brought = self._brought
+        if len(brought) % replicas:
             return split_evenly(self.batch, replicas)
-        each = self.ranks // replicas
-        return tuple(sum(self.samples[row * each : (row + 1) * each]) for row in range(replicas))
+        each = len(brought) // replicas
+        return tuple(sum(brought[row * each : (row + 1) * each]) for row in range(replicas))
 
     def own(self, process: int) -> Range:
         """The samples of one process in the whole batch."""
-        start = sum(self.samples[:process])
-        return Range(start, start + self.samples[process])
+        row = process if self.groups is None else self.groups.position(process)[0]
+        start = sum(self._brought[:row])
+        return Range(start, start + self._brought[row])
 
     def arrival(self, batch_dim: int | None) -> Layout:
         """The layout in which user inputs arrive."""
@@ -67,4 +78,5 @@ class Setting:
     def _edge(self, device: int, batch_dim: int | None) -> Layout:
         if self.ranks == 1:
             return Layout(Grid((device,), 1, 1), None)
-        return Layout(Grid(tuple(range(self.ranks)), self.ranks, 1), batch_dim)
+        grid = self.groups or Grid(tuple(range(self.ranks)), self.ranks, 1)
+        return Layout(grid, batch_dim if grid.replicas > 1 else None)

@@ -9,7 +9,7 @@ from statistics import median
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.runtime.measured import Figure, MeasuredLayer, MeasuredTransfer
-from parplan.runtime.program import Compute, Program
+from parplan.runtime.program import Compute, Join, Program
 from parplan.runtime.timeline import Activity, Kind, StepTimes
 
 __all__ = ["Summary", "figure"]
@@ -106,6 +106,8 @@ class _Labels:
         self._slots = program.slots
         self._readers: dict[str, list[str]] = defaultdict(list)
         moved = {transfer.target for transfer in program.transfers}
+        joins = [step for step in program.forward if isinstance(step, Join)]
+        moved |= {join.target for join in joins if not moved.isdisjoint(join.sources)}
         for step in program.forward:
             if isinstance(step, Compute):
                 for operand in step.operands:

@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from parplan.errors import TargetError
+from parplan.pins import Pin
 from parplan.target.candidates import Built, build, choose
 from parplan.target.inputs import Inputs, from_example, from_options, with_batch
+from parplan.target.layer_file import is_layer_file, layer_file, layer_file_inputs
 from parplan.target.trouble import trouble
 
 __all__ = ["Target", "load"]
@@ -37,12 +39,18 @@ class Target:
         name: the model's class name, or the file's name where the class is one of torch.nn's containers.
         module: the model.
         args, kwargs: the example inputs of one training step.
+        pins: what the target itself says of where layers run (`gpu=` in a layer file).
+        gpus: how many logical devices those pins need.
+        notes: what a reader of a plan should know of the target.
     """
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    pins: tuple[Pin, ...] = ()
+    gpus: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,18 +73,26 @@ class _Place:
         return self.file.resolve().parent if self.file else Path.cwd()
 
 
-def load(target: str, inputs: Sequence[str] = (), batch: int | None = None) -> Target:
+def load(
+    target: str, inputs: Sequence[str] = (), batch: int | None = None, layer_params: str | None = None
+) -> Target:
     """The model and the example inputs that a command line names.
 
     Args:
         target: `model.py` (its `model` or `build()`, else the only candidate), `model.py:name` or
-            `package.module:name`; a name is a model, a class or a function that needs no arguments.
+            `package.module:name`; a name is a model, a class or a function that needs no arguments. Or a
+            cuda-convnet2 layer file, `layers.cfg`.
         inputs: `256x3x224x224`, `8x128:int64`, `mask=8x128:bool`; they replace the file's `example_inputs`.
         batch: samples in dimension 0 of every example tensor that has the examples' batch there.
+        layer_params: the layer-parameter file of a layer file, where it is not the one beside it.
 
     Raises:
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
+    if is_layer_file(target):
+        return _layer_file(target, inputs, batch, layer_params)
+    if layer_params is not None:
+        raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
     place = _place(target)
     given = from_options(inputs)
     with _quiet_import(place):
@@ -85,6 +101,12 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None) -> T
         examples = given or found.inputs or _examples(place, source)
     examples = with_batch(examples, batch) if batch is not None else examples
     return Target(_name(found.module, place), found.module, examples.args, examples.kwargs)
+
+
+def _layer_file(target: str, inputs: Sequence[str], batch: int | None, layer_params: str | None) -> Target:
+    found = layer_file(target, inputs, layer_params)
+    args = layer_file_inputs(found, inputs, batch)
+    return Target(Path(target).stem, found.network, args, {}, found.pins, found.gpus, found.notes)
 
 
 def _place(target: str) -> _Place:

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from benchmarks import published
-from benchmarks.crossover import Line, analytic, at_batch, crossover, data_plan, graph_of, hybrid_plan
+from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
 from benchmarks.published import ALONE, EACH, SLOW, TABLE, Row, calibrated, machine, predicted, speedup
 from examples.alexnet import build
 from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
-from parplan.cost_models.schemes import Scheme
-from parplan.errors import CaptureError
 from parplan.graph.capture import capture
+from parplan.plan import Scheme
 from parplan.planner.decide import predict
 
 BARS = {2: 0.03, 4: 0.06, 8: 0.20}
@@ -75,8 +74,12 @@ def test_speedups_are_within_the_bars(row: Row, factor: float) -> None:
 
 @pytest.mark.parametrize(("once", "often"), [*zip(ONCE, EVERY_PASS, strict=True)], ids=("2", "4", "8"))
 def test_updates_in_every_pass_cost_what_the_paper_says(once: Row, often: Row, factor: float) -> None:
-    own = predicted(often, factor).step_s - predicted(once, factor).step_s
-    assert (often.step_s - once.step_s) / 2 < own < (often.step_s - once.step_s) * 2
+    own, bare = (
+        predicted(often, factor, hide=hide).step_s - predicted(once, factor, hide=hide).step_s for hide in (True, False)
+    )
+    assert (often.step_s - once.step_s) / 2 < bare < (often.step_s - once.step_s) * 2
+    # With eight they fit into the wait for the next samples.
+    assert own == pytest.approx(0.0 if once.gpus == 8 else bare, abs=1e-3)
 
 
 def test_islands_only_matter_to_eight(factor: float) -> None:
@@ -95,7 +98,7 @@ def test_transfers_double_when_bandwidth_halves(row: Row, factor: float) -> None
     # Latencies stay: a few microseconds a message, some hundred messages.
     assert half.transfer_s == pytest.approx(2 * full.transfer_s, rel=0.05)
     assert half.exposed_reduce_s == pytest.approx(2 * full.exposed_reduce_s, rel=0.05)
-    assert half.update_s == full.update_s
+    assert half.update_s == pytest.approx(full.update_s)
 
 
 def test_schemes_are_in_the_papers_order(factor: float) -> None:
@@ -143,11 +146,6 @@ def test_another_batch_is_priced_as_if_captured_at_it() -> None:
             for graph in (captured, graph_of(64))
         ]
         assert steps[0] == steps[1]
-
-
-def test_constants_of_a_batch_are_not_priced_at_another() -> None:
-    with pytest.raises(CaptureError, match="capture it at 16"):
-        at_batch(replace(graph_of(8), fixed_batch=True), 16)
 
 
 def test_figures_are_written(

@@ -43,6 +43,7 @@ def test_the_islands_of_krizhevsky_2014() -> None:
     assert cluster.describe() == "two islands: 8 x k20, switch, host memory"
     assert levels(cluster) == [(4, 6e9, 1.0), (8, 6e9, 0.5)]
     assert levels(cluster) == levels(cluster_preset("k20", 8))
+    assert cluster.overlap == cluster_preset("k20", 8).overlap == 0.5
     assert cluster.device == device_preset("k20")
 
 
@@ -83,7 +84,7 @@ def test_numbers_of_ones_own() -> None:
     assert device.flops_per_s == {"fp32": 10e12, "bf16": 80e12}
     assert (device.bandwidth_bytes_per_s, device.launch_s) == (500e9, 4e-6)
     assert (device.source, device.estimated) == ("given in mine.toml", False)
-    assert (link.name, link.bandwidth_bytes_per_s, link.contention) == ("bridge", 50e9, 1.0)
+    assert (link.name, link.bandwidth_bytes_per_s, link.contention, link.overlap) == ("bridge", 50e9, 1.0, 1.0)
     assert link.latency_s == pytest.approx(2.5e-6)
 
 
@@ -161,7 +162,24 @@ MISTAKES = [
     (EIGHT + PAIR.replace("= 50", "= 5e10"), "in GB/s (1e9 bytes per second), from 1e-06 to 100,000"),
     (EIGHT + PAIR + "contention = 2", "contention = 2 is not plausible: it is the share of the bandwidth"),
     (EIGHT + PAIR + "contention = 0", "contention = 0 is not plausible"),
+    (EIGHT + PAIR + "overlap = 50", "overlap = 50 is not plausible: it is the most of a gradient reduction"),
+    (EIGHT + PAIR + "overlap = -0.5", "overlap = -0.5 is not plausible"),
+    (EIGHT + PAIR + "overlap = true", "overlap = true has to be a number"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "least"),
+    [("", "", 1.0), ("overlap = 0.5", "", 0.5), ("", "overlap = 0", 0.0), ("overlap = 0.25", "overlap = 0.5", 0.25)],
+)
+def test_of_several_levels_the_one_that_hides_least_counts(inner: str, outer: str, least: float) -> None:
+    text = f"{K20}count = 4\n{PAIR}{inner}\n{PAIR.replace('= 2', '= 4', 1)}{outer}"
+    assert read_cluster(text, "f").overlap == least
+
+
+def test_a_preset_brings_its_overlap_and_a_file_may_change_it() -> None:
+    tables = [f'{EIGHT}[[links]]\npreset = "pcie2"\nsize = 8\n{more}' for more in ("", "overlap = 1")]
+    assert [read_cluster(text, "f").overlap for text in tables] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(("text", "words"), MISTAKES, ids=range(len(MISTAKES)))

@@ -11,7 +11,9 @@ from parplan.errors import ClusterError
 
 # What the table's unverified figures are: these and only these may be called estimated.
 ESTIMATED_GPUS = {"k80", "v100-pcie"}
-ESTIMATED_LINKS = {"pcie3-pair", "pcie4", "pcie4-staged", "nvlink1", "nvlink2", "10gbe", "25gbe", "hdr200", "ndr400"}
+ESTIMATED_LINKS = {
+    "pcie2", "pcie3-pair", "pcie4", "pcie4-staged", "nvlink1", "nvlink2", "10gbe", "25gbe", "hdr200", "ndr400",
+}  # fmt: skip
 # How an origin begins that no source stands behind.
 UNSOURCED = ("from memory: ", "derived: ", "assumed: ")
 NUMBERS = [(f"{row.kind}-{n.name}", n) for row in (*GPUS, CPU) for n in row.numbers()] + [
@@ -40,7 +42,8 @@ def test_no_number_of_a_device_is_left_out(row: GpuRow) -> None:
 def test_no_number_of_a_link_is_left_out(row: LinkRow) -> None:
     found = {number.name: number.value for number in row.numbers()}
     sharing = {"island": row.island, "contention": row.contention} if row.island else {}
-    assert found == {"bandwidth": row.gb_per_s, "latency": row.latency_us, **sharing}
+    hiding = {"overlap": row.overlap} if row.overlap < 1 else {}
+    assert found == {"bandwidth": row.gb_per_s, "latency": row.latency_us, **sharing, **hiding}
     assert (row.contention == 1) is (row.island == 0)
 
 
@@ -70,6 +73,7 @@ def test_every_link_row(row: LinkRow) -> None:
     assert 0 < row.gb_per_s < 1000
     assert 1 < row.latency_us < 100
     assert 0 < row.contention <= 1
+    assert link_preset(row.name).overlap == row.overlap == (0.5 if row.name == "pcie2" else 1.0)
 
 
 def test_names_are_unique_and_aliases_lead_somewhere() -> None:

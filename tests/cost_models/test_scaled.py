@@ -58,6 +58,9 @@ def test_overlap_can_be_given(graph: LayerGraph) -> None:
     after = predict(graph, K20, ScaledCosts(costs, 1.0, overlap=0.0), plan)
     assert after.exposed_reduce_s == pytest.approx(after.reduce_s)
     assert predict(graph, K20, costs, plan).exposed_reduce_s < after.exposed_reduce_s
+    steps = [predict(graph, K20, ScaledCosts(costs, 1.0, share), plan).step_s for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert steps == sorted(steps, reverse=True)  # what hides less never takes less
+    assert predict(graph, K20, costs, plan).step_s == steps[2]  # K20 are on PCIe 2
 
 
 @pytest.mark.parametrize(("factor", "overlap"), [(0.0, None), (-1.0, None), (float("nan"), None), (1.0, 1.5)])

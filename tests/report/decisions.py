@@ -7,8 +7,20 @@ from dataclasses import replace
 
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.costs import Source
-from parplan.plan import Plan, Strategy
-from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.decision import (
+    Arrival,
+    Baseline,
+    Decision,
+    LayerFacts,
+    Passes,
+    PinPrice,
+    Pins,
+    Prediction,
+    Proof,
+    SchemePrice,
+    Seconds,
+)
 
 GIB = 2**30
 MS = 1e-3
@@ -118,7 +130,20 @@ def alexnet() -> Decision:
         proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 1.31),
         seconds=Seconds(2.104, 0.312, 1.31, 4.52),
         notes=("No GPU here and no --gpu: planned for 4 x v100-sxm2 (estimated preset).",),
+        passes=schemes(step.step_s, Scheme.GATHER),
     )
+
+
+def schemes(step_s: float, taken: Scheme, why_not: str = "") -> Passes:
+    """One replica behind four, under each scheme; broadcast impossible where a reason is given."""
+    memory_bytes = int(3.21 * GIB)
+    known = (
+        SchemePrice(Scheme.GATHER, 1, step_s, 0.683 * MS, memory_bytes, 512),
+        SchemePrice(Scheme.BROADCAST, 4, step_s + 0.113 * MS, 0.51 * MS, memory_bytes, 128),
+        SchemePrice(Scheme.INTERLEAVE, 4, step_s + 0.04 * MS, 0.437 * MS, memory_bytes, 128),
+    )
+    impossible = SchemePrice(Scheme.BROADCAST, 1, None, None, None, None, why_not)
+    return Passes(taken, 4, 1, 8, (known[0], impossible if why_not else known[1], known[2]))
 
 
 def _block(prefix: str, scale: float, first: bool, source: Source) -> Iterator[LayerFacts]:
@@ -225,4 +250,36 @@ def alone() -> Decision:
     )
 
 
-DECISIONS = {"alexnet": alexnet, "resnet": resnet, "crowded": crowded, "alone": alone}
+def pinned() -> Decision:
+    """Two towers by hand: what is pinned, what is copied, what it costs; a price not known, one below 0, one open."""
+    left, right = Strategy(2, 1, None, (0, 1)), Strategy(1, 2, "out-features", (3, 2), update_period=2)
+    own, taken = "pinned by *a=gpu:0,1", "on the devices of its first input, *a=gpu:0,1"
+    words = "pinned by *b=gpu:3,2 shards:2"
+    layers = (
+        replace(facts("conva", "conv", left, 3.1, "4 replicas: -1.02 ms, less compute"), pinned=own),
+        replace(facts("fcb", "linear", right, 4.2, "2 replicas: -0.31 ms, less to move", transfer_ms=0.41),
+                pinned=f"{words}, fcb=update:2", copies=(Arrival("conva", (0, 1)),)),
+        replace(facts("relub", "relu", right, 0.1, "follows fcb; any other way costs +0.02 ms"), pinned=words),
+        replace(facts("join", "cat", left, 0.2, "2 shards of features: +0.12 ms, activations to move", transfer_ms=0.3),
+                pinned=taken, copies=(Arrival("relub", (3, 2)), Arrival("conva", (1, 0)))),
+    )  # fmt: skip
+    step = predict(layers, (1.2, 1.2, 0.7, 0.7))
+    prices = (
+        PinPrice("*a=gpu:0,1", "--pin", 2, step.step_s, 0.8 * step.step_s, True),
+        PinPrice("*b=gpu:3,2 shards:2", "pins.toml", 2, step.step_s, 1.01 * step.step_s, True),
+        PinPrice("fcb=update:2", "pins.toml", 1, step.step_s, step.step_s, False),
+        PinPrice("a_module_with_a_long_name.and.what_is_in_it=replicas:2", "--pin", 1, step.step_s, None, True,
+                 "pin 'relub=shards:2' (--pin): relub: 2 shards cannot occupy 1 devices; use 1 (R6)"),
+    )  # fmt: skip
+    return replace(
+        alexnet(),
+        plan=plan_of("Towers", 64, layers),
+        layers=layers,
+        prediction=step,
+        baselines=rivals(step.step_s, 2.5, 0.9, 1.8, 1.0),
+        proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 0.11),
+        pins=Pins(step.step_s, 0.62 * step.step_s, False, prices),
+    )
+
+
+DECISIONS = {"alexnet": alexnet, "resnet": resnet, "crowded": crowded, "alone": alone, "pinned": pinned}

@@ -9,7 +9,7 @@ import pytest
 
 from parplan.plan import Plan
 from parplan.report.facts import to_dict, to_json
-from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_kinds
+from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_kinds, pinned
 
 TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}
 LAYER = ["name", "kind", "replicas", "shards", "axis", "devices", "forward_s", "backward_s", "transfer_s", "reduce_s",
@@ -24,7 +24,7 @@ def test_promised_keys(name: str) -> None:
     assert {tuple(layer) for layer in found["layers"]} == {tuple(LAYER)}
     assert {"step_s", "memory_bytes"} <= set(found["predicted"])
     assert all({"name", "step_s", "fits"} <= set(baseline) for baseline in found["baselines"])
-    assert set(found["proof"]) == {"status", "objective", "bound", "gap", "seconds"}
+    assert set(found["proof"]) == {"status", "objective", "bound", "gap", "seconds", "one_pass"}
     assert set(found["seconds"]) == {"capture", "costs", "solve", "total"}
 
 
@@ -37,7 +37,24 @@ def test_figures_are_the_decisions_own() -> None:
     assert found["predicted"]["step_s"] == decision.prediction.step_s
     assert found["predicted"]["memory_bytes"] == list(decision.prediction.memory_bytes)
     assert found["bends"] == {"fc6": ["R2: 4 replicas feed 1 through an all-gather"]}
-    assert (found["batch"], found["passes"], found["model"]) == (512, 4, "AlexNet")
+    assert (found["batch"], found["passes"], found["model"]) == (512, 1, "AlexNet")
+    assert [one["scheme"] for one in found["schemes"]] == ["gather", "broadcast", "interleave"]
+    assert [one["passes"] for one in found["schemes"]] == [1, 4, 4]
+
+
+def test_pins_and_copies_are_in_the_facts() -> None:
+    found, step_s = to_dict(pinned()), pinned().prediction.step_s
+    assert (found["pins"]["step_s"], found["pins"]["proven"]) == (step_s, False)
+    assert found["pins"]["price_s"] == pytest.approx(0.38 * step_s)
+    assert found["pins"]["share"] == pytest.approx(0.38 / 0.62)
+    first, *_, last = found["pins"]["each"]
+    assert (first["pin"], first["origin"], first["layers"]) == ("*a=gpu:0,1", "--pin", 2)
+    assert (first["price_s"], first["share"]) == (pytest.approx(0.2 * step_s), pytest.approx(0.25))
+    assert (last["without_s"], last["price_s"], last["share"]) == (None, None, None)
+    assert "(R6)" in last["why_not"]
+    assert found["pins"]["layers"]["conva"] == "pinned by *a=gpu:0,1"
+    assert found["copies"]["fcb"] == [{"layer": "conva", "devices": [0, 1]}]
+    assert (to_dict(alexnet())["pins"], to_dict(alexnet())["copies"]) == (None, {})
 
 
 def test_the_plan_inside_can_be_read_back() -> None:

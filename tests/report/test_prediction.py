@@ -52,6 +52,15 @@ def test_what_takes_no_time_and_is_certain_has_no_line() -> None:
     assert not names & {"update", "runtime", "range"}
 
 
+def test_what_can_be_hidden_is_told_where_it_is_not_all() -> None:
+    decision = alexnet()
+    text = " ".join(" ".join(lines(decision)).split())
+    assert "hidden behind backward" in text
+    assert "can be" not in text
+    half = replace(decision, prediction=replace(decision.prediction, most_hidden=0.5))
+    assert "hidden behind backward, at most 50 % can be" in " ".join(" ".join(lines(half)).split())
+
+
 def test_the_range() -> None:
     step_s = alexnet().prediction.step_s
     decision = with_more(alexnet(), doubt=0.25)

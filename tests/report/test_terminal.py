@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from parplan.plan import Scheme
 from parplan.planner.decision import Proof
 from parplan.report.terminal import render
-from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet
+from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet, schemes
 from tests.report.golden import CASES, golden, printed
 
 ESCAPE = "\x1b"
@@ -82,7 +83,7 @@ def test_a_long_model_is_folded() -> None:
 
 
 PROOFS = [
-    pytest.param("OPTIMAL", 0.0, "OPTIMAL: no plan of this model is faster under these costs", id="optimal"),
+    pytest.param("OPTIMAL", 0.0, "OPTIMAL: no plan of this model that runs in one pass is faster under", id="optimal"),
     pytest.param("FEASIBLE", 0.032, "another one could be faster by up to 3.2 %", id="feasible"),
     pytest.param("FEASIBLE", float("inf"), "how much faster another one could be is not known", id="no bound"),
     pytest.param("CHECKED", float("inf"), "CHECKED: the solver makes no claim about other plans", id="given"),
@@ -96,6 +97,32 @@ def test_the_proof_in_words(status: str, gap: float, words: str) -> None:
     text = printed(replace(decision, proof=Proof(status, decision.prediction.step_s, bound, gap, 1.0)), 100)
     assert words in " ".join(text.split())
     assert ("inf" in text) is False
+
+
+ONE_PASS = [
+    pytest.param(0.0, "FEASIBLE: layers run in passes, or some side by side: faster than any plan", id="faster"),
+    pytest.param(0.01, "one in which all layers run once, in turn, could be faster, down to 18.46 ms", id="slower"),
+]
+
+
+@pytest.mark.parametrize(("gap", "words"), ONE_PASS)
+def test_what_was_not_searched_is_not_called_optimal(gap: float, words: str) -> None:
+    step_s = alexnet().prediction.step_s
+    proof = Proof("FEASIBLE", step_s, step_s * (1 - gap if gap else 1.02), gap, 1.0, one_pass=True)
+    text = " ".join(printed(replace(alexnet(), proof=proof), 100).split())
+    assert words in text
+    assert "OPTIMAL" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_schemes_are_compared_and_reasons_given(width: int) -> None:
+    passes = schemes(alexnet().prediction.step_s, Scheme.INTERLEAVE, "loss: it needs all samples")
+    lines = printed(replace(alexnet(), passes=passes), width).splitlines()
+    (taken,) = (line for line in lines if line.startswith("  interleave (taken)"))
+    assert taken.split() == ["interleave", "(taken)", "4", "128", "18.69", "ms", "0.44", "ms", "3.21", "GiB"]
+    assert "    not possible: loss: it needs all samples" in lines
+    assert any(line.endswith(", 4 passes") or "4 passes" in line for line in lines)
+    assert max(map(len, lines)) <= width
 
 
 def test_a_plan_given_is_not_called_the_best_found() -> None:
@@ -112,7 +139,7 @@ def test_one_device_that_is_faster_is_not_denied_by_the_proof() -> None:
     one, *others = decision.baselines
     faster = replace(one, step_s=decision.prediction.step_s / 2)
     words = " ".join(printed(replace(decision, baselines=(faster, *others)), 100).split())
-    assert "OPTIMAL: no plan that gives results back to all 4 devices is faster under these costs" in words
+    assert "no plan of this model that runs in one pass and gives results back to all 4 devices is faster" in words
 
 
 def test_too_much_memory_is_said() -> None:

@@ -168,6 +168,34 @@ def train_steps(rank: int, ranks: int) -> None:
             same_state(model, plain)
 
 
+def group_inputs(rank: int, ranks: int) -> None:
+    """The shards of one replica bring the same samples: the same state, and nothing is gathered at the start."""
+    for shards in {ranks, 2}:
+        table = {name: Strategy(ranks // shards, shards, "out-features", tuple(range(ranks))) for name in ("0", "2")}
+        rest = Strategy(ranks, 1, None, tuple(range(ranks)))
+        net = mlp()
+        plain, model = copy.deepcopy(net), Compiled(net, planner({**dict.fromkeys("134", rest), **table}, ranks),
+                                                    inputs="group")  # fmt: skip
+        opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        rows = ranks // shards
+        for samples in (3, 2):
+            x, y = (torch.randn(samples * rows, width, dtype=torch.float64) for width in (6, 4))
+            own = slice(samples * (rank // shards), samples * (rank // shards + 1))
+            for opt in opts:
+                opt.zero_grad()
+            found, wanted = model(x[own]), plain(x)
+            same(found, wanted[own], "result")
+            nn.functional.mse_loss(found, y[own]).backward()
+            nn.functional.mse_loss(wanted, y).backward()
+            for opt in opts:
+                opt.step()
+            same_state(model, plain)
+        assert model.program is not None
+        assert "input" not in {transfer.source for transfer in model.program.transfers}
+        with pytest.raises(RuntimeFailure, match="bring the same samples, these brought rank 0: 1"):
+            model(torch.zeros(1 + rank % 2, 6, dtype=torch.float64))
+
+
 def save_and_load(rank: int, ranks: int) -> None:
     """The state saved under one plan goes on under another, and on the plain model."""
     cut = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks, uneven=False))
@@ -180,6 +208,24 @@ def save_and_load(rank: int, ranks: int) -> None:
     same_state(other, plain)
     x = torch.randn(ranks * 2, 6, dtype=torch.float64)
     same(other(x[2 * rank : 2 * rank + 2]), plain(x)[2 * rank : 2 * rank + 2], "result")
+
+
+def wrapped_part(rank: int, ranks: int) -> None:
+    """A compiled part within a plain model: the whole model's state has full tensors, and loads."""
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(6, 6).double(), mlp())
+    whole = copy.deepcopy(plain)
+    whole[1] = Compiled(whole[1], planner(spread(ranks, "out-features"), ranks))
+    x = torch.randn(ranks * 2, 6, dtype=torch.float64)
+    own = slice(2 * rank, 2 * rank + 2)
+    same(whole(x[own]), plain(x)[own], "result")
+    assert next(iter(whole[1].parameters())).shape == (12 // ranks, 6)
+    same_state(whole, plain)
+    for parameter in plain.parameters():
+        nn.init.uniform_(parameter)
+    whole.load_state_dict(plain.state_dict())
+    same_state(whole, plain)
+    same(whole(x[own]), plain(x)[own], "result of what was loaded")
 
 
 def tied(rank: int, ranks: int) -> None:
@@ -387,8 +433,7 @@ def part(whole: Tensor, layout: Layout, device: int) -> Tensor:
 CASES = {
     case.__name__: case
     for case in (
-        moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, save_and_load, tied, towers,
-        loss_inside, local_batch_norm,
-        bound_to_the_batch, frozen, own_losses, draws,
+        moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, group_inputs, save_and_load,
+        tied, towers, loss_inside, local_batch_norm, bound_to_the_batch, frozen, own_losses, draws,
     )
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan
+from parplan.plan import Plan, Scheme
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.expected import Both, Expected, ExpectedLayer
 from parplan.runtime.measured import MeasuredStep, Part, slowest_of
@@ -98,6 +98,17 @@ def test_layers_and_transfers_have_the_plans_names() -> None:
     ]  # fmt: skip
     assert all(layer.forward.seconds > 0 and layer.backward.seconds > 0 for layer in found.layers)
     assert (found.devices, found.processes, found.turns, found.batch, found.steps) == (2, 1, True, 6, 2)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
+def test_passes_of_a_layer_count_as_one(scheme: Scheme) -> None:
+    model = Compiled(conv_net(), planner(spread(2, "hybrid"), 2, scheme), devices=["cpu"] * 2)
+    found = model.measure(torch.zeros(8, 3, 8, 8, dtype=torch.float64), steps=2)
+    assert model.graph is not None
+    assert [layer.name for layer in found.layers] == list(model.graph.layers)
+    labels = [transfer.label for transfer in found.transfers]
+    assert len(labels) == len(set(labels))
+    assert labels[-1].endswith("-> (results)")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,0 +1,86 @@
+"""The network of a layer file: every layer a submodule under the file's own name, wired as `inputs` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parplan.convnet2.modules import LogisticCost, Softmax
+
+__all__ = ["ConvNet", "Wire"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A layer and the layers (or data layers) it takes, in order."""
+
+    layer: str
+    inputs: tuple[str, ...]
+
+
+class ConvNet(nn.Module):
+    """A network as cuda-convnet2 describes it.
+
+    Called with all its data it gives the cost of every sample, (N), as training wants it: take the mean and go
+    backward. Without the labels it gives the probabilities, (N, classes). With several costs, or none, a tuple in the
+    file's order where there is more than one result.
+
+    Args:
+        data: data layers, in order of dataIdx; labels come last among the arguments or are left out.
+        labels: those of them that only costs take.
+        wires: all other layers, in the file's order.
+        layers: their modules.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, int],
+        labels: frozenset[str],
+        wires: Sequence[Wire],
+        layers: Mapping[str, nn.Module],
+    ) -> None:
+        super().__init__()
+        self.data, self.labels, self.wires = dict(data), labels, tuple(wires)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.costs = tuple(name for name, layer in layers.items() if isinstance(layer, LogisticCost))
+        self.predictions = self._predictions()
+
+    def forward(self, *data: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Costs with labels, predictions without."""
+        values = self._given(data)
+        train = self.labels <= values.keys()
+        for wire in self.wires:
+            if wire.layer not in self.costs or train:
+                values[wire.layer] = self.get_submodule(wire.layer)(*(values[name] for name in wire.inputs))
+        if train and self.costs:
+            found = tuple(values[name] for name in self.costs)
+        else:
+            found = tuple(self._shown(name, values[name]) for name in self.predictions)
+        return found[0] if len(found) == 1 else found
+
+    def _given(self, data: Sequence[Tensor]) -> dict[str, Tensor]:
+        values = {name: data[place] for name, place in self.data.items() if place < len(data)}
+        missing = [name for name in self.data if name not in values and name not in self.labels]
+        if missing or len(data) > 1 + max(self.data.values(), default=-1):
+            labels = ", ".join(self.labels) or "none"
+            raise TypeError(
+                f"{len(data)} tensors for the data layers {', '.join(self.data)}; give one for each, in order of "
+                f"dataIdx; labels ({labels}) may be left out"
+            )
+        return values
+
+    def _shown(self, name: str, value: Tensor) -> Tensor:
+        layer = self.get_submodule(name)
+        return torch.exp(value) if isinstance(layer, Softmax) and layer.logarithms else value
+
+    def _predictions(self) -> tuple[str, ...]:
+        """What costs take beside labels; without costs, what no layer takes."""
+        taken = {name for wire in self.wires for name in wire.inputs}
+        if not self.costs:
+            return tuple(wire.layer for wire in self.wires if wire.layer not in taken)
+        for_costs = {name for wire in self.wires if wire.layer in self.costs for name in wire.inputs}
+        return tuple(wire.layer for wire in self.wires if wire.layer in for_costs)

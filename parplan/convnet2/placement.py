@@ -1,0 +1,100 @@
+"""Where the file puts layers: `gpu=`, inherited from the first input, and what cuda-convnet2 would have refused.
+
+cuda-convnet2's rules on replicas are parplan's R2, R3 and R4 read strictly; a transfer stands in for them here, so
+what breaks them is told and not refused. The same goes for the sizes that its kernels ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from parplan.convnet2.ini import Section
+from parplan.convnet2.network import Wire
+from parplan.errors import RuleError
+from parplan.planner.rules import r2_feeders, r3_fed, r4_divides
+
+__all__ = ["devices_of", "replica_notes", "size_notes"]
+
+Devices = tuple[int, ...]
+MOST = 2**16
+MOST_TOLD = 3
+
+
+def devices_of(sections: Mapping[str, Section], wires: Sequence[Wire]) -> dict[str, Devices]:
+    """Logical devices per layer: its own `gpu`, else those of its first input that is no data layer.
+
+    Layers for which neither says anything are left out: the solver places them.
+
+    Raises:
+        LayerFileError: a device that is no number, or one named twice.
+    """
+    found: dict[str, Devices] = {}
+    for wire in wires:
+        section = sections[wire.layer]
+        first = next((name for name in wire.inputs if sections[name].text("type") != "data"), "")
+        if section.has("gpu"):
+            found[wire.layer] = _devices(section)
+        elif first in found:
+            found[wire.layer] = found[first]
+    return found
+
+
+def _devices(section: Section) -> Devices:
+    found = section.integers("gpu", len(section.names("gpu")), least=0)
+    if max(found) > MOST:
+        raise section.error("gpu", f"devices are counted from 0; {max(found)} is not plausible")
+    if len(set(found)) < len(found):
+        raise section.error("gpu", "replicas have to be on different devices; name each once")
+    return found
+
+
+def replica_notes(file: str, wires: Sequence[Wire], devices: Mapping[str, Devices]) -> list[str]:
+    """What breaks cuda-convnet2's rules on replicas, in one sentence."""
+    broken = []
+    for check in _checks(wires, {name: len(own) for name, own in devices.items()}):
+        try:
+            check()
+        except RuleError as error:
+            broken.append(str(error))
+    more = f"; and {len(broken) - MOST_TOLD} more" if len(broken) > MOST_TOLD else ""
+    told = "; ".join(broken[:MOST_TOLD]) + more
+    return [f"{file}: cuda-convnet2 refuses what parplan bridges with transfers: {told}."] if broken else []
+
+
+def _checks(wires: Sequence[Wire], replicas: Mapping[str, int]) -> list[Callable[[], None]]:
+    """R2, R3 and R4 of every layer whose replicas are known, and R3 of data layers."""
+    found: list[Callable[[], None]] = []
+    fed: dict[str, dict[str, int]] = {}
+    for wire in wires:
+        if wire.layer in replicas:
+            for name in wire.inputs:
+                fed.setdefault(name, {})[wire.layer] = replicas[wire.layer]
+        feeders = {name: replicas[name] for name in wire.inputs if name in replicas}
+        found.append(partial(r2_feeders, wire.layer, feeders))
+    for name, counts in fed.items():
+        found.append(partial(r3_fed, name, counts))
+        if name in replicas:
+            found.append(partial(r4_divides, name, replicas[name], counts))
+    return found
+
+
+def size_notes(file: str, sections: Mapping[str, Section]) -> list[str]:
+    """Sizes that cuda-convnet2's kernels do not take, in one sentence."""
+    odd = [f"{name} ({why})" for name, section in sections.items() if (why := _odd(section))]
+    more = f" and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else ""
+    return [f"{file}: cuda-convnet2's kernels refuse the sizes of {', '.join(odd[:MOST_TOLD])}{more}."] if odd else []
+
+
+def _odd(section: Section) -> str:
+    """What cuda-convnet2 asks of this type's numbers and is not so, else nothing."""
+    kind = section.text("type")
+    if kind not in ("conv", "pool", "cmrnorm", "rnorm"):
+        return ""
+    channels = section.integers("channels", len(section.names("channels")))
+    if kind == "conv":
+        if any(number % 16 for number in section.integers("filters", len(section.names("filters")))):
+            return "filters that are no multiple of 16"
+        return "channels above 3 that are no multiple of 4" if any(n > 3 and n % 4 for n in channels) else ""
+    step = 4 if kind == "rnorm" else 16
+    return f"channels that are no multiple of {step}" if any(number % step for number in channels) else ""

@@ -1,0 +1,170 @@
+"""The layer-parameter file: learning rates and their schedules, momentum, weight decay, how often weights are updated.
+
+cuda-convnet2 keeps what may change during training in a second file, a section per layer. Its momentum and decay are
+those of torch.optim.SGD; a schedule's value at the beginning is its base.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parplan.convnet2.ini import Section
+from parplan.errors import LayerFileError
+
+__all__ = ["Rates", "Schedule", "parameter_groups", "rates_of", "unused_notes"]
+
+_FORM = re.compile(r"(?P<kind>\w+)\s*\[(?P<fields>[^\]]*)\]")
+_FIELDS = {
+    "const": ("base",),
+    "linear": ("base", "tgtfactor"),
+    "exp": ("base", "tgtfactor"),
+    "dexp": ("base", "tgtfactor", "numsteps"),
+}
+_UNUSED = ("wball", "superEps", "superMom", "wcNormMin", "wcNormMax")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A rate over training: `base` at the beginning, base / factor at the end (`const`: base throughout)."""
+
+    base: float
+    kind: str = "const"
+    factor: float = 1.0
+    steps: int = 1
+
+    def at(self, progress: float) -> float:
+        """The rate after a share `progress` (0 to 1) of training.
+
+        >>> [round(Schedule(0.01, "dexp", 1000.0, 4).at(share), 6) for share in (0.0, 0.25, 0.3, 0.6, 1.0)]
+        [0.01, 0.01, 0.001, 0.0001, 1e-05]
+        """
+        share = min(max(progress, 0.0), 1.0)
+        if self.kind == "linear":
+            return self.base * (1 - share) + self.base / self.factor * share
+        if self.kind == "dexp":
+            step = max(math.ceil(share * self.steps) - 1, 0)
+            share = step / (self.steps - 1) if self.steps > 1 else 1.0
+        return float(self.base / self.factor**share)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one layer's section says.
+
+    Args:
+        weights, biases: learning rates.
+        momentum, bias_momentum, decay: of torch.optim.SGD; biases do not decay.
+        update_period: passes between updates; None where the file leaves it to the program.
+    """
+
+    weights: Schedule
+    biases: Schedule
+    momentum: float
+    bias_momentum: float
+    decay: float
+    update_period: int | None = None
+
+
+def rates_of(params: Section) -> Rates:
+    """The rates of a layer with weights.
+
+    Raises:
+        LayerFileError: one that is missing, is no schedule, or differs between a layer's inputs.
+    """
+    period = params.integer("updatePeriod", 0, 0)
+    return Rates(
+        weights=_schedule(params, "epsW"),
+        biases=_schedule(params, "epsB"),
+        momentum=_same(params, "momW"),
+        bias_momentum=params.number("momB", least=0.0),
+        decay=_same(params, "wc", 0.0),
+        update_period=(period or 1) if params.has("updatePeriod") else None,
+    )
+
+
+def unused_notes(params: Mapping[str, Section]) -> list[str]:
+    """Numbers in the file that change training in cuda-convnet2 and are not applied here."""
+    found = [
+        f"{name} {key}={section.text(key)}"
+        for name, section in params.items()
+        for key in _UNUSED
+        if section.has(key) and any(section.numbers(key, len(section.names(key))))
+    ]
+    file = next(iter(params.values())).file if params else ""
+    return [f"{file}: not applied here: {', '.join(found)}."] if found else []
+
+
+def parameter_groups(network: nn.Module, rates: Mapping[str, Rates], lr_scale: float = 1.0) -> list[dict[str, Any]]:
+    """Groups for torch.optim.SGD: each layer's weights and its biases, with the rates of the layer-parameter file.
+
+    Args:
+        network: a network of `read`, or anything with its layers as submodules.
+        rates: per layer name, `LayerFile.rates`.
+        lr_scale: factor on every learning rate, such as `scaled_lr(1.0, batch)`.
+
+    Raises:
+        LayerFileError: a layer with weights has no rates.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, layer in network.named_children():
+        own = dict(layer.named_parameters())
+        if not own:
+            continue
+        if name not in rates:
+            raise LayerFileError(f"{name} has weights and no rates; give it a section [{name}] with epsW, epsB, momW "
+                                 "and momB in the layer-parameter file")  # fmt: skip
+        rate = rates[name]
+        weights = [parameter for key, parameter in own.items() if key != "bias"]
+        groups.append(_group(f"{name} weights", weights, rate.weights.base * lr_scale, rate.momentum, rate.decay))
+        groups.append(_group(f"{name} biases", [own["bias"]], rate.biases.base * lr_scale, rate.bias_momentum, 0.0))
+    return groups
+
+
+def _group(name: str, parameters: list[nn.Parameter], lr: float, momentum: float, decay: float) -> dict[str, Any]:
+    return {"name": name, "params": parameters, "lr": lr, "momentum": momentum, "weight_decay": decay}
+
+
+def _same(params: Section, key: str, default: float | None = None) -> float:
+    """A number that is one for all inputs."""
+    if default is not None and not params.has(key):
+        return default
+    found = params.numbers(key, len(params.names(key)))
+    if len(set(found)) > 1:
+        raise params.error(key, "a layer's inputs share one number here; give the same for all")
+    return found[0]
+
+
+def _schedule(params: Section, key: str) -> Schedule:
+    """`0.01`, or `dexp[base=0.01;tgtFactor=250;numSteps=4]`; a list says the same for every input."""
+    found = {_parsed(params, key, text) for text in params.names(key)}
+    if len(found) > 1:
+        raise params.error(key, "a layer's inputs share one learning rate here; give the same for all")
+    return found.pop()
+
+
+def _parsed(params: Section, key: str, text: str) -> Schedule:
+    found = _FORM.fullmatch(text)
+    kind = found["kind"] if found else "const"
+    pairs = [part.partition("=") for part in found["fields"].split(";")] if found else [("base", "=", text)]
+    fields = {name.strip().lower(): value for name, _, value in pairs}
+    try:
+        numbers = {name: float(value) for name, value in fields.items()}
+    except ValueError:
+        numbers = {}
+    if kind not in _FIELDS or set(numbers) != set(_FIELDS[kind]) or not _sensible(numbers):
+        raise params.error(key, "it is no learning rate; write a number, or linear[base=0.01;tgtFactor=250], "
+                           "exp[base=0.01;tgtFactor=250] or dexp[base=0.01;tgtFactor=250;numSteps=4]")  # fmt: skip
+    return Schedule(numbers["base"], kind, numbers.get("tgtfactor", 1.0), int(numbers.get("numsteps", 1)))
+
+
+def _sensible(numbers: Mapping[str, float]) -> bool:
+    """Finite, a rate of at least 0, a factor above 0, whole steps."""
+    steps = numbers.get("numsteps", 1.0)
+    finite = all(math.isfinite(number) for number in numbers.values())
+    return finite and numbers["base"] >= 0 and numbers.get("tgtfactor", 1.0) > 0 and steps >= 1 and steps % 1 == 0

@@ -1,0 +1,197 @@
+"""Reads a cuda-convnet2 layer file: the network as a torch module, and the pins that its `gpu=` lines mean."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from parplan.convnet2.data import Data, data_layers, examples
+from parplan.convnet2.extents import Extent
+from parplan.convnet2.ini import Section, read_sections
+from parplan.convnet2.layer_types import COST, Asked, check_keys, make
+from parplan.convnet2.modules import Conv, FullyConnected
+from parplan.convnet2.network import ConvNet, Wire
+from parplan.convnet2.placement import Devices, devices_of, replica_notes, size_notes
+from parplan.convnet2.rates import Rates, parameter_groups, rates_of, unused_notes
+from parplan.convnet2.wiring import wires_of
+from parplan.errors import LayerFileError
+from parplan.pins import Pin
+
+__all__ = ["LayerFile", "params_beside", "read"]
+
+# Images on each GPU in the guide's own command lines.
+PER_GPU = 128
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """What a layer file says.
+
+    Args:
+        network: the model; called with data and labels it gives costs, with data alone predictions (see `ConvNet`).
+        pins: per layer with known devices, where it is and with how many replicas; none without `gpu=`.
+        gpus: how many logical devices the pins name, None without pins.
+        rates: learning rates and the like per layer with weights, where there is a layer-parameter file.
+        notes: what a reader of a plan should know: what cuda-convnet2 would have refused, what has no effect here.
+        data: data layers in order of the network's arguments.
+        classes: how many a label can be; 0 without a cost.
+    """
+
+    path: str
+    network: ConvNet
+    pins: tuple[Pin, ...]
+    gpus: int | None
+    rates: Mapping[str, Rates]
+    notes: tuple[str, ...]
+    data: Mapping[str, Data]
+    classes: int
+
+    def example_inputs(self, batch: int | None = None) -> tuple[Tensor, ...]:
+        """Images and labels; default: 128 for each replica of the layer with most, as the guide runs these files."""
+        most = max((pin.replicas or 1 for pin in self.pins), default=1)
+        return examples(self.data, PER_GPU * most if batch is None else batch, max(self.classes, 1))
+
+    @property
+    def prediction_pins(self) -> tuple[Pin, ...]:
+        """The pins for a network that is only called without labels: costs are not in such a plan."""
+        costs = [glob.escape(name) for name in self.network.costs]
+        return tuple(pin for pin in self.pins if pin.pattern not in costs)
+
+    def parameter_groups(self, lr_scale: float = 1.0) -> list[dict[str, Any]]:
+        """Groups for torch.optim.SGD (see `parplan.convnet2.rates.parameter_groups`)."""
+        return parameter_groups(self.network, self.rates, lr_scale)
+
+
+def params_beside(path: Path) -> Path | None:
+    """`layer-params-X.cfg` for `layers-X.cfg` in the same folder, if it is there."""
+    if not path.name.startswith("layers"):
+        return None
+    beside = path.with_name("layer-params" + path.name.removeprefix("layers"))
+    return beside if beside.is_file() else None
+
+
+def read(
+    path: str | Path,
+    layer_params: str | Path | None = None,
+    shapes: Mapping[int, Sequence[int]] | None = None,
+) -> LayerFile:
+    """Read a layer file.
+
+    Args:
+        layer_params: the layer-parameter file; default: `layer-params-X.cfg` beside `layers-X.cfg`, if there is one.
+        shapes: shape of one sample by dataIdx, such as {0: (3, 96, 96)}; default: what `end` of the data layer says,
+            else images of 224 x 224 (their channels the first layer says).
+
+    Raises:
+        LayerFileError: naming file, section, key and value, and what would be right.
+    """
+    file = Path(path)
+    sections = read_sections(file)
+    if not sections:
+        raise LayerFileError(f"{file.name} has no layers; a layer is a section [name] with a line type=...")
+    wires = wires_of(sections)
+    params = _params(layer_params, file, sections)
+    data = data_layers(sections, wires, dict(shapes or {}))
+    network, gives = _network(sections, params, wires, data)
+    devices = devices_of(sections, wires)
+    rates = {name: rates_of(params[name]) for name in _weighted(network) if name in params and params[name].values}
+    costs = [wire for wire in wires if wire.layer in network.costs]
+    return LayerFile(
+        path=str(path),
+        network=network,
+        pins=_pins(file.name, sections, wires, devices, rates),
+        gpus=1 + max(max(own) for own in devices.values()) if devices else None,
+        rates=MappingProxyType(rates),
+        notes=_notes(file.name, sections, wires, devices, params),
+        data=MappingProxyType(data),
+        classes=gives[costs[0].inputs[1]].count if costs else 0,
+    )
+
+
+def _params(given: str | Path | None, file: Path, sections: Mapping[str, Section]) -> dict[str, Section]:
+    """Sections of the layer-parameter file by layer."""
+    path = Path(given) if given is not None else params_beside(file)
+    if path is None:
+        return {}
+    found = read_sections(path)
+    for name, section in found.items():
+        if name not in sections:
+            close = difflib.get_close_matches(name, sections, n=1)
+            hint = f"; did you mean [{close[0]}]?" if close else ""
+            raise LayerFileError(f"{section.where}: {file.name} has no such layer{hint}")
+    return found
+
+
+def _network(
+    sections: Mapping[str, Section], params: Mapping[str, Section], wires: Sequence[Wire], data: Mapping[str, Data]
+) -> tuple[ConvNet, dict[str, Extent]]:
+    """The modules, in the file's order."""
+    gives = {name: each.gives or Extent(1) for name, each in data.items()}
+    layers: dict[str, nn.Module] = {}
+    for wire in wires:
+        section = sections[wire.layer]
+        own = params.get(wire.layer, Section(section.file, wire.layer, {}))
+        check_keys(section, own)
+        takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
+        asked = Asked(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
+        made = make(asked)
+        layers[wire.layer], gives[wire.layer] = made.module, made.gives
+    labels = frozenset(name for name, each in data.items() if each.gives is None)
+    return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives
+
+
+def _weighted(network: ConvNet) -> list[str]:
+    return [name for name, layer in network.named_children() if isinstance(layer, (Conv, FullyConnected))]
+
+
+def _pins(
+    file: str,
+    sections: Mapping[str, Section],
+    wires: Sequence[Wire],
+    devices: Mapping[str, Devices],
+    rates: Mapping[str, Rates],
+) -> tuple[Pin, ...]:
+    """A pin per layer with known devices."""
+    return tuple(
+        Pin(
+            pattern=glob.escape(wire.layer),
+            replicas=len(devices[wire.layer]),
+            shards=1,
+            devices=devices[wire.layer],
+            update_period=rates[wire.layer].update_period if wire.layer in rates else None,
+            origin=f"{file} [{wire.layer}]" + ("" if sections[wire.layer].has("gpu") else ", inherited"),
+        )
+        for wire in wires
+        if wire.layer in devices and not _is_nothing(sections[wire.layer], wire)
+    )
+
+
+def _is_nothing(section: Section, wire: Wire) -> bool:
+    """Whether a layer computes nothing, so that a plan has no layer of its name."""
+    kind, neuron = section.text("type"), section.text("neuron", "ident")
+    return neuron == "ident" and (kind == "neuron" or (kind in ("pass", "concat") and len(wire.inputs) == 1))
+
+
+def _notes(
+    file: str,
+    sections: Mapping[str, Section],
+    wires: Sequence[Wire],
+    devices: Mapping[str, Devices],
+    params: Mapping[str, Section],
+) -> tuple[str, ...]:
+    kinds = {name: section.text("type") for name, section in sections.items()}
+    bare = [name for name, kind in kinds.items() if kind in ("cmrnorm", "rnorm") and name not in params]
+    functions = [name for name, section in sections.items() if section.has("initWFunc") or section.has("initBFunc")]
+    notes = replica_notes(file, wires, devices) + size_notes(file, sections) + unused_notes(params)
+    if bare:
+        notes.append(f"{file}: no layer-parameter file has {', '.join(bare)}; scale 0.0001 and pow 0.75 are taken.")
+    if functions:
+        notes.append(f"{file}: initWFunc and initBFunc of {', '.join(functions)} are not run, initW and initB count.")
+    return tuple(notes)

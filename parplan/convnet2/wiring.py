@@ -1,0 +1,77 @@
+"""Which layer takes which: a layer file is read from top to bottom, so that a layer takes only layers above it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from parplan.convnet2.ini import Section
+from parplan.convnet2.layer_types import COST, check_type
+from parplan.convnet2.network import Wire
+from parplan.errors import LayerFileError
+
+__all__ = ["wires_of"]
+
+# Attributes of every network.
+RESERVED = ("costs", "data", "labels", "predictions", "training", "wires")
+
+
+def wires_of(sections: Mapping[str, Section]) -> list[Wire]:
+    """Who takes what, in the file's order.
+
+    Raises:
+        LayerFileError: an input that is not above, a layer that leads nowhere, a name that no module can have.
+    """
+    wires: list[Wire] = []
+    above: list[str] = []
+    for section in sections.values():
+        check_type(section)
+    for name, section in sections.items():
+        if section.text("type") != "data":
+            wires.append(Wire(name, section.names("inputs")))
+            _check_name(section)
+            for source in wires[-1].inputs:
+                _check_above(section, source, above, sections)
+            if section.text("type") == COST:
+                _check_cost(section, sections)
+        above.append(name)
+    _check_used(sections, wires)
+    return wires
+
+
+def _check_above(section: Section, source: str, above: Sequence[str], sections: Mapping[str, Section]) -> None:
+    if source in above:
+        if sections[source].text("type") == COST:
+            raise section.error("inputs", f"{source} is a cost, which no layer can take; take what the cost takes")
+        return
+    if source in sections:
+        raise section.error("inputs", f"{source} stands below; a layer takes layers above it only, move it up")
+    close = difflib.get_close_matches(source, above, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"above are {', '.join(above) or 'none'}"
+    raise section.error("inputs", f"there is no layer {source}; {hint}")
+
+
+def _check_used(sections: Mapping[str, Section], wires: Sequence[Wire]) -> None:
+    """With a cost, every layer leads somewhere."""
+    taken = {name for wire in wires for name in wire.inputs}
+    if not any(section.text("type") == COST for section in sections.values()):
+        return
+    for name, section in sections.items():
+        if name not in taken and section.text("type") not in (COST, "data"):
+            raise section.error("type", "no layer takes what it gives; leave it out, or name it in some inputs=")
+
+
+def _check_name(section: Section) -> None:
+    """A layer's name is a submodule's name."""
+    if "." in section.name or hasattr(nn.Module, section.name) or section.name in RESERVED:
+        raise LayerFileError(f"{section.where}: a torch module cannot have a layer of this name; rename it")
+
+
+def _check_cost(section: Section, sections: Mapping[str, Section]) -> None:
+    kinds = [sections[name].text("type") for name in section.names("inputs")]
+    if kinds != ["data", "softmax"]:
+        raise section.error(
+            "inputs", "a logistic cost takes a data layer of labels and a layer of type softmax, in this order"
+        )

@@ -1,0 +1,47 @@
+"""Capture models whose code names CUDA devices that this machine does not have.
+
+A plan decides where layers run, so `x.cuda(0)` in a forward is a wish and no order. Where the device exists, capture
+follows the code; where it does not, the tensor stays where it is, and so the model can be planned for GPUs, verified
+and run on a machine without any. (torch itself would end the whole process on the way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["missing_devices"]
+
+
+def missing_devices() -> AbstractContextManager[Any]:
+    """A context in which CUDA devices that do not exist are read as the device a tensor is on, or the CPU."""
+    return _Stay() if torch.cuda.device_count() == 0 else nullcontext()
+
+
+class _Stay(TorchFunctionMode):
+    """Drops CUDA devices from the arguments of torch functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func` without the devices that are missing."""
+        named = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = (args[0], *(args[0].device if _is_missing(value) else value for value in args[1:]))
+        if _is_missing(named.get("device")):
+            named["device"] = args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
+        return func(*args, **named)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value names a CUDA device; those that are asked here have none."""
+    if isinstance(value, str):
+        return value.split(":")[0] == "cuda"
+    return isinstance(value, torch.device) and value.type == "cuda"

@@ -1,0 +1,246 @@
+"""Pins: what a person decides by hand before the solver decides the rest, as data and as text.
+
+`fc6=shards:4` names layers by a pattern and gives words: `replicas:4`, `shards:4`, `axis:out-features`, `gpu:0,1`
+(logical devices, in that order), `update:2` (update the weights every 2 passes). Command line, code and TOML speak the
+same words. What pins mean for a model's layers is the planner's part (planner/pinned.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from parplan.errors import PinError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["WORDS", "Pin", "PinsLike", "parse_pin", "pins_from", "pins_from_toml", "read_pins"]
+
+WORDS = ("replicas", "shards", "axis", "gpu", "update")
+GRAMMAR = "words are replicas:4, shards:4, axis:out-features, gpu:0,1 and update:2"
+MOST = 10**6  # more replicas, shards, devices or passes are a slip
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What is decided for the layers that `pattern` names; None leaves it to the solver (or to an earlier pin).
+
+    Args:
+        pattern: dotted layer names, with *, ? and [...]; the name of a module stands for all layers in it.
+        devices: logical devices, replica by replica, the shards of a replica side by side.
+        update_period: passes between updates of the weights.
+        origin: where it was given, for messages ("--pin", a file's name).
+    """
+
+    pattern: str
+    replicas: int | None = None
+    shards: int | None = None
+    axis: str | None = None
+    devices: tuple[int, ...] | None = None
+    update_period: int | None = None
+    origin: str = "pins"
+
+    def matches(self, layer: str) -> bool:
+        """Whether it names this layer, a module that the layer is in, or the module of which this is another call.
+
+        >>> [Pin("block1").matches(name) for name in ("block1", "block1.conv", "block1@1", "block10")]
+        [True, True, True, False]
+        """
+        inside = accumulate(re.split(r"(?=[.@])", layer))
+        return any(fnmatchcase(name, self.pattern) for name in inside)
+
+    @property
+    def words(self) -> str:
+        """The right side in the pins' own grammar."""
+        found = {
+            "replicas": self.replicas,
+            "shards": self.shards,
+            "axis": self.axis,
+            "gpu": None if self.devices is None else ",".join(map(str, self.devices)),
+            "update": self.update_period,
+        }
+        return " ".join(f"{word}:{value}" for word, value in found.items() if value is not None)
+
+    def describe(self) -> str:
+        """The pin as text that `parse_pin` reads: `fc6=shards:4`."""
+        return f"{self.pattern}={self.words}"
+
+
+PinsLike = Mapping[str, Any] | Sequence[str | Pin] | str | Path
+
+
+def parse_pin(text: str, origin: str = "--pin") -> Pin:
+    """One pin from text.
+
+    >>> parse_pin("fc6=shards:4 axis:out-features")
+    Pin(pattern='fc6', replicas=None, shards=4, axis='out-features', devices=None, update_period=None, origin='--pin')
+
+    Raises:
+        PinError: no pattern, no words, an unknown word or a value that makes no sense.
+    """
+    pattern, given, words = text.partition("=")
+    if not given:
+        raise PinError(f"{origin} {text!r}: there is no '='; write PATTERN=WORDS, such as 'fc6=shards:4'")
+    return _pin(pattern, words, origin, f"{origin} {text!r}")
+
+
+def pins_from(pins: Mapping[str, Any] | Sequence[str | Pin], origin: str = "pins") -> tuple[Pin, ...]:
+    """Pins given in code, in their order.
+
+    Args:
+        pins: pattern -> words as text (`{"fc6": "shards:4"}`) or as a dict (`{"fc6": {"shards": 4, "gpu": [0, 1]}}`);
+            or a sequence of texts as on the command line and of Pin.
+
+    Raises:
+        PinError: as `parse_pin`.
+    """
+    if isinstance(pins, Mapping):
+        return tuple(_pin(pattern, words, origin, f"{origin}: {pattern!r}") for pattern, words in pins.items())
+    return tuple(pin if isinstance(pin, Pin) else parse_pin(_text(pin, origin), origin) for pin in pins)
+
+
+def pins_from_toml(path: str | Path) -> tuple[Pin, ...]:
+    """The pins of a TOML file: a table [pins] of patterns (in quotes where they have dots) and words.
+
+        [pins]
+        "features.*" = "replicas:4"
+        fc6 = { shards = 4, gpu = [0, 1, 2, 3] }
+
+    Raises:
+        PinError: the file cannot be read, is not TOML, has no [pins] or anything else; or as `parse_pin`.
+    """
+    data = _toml(path)
+    other = sorted(set(data) - {"pins"})
+    if other:
+        raise PinError(f"{path}: {other[0]!r} is not known here; a file of pins has one table, [pins]")
+    if not isinstance(data.get("pins"), dict):
+        raise PinError(f'{path} has no table [pins]; begin with [pins] and write lines such as fc6 = "shards:4"')
+    return pins_from(data["pins"], str(path))
+
+
+def read_pins(pins: PinsLike | None, *, with_plan: bool = False) -> tuple[Pin, ...]:
+    """Pins however a caller has them: a mapping, a sequence of texts, the path of a TOML file, or None.
+
+    Args:
+        with_plan: a plan is given as well, which decides everything already.
+
+    Raises:
+        PinError: as `pins_from` and `pins_from_toml`; pins beside a plan.
+    """
+    if pins is None or (not isinstance(pins, Path) and not pins):
+        return ()
+    if with_plan:
+        raise PinError("a plan decides every layer, so there is nothing left to pin; leave out the plan or the pins")
+    if isinstance(pins, str) and "=" in pins:
+        raise PinError(f"pins={pins!r} is one text, which names a file; put pins in a list: [{pins!r}]")
+    return pins_from_toml(pins) if isinstance(pins, (str, Path)) else pins_from(pins)
+
+
+def _toml(path: str | Path) -> dict[str, Any]:
+    if not str(path) or Path(path).is_dir():
+        raise PinError(f"--pins {str(path)!r} names no file; name a TOML file with a table [pins]")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        raise PinError(f"cannot read the pins {path}: {reason}") from error
+    try:
+        data: dict[str, Any] = tomllib.loads(text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PinError(f"{path} is not TOML: {error}") from error
+    return data
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise PinError(f"{where}: {value!r} is no pin; write a text such as 'fc6=shards:4'")
+
+
+def _pin(pattern: Any, words: Any, origin: str, where: str) -> Pin:
+    pattern = _text(pattern, where).strip()
+    if not pattern:
+        raise PinError(f"{where}: it names no layer; put a name or a pattern before the words: 'fc6=shards:4'")
+    found = dict(words) if isinstance(words, Mapping) else _split(_text(words, where), where)
+    if not found:
+        raise PinError(f"{where}: it decides nothing; {GRAMMAR}")
+    for word, value in found.items():
+        _check_word(word, value, where)
+    return Pin(
+        pattern=pattern,
+        replicas=_count(found, "replicas", where),
+        shards=_count(found, "shards", where),
+        axis=_axis(found.get("axis"), where),
+        devices=_devices(found.get("gpu"), where),
+        update_period=_count(found, "update", where),
+        origin=origin,
+    )
+
+
+def _split(text: str, where: str) -> dict[str, str]:
+    """`replicas:4; gpu:0,1` as a dict of texts."""
+    found: dict[str, str] = {}
+    for part in re.split(r"[\s;]+", text.strip(" \t\r\n;")):
+        word, colon, value = part.partition(":")
+        if part and not colon:
+            hint = part.replace("=", ":") if part.partition("=")[0] in WORDS else None
+            raise PinError(f"{where}: {part!r} is not a word and a value; " + (f"write {hint}" if hint else GRAMMAR))
+        if word in found:
+            raise PinError(f"{where}: {word} is given twice; give it once")
+        if part:
+            found[word] = value
+    return found
+
+
+def _check_word(word: Any, value: Any, where: str) -> None:
+    if word in WORDS:
+        return
+    if isinstance(value, Mapping) or (isinstance(value, str) and ":" in value):
+        raise PinError(f'{where}: {word!r} has words of its own; a name with dots needs quotes: "features.0" = ...')
+    near = difflib.get_close_matches(str(word), WORDS, 1)
+    raise PinError(f"{where}: {word!r} is not known{f', did you mean {near[0]}' if near else ''}; {GRAMMAR}")
+
+
+def _count(found: Mapping[str, Any], word: str, where: str) -> int | None:
+    """A whole number of at least 1, as a number or as text."""
+    if word not in found:
+        return None
+    number = _whole(found[word])
+    if number is None or not 1 <= number <= MOST:
+        raise PinError(f"{where}: {word} is {found[word]!r}; it must be a whole number from 1 on, such as {word}:2")
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    """The number that a value or its text is, None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 9:
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _axis(value: Any, where: str) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise PinError(f"{where}: axis is {value!r}; it must be an axis of the layer, such as axis:out-features")
+
+
+def _devices(value: Any, where: str) -> tuple[int, ...] | None:
+    """Logical devices: `0,1`, one number, or a list of numbers."""
+    if value is None:
+        return None
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    numbers = [_whole(part) for part in parts]
+    known = [number for number in numbers if number is not None and 0 <= number < MOST]
+    if not known or len(known) != len(numbers):
+        raise PinError(f"{where}: gpu is {value!r}; it must be numbers of logical devices, such as gpu:0,1")
+    return tuple(known)

@@ -1,0 +1,153 @@
+"""Which batch to train with, as far as time goes: a model priced at several, the smallest of the fastest chosen.
+
+More samples in a step hide what a step costs whatever its batch (weight gradients on the links, updates, launches), so
+samples per second grow with the batch, less and less: once a doubling brings little, all further ones together bring no
+more than it did. So batches are doubled from one sample per device until memory ends or two doublings in a row bring
+next to nothing; where memory ends, batches between the last two are tried as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import lcm
+
+from parplan.cluster import Cluster
+from parplan.errors import InfeasiblePlan
+from parplan.planner.decide import Request
+from parplan.planner.decision import BatchTried, Decision, Prediction
+
+__all__ = ["CLOSE", "FLAT", "Cases", "best_batch", "chosen", "smallest_step", "tried_as"]
+
+# Batches whose samples/s are so close to the most are as good.
+CLOSE = 0.02
+# A doubling that brings less than this brings next to nothing.
+FLAT = 0.01
+# Batches tried between the last that fits and the first that does not.
+BETWEEN = 2
+# Each attempt may take this part of the solver's time.
+SHARE = 8
+# Samples per device beyond which nothing is tried.
+MOST = 2**20
+
+
+@dataclass(frozen=True)
+class Cases:
+    """One model at any batch.
+
+    Args:
+        sketched: what a step of the fastest plan takes; InfeasiblePlan where none fits.
+        decided: the plan with everything that is to be said of it.
+    """
+
+    sketched: Callable[[int, Request], Prediction]
+    decided: Callable[[int, Request], Decision]
+
+
+def smallest_step(devices: int, request: Request) -> int:
+    """The fewest samples of which every multiple is a batch that the rules allow: one per device, if nothing is fixed.
+
+    >>> smallest_step(4, Request())
+    4
+    """
+    planned = [strategy.replicas for strategy in request.plan.layers.values()] if request.plan is not None else []
+    return lcm(devices, *planned, *(pin.replicas or 1 for pin in request.pins))
+
+
+def best_batch(cases: Cases, cluster: Cluster, request: Request, asked: int | None) -> Decision:
+    """The decision at the smallest batch within CLOSE of the most samples per second, with all that were tried.
+
+    Args:
+        cases: the model at any batch.
+        request: of the plan; each attempt gets a share of its time.
+        asked: the batch of the example inputs, which the note compares with.
+
+    Raises:
+        InfeasiblePlan: not even one sample for each device fits.
+    """
+    search = _Search(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
+    search.run(smallest_step(cluster.count, request))
+    tried = sorted(search.tried, key=lambda one: one.batch)
+    batch = chosen(tried)
+    found = cases.decided(batch, request)
+    # A sketch knows plans in one pass only; what was found for good may be faster.
+    rows = [tried_as(batch, found.prediction, cluster) if one.batch == batch else one for one in tried]
+    return replace(found, notes=(*found.notes, _note(batch, tried, asked)), batches=tuple(rows))
+
+
+def chosen(tried: Sequence[BatchTried]) -> int:
+    """The smallest batch that fits and has nearly the most samples per second."""
+    fitting = [one for one in tried if one.fits]
+    most = max(one.samples_per_s for one in fitting)
+    return min(one.batch for one in fitting if one.samples_per_s >= (1 - CLOSE) * most)
+
+
+class _Search:
+    """The batches tried so far."""
+
+    def __init__(self, cases: Cases, cluster: Cluster, request: Request) -> None:
+        self._cases, self._cluster, self._request = cases, cluster, request
+        self.tried: list[BatchTried] = []
+
+    def run(self, unit: int) -> None:
+        """Double from `unit` on, then close in on where memory ends."""
+        batch = unit
+        while self._fits(batch) and not _flat(self.tried) and batch < MOST * unit:
+            batch *= 2
+        if not self.tried[-1].fits:
+            self._close_in(unit, self.tried[-1].batch)
+
+    def _close_in(self, unit: int, over: int) -> None:
+        fits = max(one.batch for one in self.tried if one.fits)
+        for _ in range(BETWEEN):
+            between = (fits + over) // 2 // unit * unit
+            if between in (fits, over):
+                return
+            fits, over = (between, over) if self._fits(between) else (fits, between)
+
+    def _fits(self, batch: int) -> bool:
+        """Try a batch.
+
+        Raises:
+            InfeasiblePlan: it is the first, and no plan of it fits.
+        """
+        try:
+            row = tried_as(batch, self._cases.sketched(batch, self._request), self._cluster)
+        except InfeasiblePlan:
+            if not self.tried:
+                raise
+            row = BatchTried(batch, None, None, None, False)
+        self.tried.append(row)
+        if not row.fits and len(self.tried) == 1:
+            raise InfeasiblePlan(
+                f"--batch auto: {batch} samples, the fewest that the rules allow, need {row.memory_bytes:,} bytes on a "
+                f"device that has {row.limit_bytes:,}; plan with more devices, or with a larger --memory"
+            )
+        return row.fits
+
+
+def _flat(tried: Sequence[BatchTried]) -> bool:
+    """Whether each of the last two doublings brought next to nothing."""
+    last = [one.samples_per_s for one in tried[-3:]]
+    return len(last) == 3 and all(more < (1 + FLAT) * few for few, more in pairwise(last))
+
+
+def tried_as(batch: int, prediction: Prediction, cluster: Cluster) -> BatchTried:
+    """How a batch did; memory is that of the device with the least room left."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    pairs = zip(prediction.memory_bytes, limits, strict=True)
+    needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
+    return BatchTried(batch, prediction.step_s, needed, limit, needed <= limit)
+
+
+def _note(batch: int, tried: Sequence[BatchTried], asked: int | None) -> str:
+    """Which batch it is, and what that means for the training."""
+    text = f"Batch {batch:,}: the smallest of {len(tried)} tried that is within {CLOSE:.0%} of the most samples/s."
+    if asked is None or asked == batch:
+        return f"{text} Another batch is another training, with another learning rate."
+    return (
+        f"{text} Another batch is another training: from the example inputs' {asked:,} samples to {batch:,}, "
+        f"the learning rate is multiplied by {batch / asked:.4g} (Krizhevsky 2014: batch x k, rate x k; momentum and "
+        "weight decay stay)."
+    )

@@ -1,0 +1,118 @@
+"""Which branches go to which devices: disjoint groups of devices, and branches spread evenly over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from parplan.cluster import Cluster
+
+__all__ = ["Group", "Share", "balance", "blocks_of", "groupings"]
+
+Group = tuple[int, ...]
+"""Devices, ascending."""
+
+MOST_GROUPINGS = 24
+"""Ways to cut the devices into so many groups above which only even and proportional ones are tried."""
+
+FEW_DEVICES = 4
+"""Up to so many devices of several kinds are grouped in every way."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A branch to be placed.
+
+    Args:
+        work_s: what it takes on one device.
+        from_groups: seconds that bringing its inputs takes from each group it does not lie in itself.
+    """
+
+    work_s: float
+    from_groups: Mapping[int, float]
+
+
+def groupings(
+    cluster: Cluster, devices: Sequence[int], count: int, works: Sequence[float]
+) -> Iterator[tuple[Group, ...]]:
+    """Ways to cut `devices` into `count` disjoint groups, each once.
+
+    Equal devices are cut into runs of neighbours: of sizes proportional to `works` (seconds, spread over the groups)
+    and of equal sizes first, then of all sizes where there are few ways. A few devices of several kinds are cut in
+    every way, many into runs of one kind after the other.
+    """
+    kinds = [[number for number in devices if number in group.members] for group in cluster.groups]
+    kinds = [own for own in kinds if own]
+    if len(kinds) > 1 and len(devices) <= FEW_DEVICES:
+        yield from _partitions(tuple(devices), count)
+        return
+    ordered = [number for own in kinds for number in own]
+    for sizes in _sizes(len(ordered), count, works):
+        ends = [sum(sizes[:index]) for index in range(count + 1)]
+        yield tuple(tuple(sorted(ordered[begin:end])) for begin, end in pairwise(ends))
+
+
+def _sizes(total: int, count: int, works: Sequence[float]) -> list[tuple[int, ...]]:
+    loads = [0.0] * count
+    for work in sorted(works, reverse=True):
+        loads[loads.index(min(loads))] += work
+    likely = (_proportional(total, loads), _proportional(total, loads[::-1]), _proportional(total, [1.0] * count))
+    every = _compositions(total, count, MOST_GROUPINGS + 1)
+    return list(dict.fromkeys((*likely, *(every if len(every) <= MOST_GROUPINGS else ()))))
+
+
+def _compositions(total: int, count: int, most: int) -> list[tuple[int, ...]]:
+    """The first `most` ways to write `total` as a sum of `count` numbers from 1 on."""
+    found: list[tuple[int, ...]] = []
+    for cuts in combinations(range(1, total), count - 1):
+        found.append(tuple(b - a for a, b in pairwise((0, *cuts, total))))
+        if len(found) >= most:
+            break
+    return found
+
+
+def _proportional(total: int, loads: Sequence[float]) -> tuple[int, ...]:
+    """Numbers from 1 on that add up to `total`, in proportion to `loads`: each further one where it is needed most."""
+    sizes = [1] * len(loads)
+    for _ in range(total - len(loads)):
+        sizes[max(range(len(loads)), key=lambda index: loads[index] / sizes[index])] += 1
+    return tuple(sizes)
+
+
+def _partitions(devices: Group, count: int) -> Iterator[tuple[Group, ...]]:
+    """All ways to put each device into one of `count` groups, none empty, the groups in every order."""
+    for code in range(count ** len(devices)):
+        places = [code // count**index % count for index in range(len(devices))]
+        groups = tuple(tuple(d for d, p in zip(devices, places, strict=True) if p == g) for g in range(count))
+        if all(groups):
+            yield groups
+
+
+def balance(shares: Sequence[Share], speeds: Sequence[float], backwards: bool = False) -> tuple[int, ...]:
+    """The group of every branch: the longest first, each to where it would be done soonest.
+
+    Args:
+        speeds: of the groups, relative to the device that `work_s` is for.
+        backwards: between groups that are as good prefer the last one to the first.
+
+    >>> balance([Share(2.0, {}), Share(3.0, {}), Share(1.0, {})], [1.0, 1.0])
+    (1, 0, 1)
+    """
+    loads = [0.0] * len(speeds)
+    order = range(len(speeds) - 1, -1, -1) if backwards else range(len(speeds))
+    chosen = [0] * len(shares)
+    for index in sorted(range(len(shares)), key=lambda index: -shares[index].work_s):
+        share = shares[index]
+        own_s = [share.work_s / speed + share.from_groups.get(g, 0.0) for g, speed in enumerate(speeds)]
+        best = min(order, key=lambda group: loads[group] + own_s[group])
+        loads[best] += own_s[best]
+        chosen[index] = best
+    return tuple(chosen)
+
+
+def blocks_of(cluster: Cluster, group: Group) -> tuple[Group, ...]:
+    """Blocks of devices that a layer placed on `group` may use: its first 1, 2, ..., of each kind alone, and all."""
+    kinds = [tuple(number for number in group if number in kind.members) for kind in cluster.groups]
+    alone = [own[:size] for own in kinds for size in range(1, len(own) + 1)]
+    return tuple(dict.fromkeys((*alone, group)))

@@ -1,0 +1,219 @@
+"""Planning under pins: the problem without what they forbid, update periods, and what every pin costs.
+
+The costs of all candidates are computed once; each question (all pins, one left out, none) is the same problem with
+other strategies forbidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.errors import InfeasiblePlan, PinError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.pins import Pin
+from parplan.plan import Strategy
+from parplan.planner.decision import PinPrice, Pins
+from parplan.planner.formulate import Formulation
+from parplan.planner.infeasible import why_not
+from parplan.planner.pinned import Pinned, named, pinned, pinned_blocks
+from parplan.planner.problem import Linear, Node, Problem, Solution, Status
+from parplan.planner.strategies import strategies
+
+__all__ = ["Answer", "Question", "Questions", "candidates", "fastest", "no_plan", "prices", "questions"]
+
+Solve = Callable[[Problem], Solution]
+GAP = 1e-6  # as in solve.py
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan is fastest under some of the pins; `without` is the pin left out (None: all, or all are left out)."""
+
+    pinned: Pinned
+    without: Pin | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The step of the fastest plan found, None for no plan, and whether the solver vouches for it."""
+
+    step_s: float | None
+    proven: bool
+
+    def or_better(self, other: Answer) -> Answer:
+        """This one, or another one that answers the same question better."""
+        worse = self.step_s is None or (other.step_s is not None and other.step_s < self.step_s)
+        return replace(self, step_s=other.step_s) if worse else self
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All that a report on pins has to ask; `refused` are pins without which the others cannot be kept, and why."""
+
+    whole: Pinned
+    parts: tuple[Question, ...]
+    refused: Mapping[Pin, str]
+
+
+def questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
+    """Check the pins, together and without each.
+
+    Raises:
+        PinError: they cannot be kept (see `pinned`).
+    """
+    whole = pinned(pins, graph, cluster)
+    parts, refused = [], {}
+    for index, pin in enumerate(pins):
+        try:
+            parts.append(Question(pinned([*pins[:index], *pins[index + 1 :]], graph, cluster), pin))
+        except PinError as error:
+            refused[pin] = str(error)
+    return Questions(whole, tuple(parts), refused)
+
+
+def candidates(
+    asked: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool
+) -> dict[str, Sequence[Strategy]]:
+    """Every strategy that some question allows, per layer, each once."""
+    blocks = pinned_blocks(cluster, asked.whole.pins, everywhere)
+    free = {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
+    every = [asked.whole, *(question.pinned for question in asked.parts)]
+    return {
+        name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))
+        for name, own in free.items()
+    }
+
+
+def fastest(formulation: Formulation, pins: Pinned, solve: Solve) -> Solution:
+    """The fastest plan that keeps these pins, with its proof."""
+    periods = sorted(set(pins.periods.values()) - {1})
+    return _with_periods(formulation, _only(formulation, pins.allowed), periods, pins.samples, solve)
+
+
+def _only(formulation: Formulation, allowed: Mapping[str, Sequence[Strategy]]) -> Problem:
+    """The problem where the layers in `allowed` have these strategies only; numbers of strategies stay."""
+    nodes = list(formulation.problem.nodes)
+    for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
+        if name in allowed:
+            own = set(allowed[name])
+            nodes[index] = _masked(nodes[index], [option.strategy in own for option in options])
+    return replace(formulation.problem, nodes=tuple(nodes))
+
+
+def _masked(node: Node, keep: Sequence[bool]) -> Node:
+    return replace(node, ahead=np.where(keep, node.ahead, np.inf))
+
+
+def _with_periods(
+    formulation: Formulation, problem: Problem, periods: Sequence[int], samples: frozenset[str], solve: Solve
+) -> Solution:
+    """The fastest plan whose number of passes all update periods divide (R8).
+
+    Passes are the most replicas by the fewest (graph/stages.py), which no sum over layers says: where the fastest plan
+    has the wrong number, every legal pair of most and fewest is solved for.
+    """
+    first = solve(problem)
+    if first.choice is None or not periods:
+        return first
+    counts = {
+        index: [option.strategy.replicas for option in options]
+        for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False))
+        if name in samples
+    }
+    chosen = [own[first.choice[index]] for index, own in counts.items()]
+    if not _broken(max(chosen), min(chosen), periods):
+        return first
+    known = sorted({count for own in counts.values() for count in own})
+    pairs = [(low, high) for high in known for low in known if low < high and not _broken(high, low, periods)]
+    return _best(first, [solve(_between(problem, counts, low, high)) for low, high in pairs])
+
+
+def _broken(most: int, fewest: int, periods: Sequence[int]) -> bool:
+    return bool(most % fewest) or any((most // fewest) % period for period in periods)
+
+
+def _between(problem: Problem, counts: Mapping[int, Sequence[int]], low: int, high: int) -> Problem:
+    """The problem with replicas from `low` to `high`, both of them in use."""
+    nodes = list(problem.nodes)
+    for index, own in counts.items():
+        nodes[index] = _masked(nodes[index], [low <= count <= high for count in own])
+    rows = tuple(
+        Linear(
+            f"R8: some layer has {ends} replicas",
+            {index: np.array([float(count == ends) for count in own]) for index, own in counts.items()},
+            low=1.0,
+        )
+        for ends in (low, high)
+    )
+    return replace(problem, nodes=tuple(nodes), linear=(*problem.linear, *rows))
+
+
+def _best(first: Solution, tried: Sequence[Solution]) -> Solution:
+    """The best of several solutions, of which one is the answer; `first` is what nothing beats."""
+    seconds = first.seconds + sum(one.seconds for one in tried)
+    open_ = [one for one in tried if one.status is not Status.INFEASIBLE]
+    if not open_:
+        return replace(first, status=Status.INFEASIBLE, choice=None, objective=math.inf, seconds=seconds)
+    best = min(open_, key=lambda one: one.objective)
+    bound = max(first.bound, min(one.bound for one in open_))
+    gap = (best.objective - bound) / best.objective if math.isfinite(best.objective) and best.objective > 0 else 0.0
+    found = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
+    status = best.status if best.choice is None else found
+    return replace(best, status=status, bound=bound, gap=gap, seconds=seconds)
+
+
+def no_plan(formulation: Formulation, asked: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
+    """What to tell when pins are legal one by one and no plan keeps them together."""
+    pins = asked.whole.pins
+    why = why_not(formulation, solution) if solution.infeasibility or not asked.whole.periods else _no_passes(asked)
+    if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
+        return InfeasiblePlan(why_not(formulation, solution))
+    enough = [
+        question.without
+        for question in asked.parts
+        if question.without is not None and fastest(formulation, question.pinned, solve).choice is not None
+    ]
+    together = "together " if len(pins) > 1 else ""
+    hint = f"leave out {' or '.join(named([pin]) for pin in enough)}" if enough else "loosen several of them"
+    return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
+
+
+def _no_passes(asked: Questions) -> str:
+    periods = sorted(set(asked.whole.periods.values()))
+    listed = ", ".join(map(str, periods))
+    return f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
+
+
+def prices(asked: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> Pins:
+    """What each pin costs, the others kept, and all of them against the free optimum.
+
+    Args:
+        found: the step with all pins.
+        ask: the step of the fastest plan under other pins.
+    """
+    free = ask(Pinned((), {}, {}))
+    without = {question.without: ask(question.pinned) for question in asked.parts}
+    return Pins(
+        step_s=found.step_s or 0.0,
+        free_s=free.step_s,
+        proven=found.proven and free.proven,
+        each=tuple(_price(pin, asked, found, without.get(pin)) for pin in asked.whole.pins),
+    )
+
+
+def _price(pin: Pin, asked: Questions, found: Answer, without: Answer | None) -> PinPrice:
+    none = without is None or without.step_s is None
+    return PinPrice(
+        pin=pin.describe(),
+        origin=pin.origin,
+        layers=sum(pin.matches(name) for name in asked.whole.layers),
+        step_s=found.step_s or 0.0,
+        without_s=None if without is None else without.step_s,
+        proven=found.proven and without is not None and without.proven,
+        why_not=asked.refused.get(pin, "no plan is left") if none else "",
+    )

@@ -1,0 +1,174 @@
+"""Where a model has branches: parts of its layer graph that could run at the same time on different devices.
+
+Layers in forward order fall into stretches between cut layers, which every path from the inputs to the results passes.
+A stretch with several connected components is a section with so many branches: it lies between a fork (the cut layer
+in front, a dominator) and a join (the one behind, a post-dominator). A stretch that hangs together has branches that
+exchange values on the way, as the two towers of Krizhevsky 2012 do: it is cut into phases, each of branches that are
+independent until the next exchange. Every branch of several layers is searched in the same way for sections inside it.
+
+Layers that no sample reaches (positions, masks) belong to no branch: any device may compute them for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import networkx as nx
+
+from parplan.graph.layer_graph import LayerGraph
+
+__all__ = ["Branch", "Section", "beside", "sections", "sections_of"]
+
+Branch = tuple[str, ...]
+"""Layers in forward order."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Branches between a fork and a join.
+
+    Args:
+        fork: the layer in front that every path passes; None for the user's inputs.
+        join: the layer behind that every path passes; None for the results.
+        phases: one, or one after each exchange between the branches; each a number of independent branches.
+        inside: the branch of another section that it lies in; empty for none.
+    """
+
+    fork: str | None
+    join: str | None
+    phases: tuple[tuple[Branch, ...], ...]
+    inside: Branch = ()
+
+    @property
+    def layers(self) -> Branch:
+        """All its layers, phase by phase."""
+        return tuple(name for phase in self.phases for branch in phase for name in branch)
+
+    @property
+    def width(self) -> int:
+        """The most branches of any phase."""
+        return max(map(len, self.phases))
+
+
+def sections(graph: LayerGraph) -> tuple[Section, ...]:
+    """All sections of `graph` with two branches or more, outer ones before those inside them."""
+    order = [name for name, layer in graph.layers.items() if not layer.constant]
+    return sections_of(graph.digraph, order)
+
+
+def sections_of(digraph: nx.DiGraph, order: Sequence[str]) -> tuple[Section, ...]:
+    """The same of a directed graph whose nodes are given in an order that no edge points against.
+
+    >>> diamond = nx.DiGraph([("in", "a"), ("in", "b"), ("a", "out"), ("b", "out")])
+    >>> sections_of(diamond, ["in", "a", "b", "out"])[0].phases
+    ((('a',), ('b',)),)
+    """
+    found: list[Section] = []
+    waiting: list[_Stretch] = [_Stretch(tuple(order), None, None)]
+    while waiting:
+        whole = waiting.pop(0)
+        for part in _stretches(digraph, whole):
+            phases = _phases(digraph, part.layers)
+            if max(map(len, phases)) > 1:
+                found.append(Section(part.fork, part.join, phases, whole.layers if whole.inner else ()))
+            branches = [branch for phase in phases for branch in phase if len(branch) > 1]
+            waiting += [_Stretch(branch, part.fork, part.join, True) for branch in branches]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Layers in forward order, the cut layers before and after them, and whether they are a branch."""
+
+    layers: Branch
+    fork: str | None
+    join: str | None
+    inner: bool = False
+
+
+def _stretches(digraph: nx.DiGraph, whole: _Stretch) -> Iterator[_Stretch]:
+    """What lies between the cut layers."""
+    begin, fork = 0, whole.fork
+    for cut in (*_cuts(digraph, whole.layers), len(whole.layers)):
+        join = whole.layers[cut] if cut < len(whole.layers) else whole.join
+        if cut > begin:
+            yield _Stretch(whole.layers[begin:cut], fork, join)
+        begin, fork = cut + 1, join
+
+
+def _cuts(digraph: nx.DiGraph, layers: Branch) -> list[int]:
+    """Positions of the layers that every path from a first to a last layer passes: no edge leads over them."""
+    place = {name: index for index, name in enumerate(layers)}
+    firsts, lasts, furthest = [0], [len(layers) - 1], []
+    for index, name in enumerate(layers):
+        after = [place[near] for near in digraph.successors(name) if near in place]
+        furthest.append(max(after, default=len(layers)))
+        if not after:
+            lasts.append(index)
+        if not any(near in place for near in digraph.predecessors(name)):
+            firsts.append(index)
+    reach = [0, *accumulate(furthest, max)]
+    return [index for index in range(max(firsts), min(lasts) + 1) if reach[index] <= index]
+
+
+def _phases(digraph: nx.DiGraph, layers: Branch) -> tuple[tuple[Branch, ...], ...]:
+    """The connected components; of layers that hang together the branches from one exchange to the next."""
+    components = _components(digraph, layers)
+    if len(components) > 1:
+        return (components,)
+    phases, rest = [], layers
+    while rest:
+        part = _until_they_meet(digraph, rest)
+        phases.append(part.branches)
+        rest = part.rest
+    return tuple(phases)
+
+
+def _components(digraph: nx.DiGraph, layers: Branch) -> tuple[Branch, ...]:
+    """Connected components in the order of their first layers."""
+    place = {name: index for index, name in enumerate(layers)}
+    found = nx.weakly_connected_components(digraph.subgraph(layers))
+    own = [tuple(sorted(component, key=place.__getitem__)) for component in found]
+    return tuple(sorted(own, key=lambda branch: place[branch[0]]))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Branches that are independent, and the layers behind them."""
+
+    branches: tuple[Branch, ...]
+    rest: Branch
+
+
+def _until_they_meet(digraph: nx.DiGraph, layers: Branch) -> _Part:
+    """A branch per first layer with all that depends on that one only; what depends on several is left."""
+    groups: dict[str, list[str]] = {}
+    rest: list[str] = []
+    inside = set(layers)
+    for name in layers:
+        near = [other for other in digraph.predecessors(name) if other in inside]
+        own = {id(group): group for group in (groups.get(other) for other in near)}
+        if len(own) > 1 or id(None) in own:
+            rest.append(name)
+        else:
+            groups[name] = next((group for group in own.values() if group is not None), [])
+            groups[name].append(name)
+    distinct = {id(group): tuple(group) for group in groups.values()}
+    return _Part(tuple(distinct.values()), tuple(rest))
+
+
+def beside(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Section, ...]:
+    """The sections of which layers in different branches, placed on `devices`, use disjoint ones: they can run at once.
+
+    Args:
+        devices: of every layer.
+    """
+    return tuple(section for section in sections(graph) if any(_disjoint(p, devices) for p in section.phases))
+
+
+def _disjoint(phase: Sequence[Branch], devices: Mapping[str, Collection[int]]) -> bool:
+    used = [{frozenset(devices[name]) for name in branch} for branch in phase]
+    pairs = [(a, b) for index, one in enumerate(used) for other in used[index + 1 :] for a in one for b in other]
+    return any(not a & b for a, b in pairs)

@@ -1,0 +1,67 @@
+"""What pins cost: each against the best plan without it, and all together against the best plan without any."""
+
+from __future__ import annotations
+
+from parplan.planner.decision import PinPrice, Pins
+from parplan.report import units
+from parplan.report.page import Column, Page, Span
+
+__all__ = ["print_pins"]
+
+NOT_PROVEN = "of the plans found; not proven"
+LONGEST = 40  # columns of pins; a longer one has a line to itself
+
+
+def print_pins(page: Page, pins: Pins) -> None:
+    """Print one line per pin, and one for all of them."""
+    detail = "price: the best step with it less the best step without it, the others kept"
+    page.section("Pins", detail)
+    scale = units.step(pins.step_s)
+    names = [*(f"  {page.plain(one.pin)}" for one in pins.each), "  all pins"]
+    width = max(len(name) for name in names if len(name) <= LONGEST)
+    without = [*(one.without_s for one in pins.each), pins.free_s]
+    columns = [
+        Column("layers", (*(str(one.layers) for one in pins.each), "")),
+        Column("without", tuple("" if value is None else scale.text(value) for value in without)),
+        Column("price", tuple("" if value is None else _signed(scale, pins.step_s - value) for value in without)),
+        Column("", tuple("" if value is None else _share(pins.step_s, value) for value in without)),
+    ]
+    remarks = [*(_remark(one) for one in pins.each), "" if pins.proven else NOT_PROVEN]
+    page.headings(width, columns)
+    for index, (name, remark) in enumerate(zip(names, remarks, strict=True)):
+        figures = "".join(column.place(column.cells[index]) for column in columns)
+        if len(name) > width:
+            page.line(name)
+            name = ""
+        _print_line(page, name.ljust(width), figures, remark, "bold" if index == len(pins.each) else "")
+
+
+def _print_line(page: Page, name: str, figures: str, remark: str, style: str) -> None:
+    """The remark beside the figures where there is room, else below."""
+    beside = len(name) + len(figures) + 2 + len(remark) <= page.width
+    page.line(Span(name, style), Span(figures, style), "  ", Span(remark if beside else "", "dim"))
+    if not beside:
+        page.paragraph(remark, 4, "dim")
+
+
+def _remark(pin: PinPrice) -> str:
+    if pin.why_not:
+        return f"without it: {pin.why_not}"
+    if pin.price_s is not None and pin.price_s < 0 and pin.proven:
+        return "without it the other pins cost more"
+    return "" if pin.proven else NOT_PROVEN
+
+
+def _signed(scale: units.Scale, seconds: float) -> str:
+    """A price with its sign; what is left of a difference of equal floats is nothing."""
+    text = scale.text(abs(seconds))
+    if text.startswith(("0 ", "<")):
+        return scale.text(0.0)
+    return f"{'+' if seconds > 0 else '-'}{text}"
+
+
+def _share(step_s: float, without_s: float) -> str:
+    share = (step_s - without_s) / without_s if without_s > 0 else 0.0
+    if abs(share) < 5e-7:  # twice the gap up to which a plan counts as the best
+        return units.percent(0.0)
+    return f"{'+' if share > 0 else '-'}{units.percent(abs(share))}"

@@ -1,0 +1,85 @@
+"""A graph at another batch has the shapes, and so the prices, of one captured at it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import CaptureError
+from parplan.graph.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.resized import at_batch
+from parplan.planner.decide import Request, decide
+from tests.kinds import KINDS, Block
+
+K20 = cluster_preset("k20", 2)
+
+
+class Flat(nn.Module):
+    """Rows of flattened sequences: four of them for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(12, 2), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.block(x).flatten(0, 1))
+        return y
+
+
+def captured(name: str, samples: int) -> LayerGraph:
+    if name == "flat":
+        return capture(Flat(), (torch.randn(samples, 4, 12),))
+    kind = KINDS[name]
+    return capture(kind.build(), tuple(_first(argument, samples) for argument in kind.args()))
+
+
+def _first(argument: Any, samples: int) -> Any:
+    if isinstance(argument, dict):
+        return {name: value[:samples] for name, value in argument.items()}
+    return argument[:samples]
+
+
+@pytest.mark.parametrize("name", ["flat", "encoder", "unet"])
+def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
+    few, many = captured(name, 4), captured(name, 12)
+    for made, meant in ((at_batch(few, 12), many), (at_batch(many, 4), few)):
+        assert made.batch == meant.batch
+        assert made.values == meant.values
+        assert {n: layer.batch for n, layer in made.layers.items()} == {n: o.batch for n, o in meant.layers.items()}
+        prices = [decide(g, K20, RooflineCosts(g, K20), Request()).prediction for g in (made, meant)]
+        assert prices[0] == prices[1]
+
+
+def test_there_and_back_is_the_same() -> None:
+    graph = captured("flat", 4)
+    assert at_batch(graph, 4) is graph
+    assert at_batch(at_batch(graph, 20), 4).values == graph.values
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("functions", "constants that depend on the batch; capture it at 6"),
+        ("language", "loss works on all samples at once; capture it at 6"),
+    ],
+)
+def test_what_is_not_in_proportion_is_refused(name: str, text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        at_batch(captured(name, 12), 6)
+
+
+def test_nonsense_is_refused() -> None:
+    graph = captured("flat", 4)
+    with pytest.raises(CaptureError, match="a batch of 0"):
+        at_batch(graph, 0)
+    with pytest.raises(CaptureError, match="has no samples"):
+        at_batch(replace(graph, batch=None), 8)
+    with pytest.raises(CaptureError, match="no multiple of the batch of 3"):
+        at_batch(replace(graph, batch=3), 6)

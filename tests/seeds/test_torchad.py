@@ -1,0 +1,91 @@
+"""The habits of TorchAD-NN's users, in parplan: examples/seeds/torchad.py as a program, alone and under torchrun."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+import parplan
+from examples.seeds import torchad
+from parplan.plan import Plan, Strategy
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/seeds/torchad.py"
+WAYS = {
+    "one process": [sys.executable, SCRIPT],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT],
+}
+TRAININGS = ("plain", "data parallel", "by hand", "model parallel")
+
+
+@cache
+def printed(way: str) -> dict[str, str]:
+    """What the program says, by the first words of its lines."""
+    done = subprocess.run(WAYS[way], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(re.findall(r"^ *(.*?\S)(?:  +| is a )(.*)$", done.stdout, re.MULTILINE))
+
+
+def off(line: str) -> float:
+    """How far parameters are from the plain model's."""
+    return float(line.removesuffix(" off").rpartition(" ")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "each"), [("one process", 1440), ("torchrun", 720)])
+def test_the_dataset_is_split_evenly(way: str, each: int) -> None:
+    where = "1 process" if way == "one process" else "each of 2 processes"
+    assert printed(way)["data parallel"].startswith(f"{each} samples in {where}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_synchronises(way: str) -> None:
+    assert off(printed(way)["data parallel"]) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_synchronisation_may_be_manual(way: str) -> None:
+    assert off(printed(way)["by hand"]) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_model_parallel_layers_need_no_new_names(way: str) -> None:
+    lines = printed(way)
+    assert off(lines["model parallel"]) < 1e-9
+    for name, whole in (("fc1", (240, 256)), ("fc2", (10, 240))):
+        found = re.fullmatch(r"Linear, 2 shards of \S+; rank 0 holds \((\d+), (\d+)\) of weights", lines[name])
+        assert found is not None, lines[name]
+        share = 1 if way == "one process" else 2
+        assert int(found[1]) * int(found[2]) == whole[0] * whole[1] // share
+
+
+@pytest.mark.slow
+def test_all_trainings_are_the_same_training() -> None:
+    losses = {re.findall(r"loss (\S+) to ([\d.]+)", printed(way)[name])[0] for way in WAYS for name in TRAININGS}
+    assert len(losses) == 1
+    ((first, last),) = losses
+    assert float(last) < float(first) / 4
+
+
+def test_without_synchronisation_processes_go_different_ways() -> None:
+    """So what the program shows is worth showing: each part of the data alone trains another model."""
+    plan = Plan("Sequential", "0" * 16, 96, 2, {"conv1": Strategy(2, devices=(0, 1))})
+    ends = []
+    for rank in range(2):
+        model = torchad.network()
+        few = Subset(torchad.digits(), range(192))
+        part = parplan.shard_dataset(few, plan, rank=rank, world_size=2)
+        torchad.train(model, DataLoader(part, 48))
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert torch.linalg.vector_norm(ends[0] - ends[1]) > 0.1
