@@ -425,7 +425,7 @@ def _decision(
         notes=(*request.notes, *_overfull(cluster, prediction)),
         times_from=request.times_from,
         links=costs.step.links,
-        passes=scheme_prices(graph, cluster, costs, plan) if cluster.count > 1 else None,
+        passes=scheme_prices(graph, cluster, costs, plan, max(prediction.memory_bytes)) if cluster.count > 1 else None,
     )
 
 

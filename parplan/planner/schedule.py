@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
+from typing import Any
 
 __all__ = ["NOTHING", "Span", "Task", "schedule"]
 
@@ -33,7 +34,7 @@ class Task:
 
     seconds: float
     holds: tuple[Hashable, ...] = ()
-    shares: Mapping[Hashable, float] = field(default_factory=dict)
+    shares: Mapping[Any, float] = field(default_factory=dict)
     after: tuple[int, ...] = ()
     yields: bool = False
 

@@ -110,27 +110,32 @@ def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:
     return one
 
 
-def scheme_prices(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Passes | None:
-    """What the plan takes under each scheme; None where no layer has fewer replicas than one in front."""
-    known = [_price(graph, cluster, costs, replace(plan, scheme=scheme)) for scheme in Scheme]
+def scheme_prices(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, memory_bytes: int
+) -> Passes | None:
+    """What the plan takes under each scheme; None where no layer has fewer replicas than one in front.
+
+    Args:
+        memory_bytes: of the fullest device. It is the same for all schemes: what all passes keep for their backward
+            is there at once, as all go forward before any goes back. (Where weights are updated between passes it is
+            less, and this the most it can be.)
+    """
+    known = [_price(graph, cluster, costs, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
     if all(one.passes == 1 and not one.why_not for one in known):
         return None
     when = stages(graph, plan.layers, plan.scheme)
     return Passes(plan.scheme, when.most, when.fewest, len(when.layers(Stage.PASSES)), tuple(known))
 
 
-def _price(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> SchemePrice:
+def _price(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, memory_bytes: int) -> SchemePrice:
     try:
         check(plan, graph)
         passes = stages(graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
     timeline = simulate(graph, cluster, costs, plan)
-    peaks = costs.peaks(plan.layers)
     samples = -(-plan.batch // passes)
-    return SchemePrice(
-        plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, max(peaks) if peaks else None, samples
-    )
+    return SchemePrice(plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, memory_bytes, samples)
 
 
 # ---- the clock in place of the sum -----------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ gradients of its results, and behind it its gradient sum and its inputs' gradien
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from parplan.graph.stages import Stage
 from parplan.planner.schedule import Task
@@ -51,7 +52,7 @@ class Part(Task):
     """A task with what it stands for; without a kind it only says when others may start."""
 
     holds: tuple[Resource, ...] = ()
-    shares: Mapping[Hashable, float] = field(default_factory=dict)
+    shares: Mapping[Any, float] = field(default_factory=dict)
     after: tuple[int, ...] = ()
     kind: Kind | None = None
     what: str = ""
@@ -60,7 +61,7 @@ class Part(Task):
 
 
 Tasks = tuple[int, ...]
-NONE: Mapping[Hashable, float] = {}
+NONE: Mapping[Any, float] = {}
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +91,7 @@ class Parts:
         after: Iterable[int] = (),
         number: int | None = None,
         devices: tuple[int, ...] = (),
-        shares: Mapping[Hashable, float] = NONE,
+        shares: Mapping[Any, float] = NONE,
         yields: bool = False,
     ) -> int:
         """List a part; gives its index."""
@@ -222,7 +223,7 @@ class Parts:
     def _transfer(
         self, move: Move, leg: Leg, seconds: float, sent: Busy, received: Busy, after: Tasks, part: int
     ) -> int:
-        lanes: Mapping[Hashable, float] = {
+        lanes: Mapping[Any, float] = {
             Resource(lane, d): one for lane, own in ((Lane.OUT, sent), (Lane.IN, received)) for d, one in own
         }
         beside = move.beside and self.work.manner.hide

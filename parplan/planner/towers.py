@@ -11,27 +11,21 @@ blocks of a deep network) are decided together. Nothing is proven here; a plan w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.formulate import Formulation, formulate
-from parplan.planner.groups import Group, Share, balance, blocks_of, groupings
-from parplan.planner.problem import Problem, evaluate
+from parplan.plan import Plan, Strategy
+from parplan.planner.formulate import Formulation
+from parplan.planner.groups import Group, Share, balance, groupings
 from parplan.planner.sections import Branch, Section, beside, sections
-from parplan.planner.solve_bound import relax
-from parplan.planner.solve_local import descend, first_choice
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.tower_attempts import NEAR, Attempts, Known, Layers, StepTime
 from parplan.planner.worth import Worth, worthwhile
 
 __all__ = ["SHARE", "WORTH_IT", "StepTime", "Towers", "search"]
-
-StepTime = Callable[[Plan], float]
-"""The predicted seconds of a step of a plan."""
 
 WORTH_IT = 0.01
 """Branches run at the same time only where that is faster by more than this."""
@@ -40,9 +34,6 @@ SHARE = 0.1
 """Share of the time limit that the search may take."""
 
 BETTER = 1e-4
-NEAR = 1.2
-"""Attempts up to this much slower than the best plan are worth going on with."""
-
 HOPELESS = 3
 """Where so many attempts, the most promising first, come no nearer than that, a section is given up."""
 
@@ -50,9 +41,6 @@ SMALL = 60
 """Models whose layers have so many strategies in all at most are searched more thoroughly (see `_Thorough`)."""
 
 MOST_GROUPS = 4
-DESCEND_S = 0.5
-
-Layers = Mapping[str, Strategy]
 
 
 @dataclass(frozen=True)
@@ -109,21 +97,12 @@ def search(
     worth = worthwhile(found, formulation, choice, cluster.count) if found else ()
     if not worth:
         return None
-    options = sum(map(len, formulation.options))
-    return _Search(graph, cluster, costs, start, found, options, step_s, time_limit_s).run(worth)
+    effort = FULLY if sum(map(len, formulation.options)) <= SMALL else BRIEFLY
+    return _Search(graph, cluster, costs, start, found, effort, step_s, time_limit_s).run(worth)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A plan's layers with the step they take, and the groups that branches are bound to."""
-
-    layers: Layers
-    step_s: float
-    groups: Mapping[str, Group]
-
-
-class _Search:
-    """The best plan so far and the time left."""
+class _Search(Attempts):
+    """Sections one after another, then improvements of what came out."""
 
     def __init__(
         self,
@@ -132,26 +111,12 @@ class _Search:
         costs: CostModel,
         start: Plan,
         found: Sequence[Section],
-        options: int,
+        effort: _Thorough,
         step_s: StepTime,
         time_limit_s: float,
     ) -> None:
-        self.graph, self.cluster, self.costs = graph, cluster, costs
-        self.sections, self.step_s = found, step_s
-        self.start = replace(start, scheme=Scheme.GATHER)
-        self.without_s = step_s(start)
-        self.began = time.monotonic()
-        self.deadline = self.began + time_limit_s
-        self.tried = 0
-        self.works: dict[int, float] = {}
-        self.choices: dict[tuple[str, Group], tuple[Strategy, ...]] = {}
-        self.seen: dict[tuple[Strategy, ...], float] = {}
-        self.attempts: list[_Known] = []
-        self.blocks = cluster_blocks(cluster, everywhere=True)
-        self.every: dict[str, tuple[Strategy, ...]] = {}
-        self.effort = FULLY if options <= SMALL else BRIEFLY
-        self.most_tried: float = float("inf")
-        self.best = _Known(start.layers, self.price(start.layers), {})
+        super().__init__(graph, cluster, costs, start, step_s, time_limit_s)
+        self.sections, self.effort = found, effort
 
     def run(self, worth: Sequence[Worth]) -> Towers:
         """Try every section, then improve what came out."""
@@ -169,7 +134,7 @@ class _Search:
             self.best = min(self.best, self.improve(start), key=lambda one: one.step_s)
         return self.outcome(left)
 
-    def starts(self, without: _Known) -> list[_Known]:
+    def starts(self, without: Known) -> list[Known]:
         """What to improve: the best attempts, and for a small model also the plan without."""
         every = sorted([self.best, *self.attempts], key=lambda one: one.step_s)
         distinct = list({tuple(one.layers.values()): one for one in reversed(every)}.values())[::-1]
@@ -185,31 +150,11 @@ class _Search:
         step_s = best.step_s if worth else self.without_s
         return Towers(plan, step_s, self.without_s, self.tried, left, time.monotonic() - self.began)
 
-    def out_of_time(self) -> bool:
-        """Whether the search has to end."""
-        return time.monotonic() > self.deadline or self.tried >= self.most_tried
-
-    def price(self, layers: Layers) -> float:
-        """The step of a plan with these layers."""
-        key = tuple(layers[name] for name in self.graph.layers)
-        if key not in self.seen:
-            self.tried += 1
-            self.seen[key] = self.step_s(replace(self.start, layers=dict(layers)))
-        return self.seen[key]
-
-    def fits(self, layers: Layers) -> bool:
-        """Whether every device's memory suffices."""
-        peaks: Sequence[float] | None = self.costs.peaks(layers)
-        if peaks is None:
-            alone = formulate(self.graph, self.cluster, self.costs, {name: (own,) for name, own in layers.items()})
-            peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
-        return all(peak <= device.memory_bytes for peak, device in zip(peaks, self.cluster.devices, strict=True))
-
     # -- one section, or several alike --
 
-    def section(self, alike: Sequence[Section]) -> _Known | None:
+    def section(self, alike: Sequence[Section]) -> Known | None:
         """The best way found to place the branches of equal sections."""
-        found: _Known | None = None
+        found: Known | None = None
         devices = self.devices_of(alike[0])
         for count in range(2, min(alike[0].width, len(devices), MOST_GROUPS) + 1):
             for number, bound in enumerate(self.assignments(alike, devices, count)):
@@ -273,61 +218,11 @@ class _Search:
         moved = self.costs.transfer(self.graph.values[value], *(layer.layout(value, own) for own in whole))
         return moved.forward_s + moved.backward_s
 
-    def work_of(self, branch: Branch) -> float:
-        """Seconds of a branch on the first device."""
-        return sum(self.work(name) for name in branch)
-
-    def work(self, name: str, device: int = 0) -> float:
-        """Seconds of a layer on one device."""
-        cost = self.costs.layer(self.graph.layers[name], Strategy(devices=(device,)))
-        return cost.forward_s + cost.backward_s
-
-    def unit_s(self, device: int) -> float:
-        """Seconds of all layers on one device, which tells kinds of devices apart."""
-        kind = next(group.members[0] for group in self.cluster.groups if device in group.members)
-        if kind not in self.works:
-            self.works[kind] = sum(self.work(name, kind) for name in self.graph.layers) or 1.0
-        return self.works[kind]
-
     # -- solving again with branches bound to groups --
-
-    def attempt(self, groups: Mapping[str, Group], free: bool = False, known: _Known | None = None) -> _Known | None:
-        """The best plan whose bound layers stay in their groups; the others are as in `known`, or `free`."""
-        layers = (known or self.best).layers
-        candidates = {name: self.candidates(name, groups, free, layers) for name in self.graph.layers}
-        formulation = formulate(self.graph, self.cluster, self.costs, candidates)
-        found: _Known | None = None
-        for choice in _choices(formulation.problem):
-            chosen = zip(formulation.names, formulation.options, choice, strict=False)
-            layers = {name: options[k].strategy for name, options, k in chosen}
-            step_s = self.price(layers)
-            # Whether a plan fits takes long to say, and slow ones are not taken anyway.
-            fits = step_s > NEAR * self.best.step_s or self.fits(layers)
-            if fits and (found is None or step_s < found.step_s):
-                found = _Known(layers, step_s, groups)
-        self.attempts += [found] if found is not None else []
-        return found
-
-    def candidates(self, name: str, groups: Mapping[str, Group], free: bool, layers: Layers) -> tuple[Strategy, ...]:
-        """What a layer may choose from."""
-        if name in groups:
-            return self.within(name, groups[name])
-        own = layers[name]
-        if not free:
-            return (own,)
-        every = strategies(self.graph.layers[name], self.graph.batch or 1, cluster_blocks(self.cluster))
-        return every if own in every else (*every, own)
-
-    def within(self, name: str, group: Group) -> tuple[Strategy, ...]:
-        """A layer's strategies on the devices of a group."""
-        if (name, group) not in self.choices:
-            blocks = blocks_of(self.cluster, group)
-            self.choices[name, group] = strategies(self.graph.layers[name], self.graph.batch or 1, blocks)
-        return self.choices[name, group]
 
     # -- improving --
 
-    def improve(self, known: _Known) -> _Known:
+    def improve(self, known: Known) -> Known:
         """Move one branch, one layer, or (in a small model) two layers in a row, until nothing helps."""
         before = float("inf")
         while known.step_s < before * (1 - BETTER) and not self.out_of_time():
@@ -337,7 +232,7 @@ class _Search:
                 known = self.move_pairs(known)
         return known
 
-    def move_branches(self, known: _Known) -> _Known:
+    def move_branches(self, known: Known) -> Known:
         """Other groups for one branch at a time."""
         for branch in self.bound_branches(known):
             for block in self.blocks:
@@ -348,13 +243,13 @@ class _Search:
                     known = tried if tried is not None and tried.step_s < known.step_s * (1 - BETTER) else known
         return known
 
-    def bound_branches(self, known: _Known) -> list[Branch]:
+    def bound_branches(self, known: Known) -> list[Branch]:
         """Branches whose layers are all bound to one group, the heaviest first."""
         branches = [branch for section in self.sections for phase in section.phases for branch in phase]
         whole = [b for b in branches if len({known.groups.get(name) for name in b}) == 1 and b[0] in known.groups]
         return sorted(whole, key=lambda branch: -self.work_of(branch))
 
-    def move_layers(self, known: _Known) -> _Known:
+    def move_layers(self, known: Known) -> Known:
         """Another strategy for one layer at a time, the heaviest first."""
         for name in sorted(self.graph.layers, key=lambda name: -self.work(name)):
             for strategy in self.anywhere(name):
@@ -363,7 +258,7 @@ class _Search:
                 known = self.moved(known, {name: strategy})
         return known
 
-    def move_pairs(self, known: _Known) -> _Known:
+    def move_pairs(self, known: Known) -> Known:
         """Other strategies for a layer and one that reads it."""
         for source, target in self.graph.digraph.edges:
             for one, other in product(self.anywhere(source), self.anywhere(target)):
@@ -372,28 +267,9 @@ class _Search:
                 known = self.moved(known, {source: one, target: other})
         return known
 
-    def anywhere(self, name: str) -> tuple[Strategy, ...]:
-        """All strategies of a layer, on any block of devices."""
-        if name not in self.every:
-            self.every[name] = strategies(self.graph.layers[name], self.graph.batch or 1, self.blocks)
-        return self.every[name]
-
-    def moved(self, known: _Known, change: Layers) -> _Known:
+    def moved(self, known: Known, change: Layers) -> Known:
         """The plan with other strategies for some layers, if that is faster and fits."""
         layers = {**known.layers, **change}
         step_s = self.price(layers)
         better = step_s < known.step_s * (1 - BETTER) and self.fits(layers)
         return replace(known, layers=layers, step_s=step_s) if better else known
-
-
-def _choices(problem: Problem) -> list[list[int]]:
-    """Good choices of a problem: gradient sums free (as if hidden) and in full, each improved one node at a time."""
-    found: list[list[int]] = []
-    for weight in (0.0, 1.0):
-        nodes = tuple(replace(node, ahead=node.ahead + weight * node.tail) for node in problem.nodes)
-        relaxed = relax(replace(problem, nodes=nodes), [])
-        first = relaxed.at(relaxed.start()).choice if relaxed is not None else first_choice(problem)
-        choice = descend(problem, first, time.monotonic() + DESCEND_S)
-        if choice not in found:
-            found.append(choice)
-    return found
