@@ -85,6 +85,7 @@ def analyze(
     from parplan.planner.decide import Request, decide, sketch
 
     started = time.perf_counter()
+    _check_module(model)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     pinned = read_pins(pins, with_plan=given is not None)
     gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
@@ -264,6 +265,7 @@ def compile(  # the name users know from torch.compile
     from parplan.planner.decide import Request
     from parplan.runtime.compiled import Compiled
 
+    _check_module(model)
     pinned = read_pins(pins, with_plan=plan is not None)
 
     def planner(graph: LayerGraph) -> Plan:
@@ -348,7 +350,7 @@ def verify(
     Args:
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
         pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
-        devices: how many logical devices; default: the plan's, else what the pins name, at least 2.
+        devices: how many logical devices; default: the plan's, else what the pins need, else 2.
         batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
             numbers a plan gives do not depend on the batch it was made for.
 
@@ -358,10 +360,10 @@ def verify(
     from parplan.graph.capture import capture
     from parplan.verification import first_samples, verify_plan
 
+    _check_module(model)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     pinned = read_pins(pins, with_plan=given is not None)
-    least = 1 + max((device for pin in pinned for device in pin.devices or ()), default=1)
-    count = devices if devices is not None else (given.devices if given is not None else least)
+    count = devices if devices is not None else (given.devices if given is not None else _devices_of(pinned))
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
     graph = capture(model, args, kwargs)
     found = _given(given, graph, count) if given is not None else _for_cpu(graph, count, pinned)
@@ -382,6 +384,19 @@ def _for_cpu(graph: LayerGraph, count: int, pins: tuple[Pin, ...]) -> Plan:
     from parplan.planner.decide import Request
 
     return _searched(graph, torch.device("cpu"), count, Request(pins=pins, price_pins=False)).plan
+
+
+def _devices_of(pins: Sequence[Pin]) -> int:
+    """As many devices as the pins need; where none says which devices, at least 2."""
+    needed = [max(1 + max(pin.devices or (0,)), (pin.replicas or 1) * (pin.shards or 1)) for pin in pins]
+    return max([*needed, 1 if any(pin.devices for pin in pins) else 2])
+
+
+def _check_module(model: object) -> None:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:

@@ -279,7 +279,12 @@ def _memory(text: str) -> float:
 
 
 def _batch(text: str) -> int | str:
-    return text if text == "auto" else _count(text)
+    if text == "auto":
+        return text
+    try:
+        return _count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
 def _count(text: str) -> int:

@@ -72,9 +72,14 @@ def share_of(
 
 
 def _made(plan: Plan | str | Path | None) -> Plan:
-    if plan is None:
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan)
+    found = getattr(plan, "plan", plan)  # a compiled model has one
+    if found is None:
         raise PlanError("there is no plan yet; give parplan.compile example inputs, or call the model once")
-    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if not isinstance(found, Plan):
+        raise PlanError(f"a {type(plan).__name__} is no plan; give model.plan of a compiled model, or a plan's file")
+    return found
 
 
 @dataclass(frozen=True)
@@ -189,16 +194,16 @@ def shard_dataset(
             index and a length, nor can be iterated.
     """
     share = share_of(plan, rank=rank, world_size=world_size, same_within_group=same_within_group)
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not by_index and not hasattr(dataset, "__iter__"):
+        raise RuntimeFailure(
+            f"a {type(dataset).__name__} cannot be split: it has neither __getitem__ and __len__, nor __iter__"
+        )
     if share.count == 1:
         return dataset
-    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if by_index and not isinstance(dataset, IterableDataset):
         return _Items(dataset, share, drop_last)
-    if hasattr(dataset, "__iter__"):
-        return _Stream(dataset, share, drop_last)
-    raise RuntimeFailure(
-        f"a {type(dataset).__name__} cannot be split: it has neither __getitem__ and __len__, nor __iter__"
-    )
+    return _Stream(dataset, share, drop_last)
 
 
 def _length(items: int, share: Share, drop_last: bool) -> int:

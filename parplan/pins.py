@@ -193,8 +193,9 @@ def _split(text: str, where: str) -> dict[str, str]:
     for part in re.split(r"[\s;]+", text.strip(" \t\r\n;")):
         word, colon, value = part.partition(":")
         if part and not colon:
-            hint = part.replace("=", ":") if part.partition("=")[0] in WORDS else None
-            raise PinError(f"{where}: {part!r} is not a word and a value; " + (f"write {hint}" if hint else GRAMMAR))
+            word, equals, value = part.partition("=")
+            hint = f"write {word}:{value}" if word in WORDS and equals and value else GRAMMAR
+            raise PinError(f"{where}: {part!r} is not a word and a value; {hint}")
         if word in found:
             raise PinError(f"{where}: {word} is given twice; give it once")
         if part:

@@ -79,6 +79,27 @@ def test_unknown_keywords_are_errors() -> None:
         parplan.compile(perceptron(), device_ids=[0, 1])  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("call", [parplan.analyze, parplan.compile, parplan.verify])
+def test_what_is_no_model_is_refused(call: Any) -> None:
+    with pytest.raises(ParplanError, match=r"str is no model; give a torch\.nn\.Module"):
+        call("net", torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("pins", "devices"),
+    [
+        pytest.param((), 2, id="none"),
+        pytest.param(("*=gpu:2",), 3, id="device"),
+        pytest.param(("*=replicas:4",), 4, id="replicas"),
+        pytest.param(("*=replicas:3 shards:2",), 6, id="replicas x shards"),
+    ],
+)
+def test_verify_has_as_many_devices_as_pins_need(pins: tuple[str, ...], devices: int) -> None:
+    found = parplan.verify(nn.Linear(8, 6), torch.randn(12, 8), pins=pins)
+    assert found.passed
+    assert found.plan.devices == devices
+
+
 def test_devices_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ParplanError, match="cuda:63"):
         parplan.compile(perceptron(), devices=["cuda:63"])

@@ -202,7 +202,7 @@ USAGE = [
     ("presets k20", "k20 is not known (see `parplan presets --help`)"),
     ("analyze net.py --precision fp8", "argument --precision: invalid choice: 'fp8'"),
     ("analyze net.py --batch 0", "argument --batch: 0 is not a whole number of at least 1"),
-    ("analyze net.py --batch 1.5", "argument --batch: 1.5 is not a whole number of at least 1"),
+    ("analyze net.py --batch 1.5", "argument --batch: 1.5 is not a whole number of at least 1, nor auto"),
     ("analyze net.py --memory 0", "argument --memory: 0 is not a number above 0"),
     ("analyze net.py --time-limit inf", "argument --time-limit: inf is not a number above 0"),
     ("analyze net.py --out nowhere/plan.json", "--out nowhere/plan.json: there is no folder"),

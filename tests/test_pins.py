@@ -36,6 +36,8 @@ REFUSED = {
     "fc6= ; ": "decides nothing",
     "fc6=4": "'4' is not a word and a value",
     "fc6=shards=4": "write shards:4",
+    "fc6=shards": "'shards' is not a word and a value; words are replicas:4, shards:4",
+    "fc6=shards=": "'shards=' is not a word and a value; words are replicas:4, shards:4",
     "fc6=shard:4": "did you mean shards",
     "fc6=devices:0": "'devices' is not known; words are replicas:4",
     "fc6=shards:0": "shards is '0'; it must be a whole number from 1 on",

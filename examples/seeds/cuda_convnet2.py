@@ -19,6 +19,7 @@ from torch import Tensor
 
 import parplan
 from parplan.convnet2 import LayerFile, read
+from parplan.plan import Scheme
 from parplan.runtime.compiled import Compiled
 from parplan.scaling import scaled_lr
 
@@ -77,17 +78,13 @@ def describe(found: LayerFile) -> None:
 
 
 def planned(found: LayerFile) -> Compiled:
-    """The file's plan; where replicas shrink, one replica's samples at a time, as cuda-convnet2 does."""
-    replicas = [pin.replicas or 1 for pin in found.pins] or [1]
-    passes = max(replicas) // min(replicas)
+    """The file's plan; where weights have an updatePeriod, layers behind fewer replicas run in passes."""
     compiled = parplan.compile(
-        found.network,
-        found.example_inputs(BATCH),
-        devices=places(found.gpus or 2),
-        pins=found.pins,
-        scheme="broadcast" if passes > 1 else "auto",
+        found.network, found.example_inputs(BATCH), devices=places(found.gpus or 2), pins=found.pins
     )
     assert compiled.plan is not None
+    counts = [pin.replicas or 1 for pin in found.pins] or [1]
+    passes = 1 if compiled.plan.scheme is Scheme.GATHER else max(counts) // min(counts)
     print(f"plan: samples by {compiled.plan.scheme.value}, {passes} passes per batch")
     return compiled
 

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = parser.parse_args(argv).devices.split(",")
     torch.manual_seed(0)
     plain = make_conv_net()
-    inputs, targets = torch.randn(STEPS, 12, 3, 16, 16).double(), torch.randint(10, (STEPS, 12))
+    # The same samples in every step, so that the loss falls.
+    inputs = torch.randn(12, 3, 16, 16).double().expand(STEPS, 12, 3, 16, 16)
+    targets = torch.randint(10, (12,)).expand(STEPS, 12)
     conv_net = copy.deepcopy(plain)
     # Data parallelism, whatever would be fastest: without pins parplan decides for each layer.
     pins = {"*": f"replicas:{len(devices)}"}

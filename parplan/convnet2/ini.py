@@ -136,7 +136,7 @@ def read_sections(path: Path) -> dict[str, Section]:
     """
     parser = configparser.RawConfigParser(strict=True, inline_comment_prefixes=(";",))
     try:
-        parser.read_string(path.read_text(encoding="utf-8"), path.name)
+        parser.read_string(path.read_text(encoding="utf-8-sig"), path.name)  # Windows editors begin with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LayerFileError(f"cannot read {path}: {reason}") from error
@@ -146,6 +146,9 @@ def read_sections(path: Path) -> dict[str, Section]:
     except configparser.DuplicateOptionError as error:
         raise LayerFileError(f"{path.name} [{error.section}] {error.option}: it is given twice (line {error.lineno}); "
                              "leave one") from error  # fmt: skip
+    except configparser.MissingSectionHeaderError as error:
+        raise LayerFileError(f"{path.name} is no layer file: line {error.lineno}, {error.line.strip()[:40]!r}, stands "
+                             "before any section; it has sections [name] and lines key=value") from error  # fmt: skip
     except configparser.Error as error:
         raise LayerFileError(f"{path.name} is no layer file: {' '.join(str(error).split())}; it has sections [name] "
                              "and lines key=value") from error  # fmt: skip

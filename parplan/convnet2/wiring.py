@@ -46,6 +46,8 @@ def _check_above(section: Section, source: str, above: Sequence[str], sections: 
         if sections[source].text("type") == COST:
             raise section.error("inputs", f"{source} is a cost, which no layer can take; take what the cost takes")
         return
+    if source == section.name:
+        raise section.error("inputs", "it takes itself; take a layer above it")
     if source in sections:
         raise section.error("inputs", f"{source} stands below; a layer takes layers above it only, move it up")
     close = difflib.get_close_matches(source, above, n=1)

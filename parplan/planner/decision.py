@@ -11,7 +11,7 @@ from parplan.plan import Plan, Scheme, Strategy
 __all__ = [
     "Arrival", "Baseline", "BatchTried", "Beside", "Decision", "LayerFacts", "Passes", "Phase", "PinPrice", "Pins",
     "Prediction", "Proof", "SchemePrice", "Seconds", "Track",
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Seconds:
 
 @dataclass(frozen=True)
 class PinPrice:
-    """What one pin costs while the others are kept.
+    """What one pin costs while the others are kept; or several that say the same, then `pin` is what they say.
 
     `without_s` is the best step without it, None if there is none (`why_not` says why). Where not `proven`, a plan
-    faster than those compared may exist. `layers` is how many layers it names.
+    faster than those compared may exist. `layers` is how many layers it names, `patterns` how.
     """
 
     pin: str
@@ -132,6 +132,7 @@ class PinPrice:
     without_s: float | None
     proven: bool
     why_not: str = ""
+    patterns: tuple[str, ...] = ()
 
     @property
     def price_s(self) -> float | None:
@@ -176,6 +177,7 @@ class Passes:
     """A boundary between layers of `most` replicas and layers of fewer, at the least `fewest`.
 
     `layers` run in passes under the scheme that was taken; `schemes` has all three, as far as they are possible.
+    `updated` are the layers pinned to be updated between passes, because of which there have to be some.
     """
 
     taken: Scheme
@@ -183,6 +185,7 @@ class Passes:
     fewest: int
     layers: int
     schemes: tuple[SchemePrice, ...]
+    updated: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:

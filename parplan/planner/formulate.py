@@ -62,10 +62,13 @@ class Formulation:
 
     def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """The choice that stands for these strategies (the delivery has one)."""
-        picked = []
-        for name, options in zip(self.names, self.options, strict=False):
-            picked.append([option.strategy for option in options].index(strategies[name]))
+        known = [[option.strategy for option in options] for options in self.options]
+        picked = [own.index(strategies[name]) for name, own in zip(self.names, known, strict=False)]
         return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
+
+    def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
+        """The strategies that a choice stands for, by layer."""
+        return {n: own[k].strategy for n, own, k in zip(self.names, self.options, choice, strict=False)}
 
 
 def formulate(

@@ -20,6 +20,7 @@ from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
 from parplan.planner.formulate import Formulation
 from parplan.planner.infeasible import why_not
+from parplan.planner.pin_groups import PinGroup, grouped
 from parplan.planner.pinned import Pinned, named, pinned, pinned_blocks
 from parplan.planner.problem import Linear, Node, Problem, Solution, Status
 from parplan.planner.strategies import strategies
@@ -32,10 +33,10 @@ GAP = 1e-6  # as in solve.py
 
 @dataclass(frozen=True)
 class Question:
-    """Which plan is fastest under some of the pins; `without` is the pin left out (None: all, or all are left out)."""
+    """Which plan is fastest without some of the pins."""
 
     pinned: Pinned
-    without: Pin | None = None
+    without: PinGroup
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,26 @@ class Questions:
     """All that a report on pins has to ask; `refused` are pins without which the others cannot be kept, and why."""
 
     whole: Pinned
+    groups: tuple[PinGroup, ...]
     parts: tuple[Question, ...]
-    refused: Mapping[Pin, str]
+    refused: Mapping[PinGroup, str]
 
 
 def questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
-    """Check the pins, together and without each.
+    """Check the pins, together and without each (or each group of many).
 
     Raises:
         PinError: they cannot be kept (see `pinned`).
     """
     whole = pinned(pins, graph, cluster)
-    parts, refused = [], {}
-    for index, pin in enumerate(pins):
+    groups, parts, refused = grouped(pins), [], {}
+    for group in groups:
+        left = [pin for pin in pins if not any(pin is one for one in group.pins)]
         try:
-            parts.append(Question(pinned([*pins[:index], *pins[index + 1 :]], graph, cluster), pin))
+            parts.append(Question(pinned(left, graph, cluster), group))
         except PinError as error:
-            refused[pin] = str(error)
-    return Questions(whole, tuple(parts), refused)
+            refused[group] = str(error)
+    return Questions(whole, groups, tuple(parts), refused)
 
 
 def candidates(
@@ -173,13 +176,9 @@ def no_plan(formulation: Formulation, asked: Questions, solution: Solution, solv
     why = why_not(formulation, solution) if solution.infeasibility or not asked.whole.periods else _no_passes(asked)
     if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
         return InfeasiblePlan(why_not(formulation, solution))
-    enough = [
-        question.without
-        for question in asked.parts
-        if question.without is not None and fastest(formulation, question.pinned, solve).choice is not None
-    ]
+    enough = [one.without for one in asked.parts if fastest(formulation, one.pinned, solve).choice is not None]
     together = "together " if len(pins) > 1 else ""
-    hint = f"leave out {' or '.join(named([pin]) for pin in enough)}" if enough else "loosen several of them"
+    hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
     return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
 
 
@@ -202,18 +201,19 @@ def prices(asked: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> 
         step_s=found.step_s or 0.0,
         free_s=free.step_s,
         proven=found.proven and free.proven,
-        each=tuple(_price(pin, asked, found, without.get(pin)) for pin in asked.whole.pins),
+        each=tuple(_price(group, asked, found, without.get(group)) for group in asked.groups),
     )
 
 
-def _price(pin: Pin, asked: Questions, found: Answer, without: Answer | None) -> PinPrice:
+def _price(group: PinGroup, asked: Questions, found: Answer, without: Answer | None) -> PinPrice:
     none = without is None or without.step_s is None
     return PinPrice(
-        pin=pin.describe(),
-        origin=pin.origin,
-        layers=sum(pin.matches(name) for name in asked.whole.layers),
+        pin=group.describe(),
+        origin=group.origin,
+        layers=sum(any(pin.matches(name) for pin in group.pins) for name in asked.whole.layers),
         step_s=found.step_s or 0.0,
         without_s=None if without is None else without.step_s,
         proven=found.proven and without is not None and without.proven,
-        why_not=asked.refused.get(pin, "no plan is left") if none else "",
+        why_not=asked.refused.get(group, "no plan is left") if none else "",
+        patterns=tuple(pin.pattern for pin in group.pins),
     )

@@ -7,7 +7,7 @@ runs on the devices of the layer that its first input comes from, if those were 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations
 
@@ -74,12 +74,16 @@ class Pinned:
         """Whether a plan's layers are as pinned, update periods aside."""
         return all(replace(layers[name], update_period=None) in allowed for name, allowed in self.allowed.items())
 
-    def words(self, layer: str) -> str:
-        """What pins decide about a layer, for the report; empty for nothing."""
+    def words(self, layer: str, together: Collection[Pin] = ()) -> str:
+        """What pins decide about a layer, for the report; empty for nothing.
+
+        Args:
+            together: pins that are told without their patterns, so that layers of which the same is said are alike.
+        """
         pin = self.layers.get(layer)
         if pin is None:
             return ""
-        own = ", ".join(one.describe() for one in pin.pins if one.matches(layer))
+        own = ", ".join(one.words if one in together else one.describe() for one in pin.pins if one.matches(layer))
         source = pin.by["devices"].describe() if pin.inherited else ""
         inherited = f"on the devices of its first input, {source}" if source else ""
         return ", ".join(part for part in (f"pinned by {own}" if own else "", inherited) if part)

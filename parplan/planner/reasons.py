@@ -9,7 +9,7 @@ from parplan.planner.formulate import Option
 from parplan.planner.problem import Problem, evaluate
 from parplan.planner.what_if import Change, WhatIf
 
-__all__ = ["reason", "time_text"]
+__all__ = ["against", "only_way", "reason", "time_text"]
 
 
 def reason(
@@ -28,13 +28,13 @@ def reason(
     now = options[choice[index]].strategy
     changes = [c for c in what_if.changes(index) if options[c.strategy].strategy.describe() != now.describe()]
     if not changes:
-        return _only_way(layer)
+        return only_way(layer)
     best = next((c for c in changes if c.total_s >= 0 or _fits(problem, choice, index, c)), None)
     if best is None:
         return "every other way needs more memory than there is"
     if followed and best.total_s > 0:
         return f"follows {followed}; any other way costs {time_text(best.total_s)}"
-    return _against(options[best.strategy].strategy.describe(), best)
+    return against(options[best.strategy].strategy.describe(), best)
 
 
 def _fits(problem: Problem, choice: Sequence[int], index: int, change: Change) -> bool:
@@ -43,7 +43,8 @@ def _fits(problem: Problem, choice: Sequence[int], index: int, change: Change) -
     return evaluate(problem, tried).feasible
 
 
-def _only_way(layer: Layer) -> str:
+def only_way(layer: Layer) -> str:
+    """Words for a layer that has no other strategy."""
     if layer.is_loss:
         return "a loss is never sharded, and it needs all samples"
     if layer.batch is None and not layer.constant and not layer.axes:
@@ -51,7 +52,8 @@ def _only_way(layer: Layer) -> str:
     return "the rules leave no other way on these devices"
 
 
-def _against(other: str, change: Change) -> str:
+def against(other: str, change: Change) -> str:
+    """What another strategy costs, and mostly for what."""
     if abs(change.total_s) < 5e-8:
         return f"{other}: no slower, no faster"
     parts = {

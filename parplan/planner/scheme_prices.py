@@ -2,71 +2,89 @@
 
 The solver's objective knows plans that run in one pass. What passes save, and what they cost, is on the clock
 (timeline.py): so the solver's plan is priced under every scheme, and with it the plan that it would choose if most of
-what crosses from many replicas to fewer were hidden. Other plans in passes are not searched, and nothing is proven.
+what crosses from many replicas to fewer were hidden; planner/polish.py goes on from the best. Nothing is proven here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import inf
-
-import numpy as np
-from numpy.typing import NDArray
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import PlanError
+from parplan.errors import PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.stages import Stage, stages
 from parplan.plan import Plan, Scheme
+from parplan.planner.case import Case
 from parplan.planner.decision import Baseline, LayerFacts, Passes, Prediction, Proof, SchemePrice
-from parplan.planner.formulate import Formulation
-from parplan.planner.problem import Edge, Problem, Status
-from parplan.planner.timeline import Kind, Lane, Timeline, simulate
+from parplan.planner.pinned import Pinned, named
+from parplan.planner.problem import Status
+from parplan.planner.timeline import Kind, Lane, Timeline
 from parplan.planner.timeline_work import Work, work_of
 from parplan.planner.verifier import check
 
 __all__ = [
-    "clocked", "clocked_facts", "clocked_proof", "fastest_of", "hidden_boundaries", "needs_clock", "rival_in_passes",
-    "scheduled", "scheme_prices", "schemes_of", "under",
+    "IN_PASSES", "clocked", "clocked_facts", "clocked_proof", "needs_clock", "rival_in_passes", "scheduled",
+    "scheme_prices", "schemes_of", "under", "updates_lost",
 ]  # fmt: skip
 
-_IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
-# Passes have to be faster than one by more than this, relative.
-WORTH_IT = 1e-6
+IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
 
 
-def fastest_of(graph: LayerGraph, cluster: Cluster, costs: CostModel, plans: Iterable[Plan | None]) -> Plan | None:
-    """The fastest of these plans on the clock, the first of equal ones; None where there is none."""
-    found, least_s = None, inf
-    for plan in plans:
-        step_s = simulate(graph, cluster, costs, plan).step_s if plan is not None else inf
-        if step_s < least_s * (1 - WORTH_IT) or (found is None and plan is not None):
-            found, least_s = plan, step_s
-    return found
+def scheduled(case: Case, pinned: Pinned, draft: Plan, others: Sequence[Plan]) -> list[Plan]:
+    """The solver's plan under every scheme that is asked for and possible, and other plans in passes.
 
-
-def scheduled(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, scheme: str, draft: Plan, others: Sequence[Plan]
-) -> Plan:
-    """The solver's plan under the scheme that makes it fastest or that is asked for; or another one in passes.
+    Where weights are pinned to be updated between passes, there have to be passes.
 
     Args:
-        scheme: as in Request.
         others: further plans to try, in passes only.
 
     Raises:
         PlanError: the scheme that is asked for is not possible.
+        PinError: weights pinned to be updated between passes need a scheme that is not possible, or not asked for.
     """
-    asked = schemes_of(scheme)
+    graph, asked = case.graph, schemes_of(case.request.scheme)
     tries = [under(draft, graph, one) for one in asked]
-    more = [under(plan, graph, one) for one in asked for plan in others]
-    found = fastest_of(graph, cluster, costs, [*tries, *(one for one in more if one and one.scheme in _IN_PASSES)])
-    if found is None:
+    more = [under(other, graph, one) for one in asked for other in others]
+    tries += [plan for plan in more if plan is not None and plan.scheme in IN_PASSES]
+    possible = [plan for plan in tries if plan is not None]
+    found = [plan for plan in possible if not updates_lost(plan, graph, pinned)]
+    if not found and updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned):
+        raise _no_updates(draft, graph, pinned, asked)
+    if not found:
         check(replace(draft, scheme=asked[0]), graph)
         raise PlanError(f"{draft.model}: no plan was found that is legal with {asked[0].value}")
     return found
+
+
+def updates_lost(plan: Plan, graph: LayerGraph, pinned: Pinned) -> list[str]:
+    """Layers whose weights are pinned to be updated between passes, where the plan's scheme has none."""
+    if not pinned.periods or plan.scheme in IN_PASSES:
+        return []
+    passes = passes_of(plan, graph)
+    return [name for name, period in pinned.periods.items() if period < passes]
+
+
+def passes_of(plan: Plan, graph: LayerGraph) -> int:
+    """Trips that a scheme with passes would make: most replicas by fewest."""
+    gathered = stages(graph, plan.layers, Scheme.GATHER)
+    return gathered.most // gathered.fewest
+
+
+def _no_updates(draft: Plan, graph: LayerGraph, pinned: Pinned, asked: Sequence[Scheme]) -> PinError:
+    layer = updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned)[0]
+    pin = pinned.layers[layer].by["update_period"]
+    passes = f"{passes_of(draft, graph)} passes"
+    where = f"pin {named([pin])}: {layer}'s weights are to be updated between {passes}"
+    if not set(asked) & set(IN_PASSES):
+        return PinError(f'{where}, and scheme "gather" has one; use "auto", "broadcast" or "interleave"')
+    try:
+        check(replace(draft, scheme=next(one for one in asked if one in IN_PASSES)), graph)
+        why = "no legal plan in passes was found"
+    except PlanError as error:
+        why = str(error)
+    return PinError(f"{where}, and there can be none: {why}; leave out the update")
 
 
 def schemes_of(scheme: str, given: Plan | None = None) -> list[Scheme]:
@@ -76,7 +94,7 @@ def schemes_of(scheme: str, given: Plan | None = None) -> list[Scheme]:
         PlanError: there is no such scheme, or a plan is given that has another one.
     """
     if scheme == "auto":
-        return [Scheme.GATHER, *_IN_PASSES]
+        return [Scheme.GATHER, *IN_PASSES]
     if scheme not in [one.value for one in Scheme]:
         raise PlanError(f'scheme {scheme!r} is not known; use "auto", "gather", "broadcast" or "interleave"')
     if given is not None and given.scheme.value != scheme:
@@ -87,15 +105,15 @@ def schemes_of(scheme: str, given: Plan | None = None) -> list[Scheme]:
     return [Scheme(scheme)]
 
 
-def rival_in_passes(rival: Baseline, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Baseline:
+def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     """A usual plan, in passes if that is faster."""
     if rival.plan is None:
         return rival
-    tries = [under(rival.plan, graph, scheme) for scheme in (Scheme.GATHER, *_IN_PASSES)]
-    best = fastest_of(graph, cluster, costs, tries) if any(tries[1:]) else None
+    tries = [under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)]
+    best = case.player.fastest(tries) if any(tries[1:]) else None
     if best is None or best.scheme is Scheme.GATHER:
         return rival
-    return replace(rival, plan=best, step_s=simulate(graph, cluster, costs, best).step_s)
+    return replace(rival, plan=best, step_s=case.player.step_s(best))
 
 
 def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:
@@ -110,30 +128,32 @@ def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:
     return one
 
 
-def scheme_prices(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, memory_bytes: int
-) -> Passes | None:
+def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> Passes | None:
     """What the plan takes under each scheme; None where no layer has fewer replicas than one in front.
 
     Args:
         memory_bytes: of the fullest device. It is the same for all schemes: what all passes keep for their backward
             is there at once, as all go forward before any goes back. (Where weights are updated between passes it is
             less, and this the most it can be.)
+        pinned: may ask for passes.
     """
-    known = [_price(graph, cluster, costs, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
+    graph = case.graph
+    known = [_price(case, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
     if all(one.passes == 1 and not one.why_not for one in known):
         return None
     when = stages(graph, plan.layers, plan.scheme)
-    return Passes(plan.scheme, when.most, when.fewest, len(when.layers(Stage.PASSES)), tuple(known))
+    updated = updates_lost(replace(plan, scheme=Scheme.GATHER), graph, pinned)
+    layers = len(when.layers(Stage.PASSES))
+    return Passes(plan.scheme, when.most, when.fewest, layers, tuple(known), tuple(updated))
 
 
-def _price(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, memory_bytes: int) -> SchemePrice:
+def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
     try:
-        check(plan, graph)
-        passes = stages(graph, plan.layers, plan.scheme).passes
+        check(plan, case.graph)
+        passes = stages(case.graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
-    timeline = simulate(graph, cluster, costs, plan)
+    timeline = case.player.timeline(plan)
     samples = -(-plan.batch // passes)
     return SchemePrice(plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, memory_bytes, samples)
 
@@ -201,28 +221,3 @@ def _in_passes(facts: LayerFacts, work: Work) -> LayerFacts:
         backward_s=times * layer.backward_s,
         transfer_s=sum(leg.forward_s + leg.backward_s for leg in legs) + 2 * times * layer.statistics_s,
     )
-
-
-# ---- another plan to try ---------------------------------------------------------------------------------------------
-
-
-def hidden_boundaries(formulation: Formulation) -> Problem | None:
-    """The problem where samples that go from many replicas to few cost their first pass only; None if nothing changes.
-
-    What is optimal here is a plan to try: the rest may turn out not to be hidden.
-    """
-    counts = [np.array([option.strategy.replicas for option in own]) for own in formulation.options]
-    edges = tuple(_hidden(edge, counts) for edge in formulation.problem.edges)
-    if all(one is other for one, other in zip(edges, formulation.problem.edges, strict=True)):
-        return None
-    return replace(formulation.problem, edges=edges)
-
-
-def _hidden(edge: Edge, counts: Sequence[NDArray[np.int64]]) -> Edge:
-    if edge.target >= len(counts):
-        return edge
-    many, few = counts[edge.source][:, None], counts[edge.target][None, :]
-    share = np.where((many > few) & (many % few == 0), few / many, 1.0)
-    if (share == 1).all() or not (np.isfinite(edge.ahead) & (edge.ahead > 0) & (share < 1)).any():
-        return edge
-    return Edge(edge.source, edge.target, share * edge.ahead, share * edge.back)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Beside, LayerFacts, Phase, Track
 from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.reasons import time_text
 from parplan.planner.sections import Branch, beside
-from parplan.planner.timeline import simulate
 from parplan.planner.towers import Towers
 
-__all__ = ["along", "extended", "notes_on", "on_the_clock", "side_by_side"]
-
-
-def on_the_clock(graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Callable[[Plan], float]:
-    """Seconds of a step with every device's own clock; infinite where the plan's scheme is not possible."""
-
-    def step_s(plan: Plan) -> float:
-        try:
-            return simulate(graph, cluster, costs, plan).step_s
-        except PlanError:
-            return float("inf")
-
-    return step_s
+__all__ = ["along", "extended", "notes_on", "side_by_side"]
 
 
 def extended(
@@ -95,10 +81,10 @@ def along(layers: Sequence[LayerFacts], found: Beside | None) -> tuple[LayerFact
 
 
 def notes_on(found: Towers | None) -> tuple[str, ...]:
-    """What to say of a search that time cut off."""
+    """What to say of a search that was cut off."""
     if found is None or not found.left:
         return ()
-    return (
-        f"Branches at the same time: {found.left} of the places where the model branches were not tried in "
-        f"{found.seconds:.0f} s; a longer --time-limit may find a faster plan.",
-    )
+    where = f"Branches at the same time: {found.left} of the places where the model branches were not tried"
+    if found.timed_out:
+        return (f"{where} in {found.seconds:.0f} s; a longer --time-limit may find a faster plan.",)
+    return (f"{where}, after {found.tried} plans for the others.",)

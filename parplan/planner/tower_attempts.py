@@ -7,16 +7,18 @@ the others have one candidate each. What comes out is judged by `step_s`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.case import fits
 from parplan.planner.formulate import formulate
 from parplan.planner.groups import Group, blocks_of
-from parplan.planner.problem import Problem, evaluate
+from parplan.planner.player import Layers
+from parplan.planner.problem import Problem
 from parplan.planner.sections import Branch
 from parplan.planner.solve_bound import relax
 from parplan.planner.solve_local import descend, first_choice
@@ -30,9 +32,9 @@ StepTime = Callable[[Plan], float]
 NEAR = 1.2
 """Attempts up to this much slower than the best plan are worth going on with."""
 
-DESCEND_S = 0.5
-
-Layers = Mapping[str, Strategy]
+EFFORT, LEAST = 6000, 12
+"""Layers of all plans that are tried before improving, and the fewest plans: so what is found does not depend on how
+fast a machine is, unless its time ends first."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Attempts:
 
     Args:
         start: the best plan without branches at the same time; attempts run in one pass.
-        time_limit_s: for all attempts together.
+        time_limit_s: for all attempts together, a stop for slow machines.
     """
 
     def __init__(
@@ -74,12 +76,16 @@ class Attempts:
         self.attempts: list[Known] = []
         self.blocks = cluster_blocks(cluster, everywhere=True)
         self.every: dict[str, tuple[Strategy, ...]] = {}
-        self.most_tried: float = float("inf")
+        self.most_tried = max(LEAST, EFFORT // max(1, len(graph.layers)))
         self.best = Known(start.layers, self.price(start.layers), {})
 
-    def out_of_time(self) -> bool:
+    def spent(self) -> bool:
         """Whether the search has to end."""
-        return time.monotonic() > self.deadline or self.tried >= self.most_tried
+        return self.out_of_time() or self.tried >= self.most_tried
+
+    def out_of_time(self) -> bool:
+        """Whether there is no time left, whatever was tried."""
+        return time.monotonic() > self.deadline
 
     def price(self, layers: Layers) -> float:
         """The step of a plan with these layers."""
@@ -91,11 +97,7 @@ class Attempts:
 
     def fits(self, layers: Layers) -> bool:
         """Whether every device's memory suffices."""
-        peaks: Sequence[float] | None = self.costs.peaks(layers)
-        if peaks is None:
-            alone = formulate(self.graph, self.cluster, self.costs, {name: (own,) for name, own in layers.items()})
-            peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
-        return all(peak <= device.memory_bytes for peak, device in zip(peaks, self.cluster.devices, strict=True))
+        return fits(self.graph, self.cluster, self.costs, layers)
 
     def work_of(self, branch: Branch) -> float:
         """Seconds of a branch on the first device."""
@@ -125,9 +127,8 @@ class Attempts:
         candidates = {name: self.candidates(name, groups, free, layers) for name in self.graph.layers}
         formulation = formulate(self.graph, self.cluster, self.costs, candidates)
         found: Known | None = None
-        for choice in _choices(formulation.problem):
-            chosen = zip(formulation.names, formulation.options, choice, strict=False)
-            layers = {name: options[k].strategy for name, options, k in chosen}
+        for choice in _choices(formulation.problem, self.deadline):
+            layers = formulation.strategies(choice)
             step_s = self.price(layers)
             # Whether a plan fits takes long to say, and slow ones are not taken anyway.
             fits = step_s > NEAR * self.best.step_s or self.fits(layers)
@@ -154,14 +155,14 @@ class Attempts:
         return self.choices[name, group]
 
 
-def _choices(problem: Problem) -> list[list[int]]:
+def _choices(problem: Problem, deadline: float) -> list[list[int]]:
     """Good choices of a problem: gradient sums free (as if hidden) and in full, each improved one node at a time."""
     found: list[list[int]] = []
     for weight in (0.0, 1.0):
         nodes = tuple(replace(node, ahead=node.ahead + weight * node.tail) for node in problem.nodes)
         relaxed = relax(replace(problem, nodes=nodes), [])
         first = relaxed.at(relaxed.start()).choice if relaxed is not None else first_choice(problem)
-        choice = descend(problem, first, time.monotonic() + DESCEND_S)
+        choice = descend(problem, first, deadline)
         if choice not in found:
             found.append(choice)
     return found

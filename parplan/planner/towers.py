@@ -30,8 +30,8 @@ __all__ = ["SHARE", "WORTH_IT", "StepTime", "Towers", "search"]
 WORTH_IT = 0.01
 """Branches run at the same time only where that is faster by more than this."""
 
-SHARE = 0.1
-"""Share of the time limit that the search may take."""
+SHARE = 0.3
+"""Share of the time left that the search may take; what it tries is counted, so most end before."""
 
 BETTER = 1e-4
 HOPELESS = 3
@@ -65,8 +65,9 @@ class Towers:
         step_s: its predicted step, or that of the plan it started from.
         without_s: the step of the plan it started from, by the same clock.
         tried: plans whose steps were predicted.
-        left: sections (equal ones counted once) that the time did not suffice for.
+        left: sections (equal ones counted once) that the effort, or the time, did not suffice for.
         seconds: what the search took.
+        timed_out: it was the time.
     """
 
     plan: Plan | None
@@ -75,6 +76,7 @@ class Towers:
     tried: int = 0
     left: int = 0
     seconds: float = 0.0
+    timed_out: bool = False
 
 
 def search(
@@ -85,20 +87,24 @@ def search(
     formulation: Formulation,
     step_s: StepTime,
     time_limit_s: float,
+    effort: float = 1.0,
 ) -> Towers | None:
     """The best plan with branches at the same time, if it is faster than `start`; None where nothing is to be tried.
 
     Args:
         start: the best plan without, one of `formulation`'s; what is found runs in one pass.
         formulation: prices of all layers' strategies.
+        effort: part of the usual number of tries.
     """
     found = sections(graph) if cluster.count > 1 else ()
     choice = formulation.choice(start.layers) if found else ()
     worth = worthwhile(found, formulation, choice, cluster.count) if found else ()
     if not worth:
         return None
-    effort = FULLY if sum(map(len, formulation.options)) <= SMALL else BRIEFLY
-    return _Search(graph, cluster, costs, start, found, effort, step_s, time_limit_s).run(worth)
+    usual = FULLY if sum(map(len, formulation.options)) <= SMALL else BRIEFLY
+    searching = _Search(graph, cluster, costs, start, found, usual, step_s, time_limit_s)
+    searching.most_tried = int(effort * searching.most_tried)
+    return searching.run(worth, effort)
 
 
 class _Search(Attempts):
@@ -118,18 +124,18 @@ class _Search(Attempts):
         super().__init__(graph, cluster, costs, start, step_s, time_limit_s)
         self.sections, self.effort = found, effort
 
-    def run(self, worth: Sequence[Worth]) -> Towers:
+    def run(self, worth: Sequence[Worth], effort: float = 1.0) -> Towers:
         """Try every section, then improve what came out."""
         without, left = self.best, len(worth)
         self.without_s = min(self.without_s, without.step_s)
         for one in worth:
-            if self.out_of_time():
+            if self.spent():
                 break
             found = self.section(one.sections)
             left -= 1
             if found is not None and found.step_s < self.best.step_s * (1 - BETTER):
                 self.best = found
-        self.most_tried = self.tried + self.effort.tries
+        self.most_tried = self.tried + int(effort * self.effort.tries)
         for start in self.starts(without):
             self.best = min(self.best, self.improve(start), key=lambda one: one.step_s)
         return self.outcome(left)
@@ -148,7 +154,8 @@ class _Search(Attempts):
         worth = best.step_s < (1 - WORTH_IT) * self.without_s and bool(beside(self.graph, devices))
         plan = replace(self.start, layers=dict(best.layers)) if worth else None
         step_s = best.step_s if worth else self.without_s
-        return Towers(plan, step_s, self.without_s, self.tried, left, time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        return Towers(plan, step_s, self.without_s, self.tried, left, seconds, self.out_of_time())
 
     # -- one section, or several alike --
 
@@ -159,14 +166,14 @@ class _Search(Attempts):
         for count in range(2, min(alike[0].width, len(devices), MOST_GROUPS) + 1):
             for number, bound in enumerate(self.assignments(alike, devices, count)):
                 hopeless = number >= HOPELESS and (found is None or found.step_s > NEAR * self.best.step_s)
-                if hopeless or self.out_of_time():
+                if hopeless or self.spent():
                     return found
                 tried = self.attempt({**self.best.groups, **bound})
                 if tried is not None and (found is None or tried.step_s < found.step_s):
                     found = tried
             if found is None or found.step_s > NEAR * self.best.step_s:
                 return found
-        freed = self.attempt(found.groups, free=True) if found is not None and not self.out_of_time() else None
+        freed = self.attempt(found.groups, free=True) if found is not None and not self.spent() else None
         return freed if freed is not None and found is not None and freed.step_s < found.step_s else found
 
     def assignments(self, alike: Sequence[Section], devices: Group, count: int) -> Iterator[dict[str, Group]]:
@@ -218,14 +225,12 @@ class _Search(Attempts):
         moved = self.costs.transfer(self.graph.values[value], *(layer.layout(value, own) for own in whole))
         return moved.forward_s + moved.backward_s
 
-    # -- solving again with branches bound to groups --
-
     # -- improving --
 
     def improve(self, known: Known) -> Known:
         """Move one branch, one layer, or (in a small model) two layers in a row, until nothing helps."""
         before = float("inf")
-        while known.step_s < before * (1 - BETTER) and not self.out_of_time():
+        while known.step_s < before * (1 - BETTER) and not self.spent():
             before = known.step_s
             known = self.move_layers(self.move_branches(known))
             if self.effort.whole and known.step_s >= before * (1 - BETTER):
@@ -236,7 +241,7 @@ class _Search(Attempts):
         """Other groups for one branch at a time."""
         for branch in self.bound_branches(known):
             for block in self.blocks:
-                if self.out_of_time():
+                if self.spent():
                     return known
                 if block != known.groups[branch[0]]:
                     tried = self.attempt({**known.groups, **dict.fromkeys(branch, block)}, known=known)
@@ -253,7 +258,7 @@ class _Search(Attempts):
         """Another strategy for one layer at a time, the heaviest first."""
         for name in sorted(self.graph.layers, key=lambda name: -self.work(name)):
             for strategy in self.anywhere(name):
-                if self.out_of_time():
+                if self.spent():
                     return known
                 known = self.moved(known, {name: strategy})
         return known
@@ -262,7 +267,7 @@ class _Search(Attempts):
         """Other strategies for a layer and one that reads it."""
         for source, target in self.graph.digraph.edges:
             for one, other in product(self.anywhere(source), self.anywhere(target)):
-                if self.out_of_time():
+                if self.spent():
                     return known
                 known = self.moved(known, {source: one, target: other})
         return known

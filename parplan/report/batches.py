@@ -20,6 +20,7 @@ def print_batches(page: Page, decision: Decision) -> None:
         figures = "".join(column.place(column.cells[index]) for column in columns)
         is_chosen = one.batch == decision.plan.batch
         page.line(Span(figures, "bold" if is_chosen else ""), "  ", _verdict(one, is_chosen))
+    page.paragraph("Plans in one pass; for the chosen batch those in passes and side by side too.", style="dim")
     if all(one.fits for one in tried):
         page.paragraph(f"Larger ones would fit, but two doublings in a row brought less than {FLAT:.0%}.", style="dim")
 

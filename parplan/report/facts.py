@@ -157,6 +157,7 @@ def _pins(decision: Decision, pins: Pins) -> dict[str, Any]:
 def _pin(price: PinPrice) -> dict[str, Any]:
     return {
         "pin": price.pin,
+        "patterns": list(price.patterns),
         "origin": price.origin,
         "layers": price.layers,
         "without_s": price.without_s,

@@ -55,10 +55,16 @@ def print_layers(page: Page, layers: Sequence[LayerFacts], all_layers: bool = Fa
 def _print_heading(page: Page, group: Group) -> None:
     strategy = group.strategy
     words = strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"
-    period = f", weights updated every {strategy.update_period} passes" if strategy.update_period else ""
-    where = f" on {units.devices(strategy.devices)}{period}"
+    where = f" on {units.devices(strategy.devices)}{_updates(strategy.update_period)}"
     pinned = f"; {group.pinned}" if group.pinned else ""
     page.paragraph(f"{where}{group.label}{pinned}", first=words, first_style="bold cyan")
+
+
+def _updates(period: int | None) -> str:
+    """When weights are updated, where a plan says so."""
+    if period is None:
+        return ""
+    return f", weights updated {'after every pass' if period == 1 else f'every {period} passes'}"
 
 
 @dataclass(frozen=True)

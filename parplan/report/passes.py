@@ -26,6 +26,15 @@ def print_passes(page: Page, passes: Passes) -> None:
     page.headings(width, columns)
     for index, one in enumerate(passes.schemes):
         _print_line(page, passes, one, index, width, columns)
+    if passes.updated:
+        page.paragraph(_updated(passes), style="dim")
+
+
+def _updated(passes: Passes) -> str:
+    """Why it may be a slower scheme than gather."""
+    first, *more = passes.updated
+    which = f"{first}{f' and {len(more)} more layers' if len(more) > 1 else f' and {more[0]}' if more else ''}"
+    return f"Pins have the weights of {which} updated between passes, so not all samples are gathered at once."
 
 
 def _print_line(page: Page, passes: Passes, one: SchemePrice, index: int, width: int, columns: list[Column]) -> None:

@@ -26,7 +26,10 @@ def print_pins(page: Page, pins: Pins) -> None:
         Column("price", tuple("" if value is None else _signed(scale, pins.step_s - value) for value in without)),
         Column("", tuple("" if value is None else _share(pins.step_s, value) for value in without)),
     ]
+    nothing = not pins.proven and not any(one.proven or one.why_not for one in pins.each)
     remarks = [*(_remark(one) for one in pins.each), "" if pins.proven else NOT_PROVEN]
+    if nothing:  # said once, below
+        remarks = [""] * len(names)
     page.headings(width, columns)
     for index, (name, remark) in enumerate(zip(names, remarks, strict=True)):
         figures = "".join(column.place(column.cells[index]) for column in columns)
@@ -34,6 +37,8 @@ def print_pins(page: Page, pins: Pins) -> None:
             page.line(name)
             name = ""
         _print_line(page, name.ljust(width), figures, remark, "bold" if index == len(pins.each) else "")
+    if nothing:
+        page.paragraph("Prices are differences of the plans found; none is proven.", style="dim")
 
 
 def _print_line(page: Page, name: str, figures: str, remark: str, style: str) -> None:

@@ -98,7 +98,7 @@ def print_proof(page: Page, decision: Decision) -> None:
         "FEASIBLE": _feasible(proof, pins=decision.pins is not None),
     }.get(proof.status, "the solver makes no claim about other plans")
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
-    known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
+    known = math.isfinite(proof.bound) and math.isfinite(proof.gap) and not proof.one_pass
     evidence = [f"bound {units.step(proof.objective).text(proof.bound)}", f"gap {units.percent(proof.gap)}"] * known
     if proof.seconds > 0:
         evidence.append(f"solved in {units.time(proof.seconds).text(proof.seconds)}")
@@ -121,7 +121,7 @@ def _feasible(proof: Proof, pins: bool = False) -> str:
     if proof.given and math.isfinite(proof.gap):
         return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
     if proof.one_pass and math.isfinite(proof.gap):
-        return _beside_the_proof(proof)
+        return _beside_the_proof(proof, " that keeps the pins" if pins else "")
     if not math.isfinite(proof.gap):
         return "the best plan found in the time; how much faster another one could be is not known"
     return (
@@ -131,14 +131,14 @@ def _feasible(proof: Proof, pins: bool = False) -> str:
     )
 
 
-def _beside_the_proof(proof: Proof) -> str:
+def _beside_the_proof(proof: Proof, which: str) -> str:
     """The bound is of plans in one pass, one layer after another; this one is played through with the clock."""
     least = units.step(proof.objective).text(proof.bound)
     if proof.gap > 0:
-        return f"the best plan found; one in which all layers run once, in turn, could be faster, down to {least}"
+        return f"the best plan found; one{which} whose layers all run once, in turn, could be faster, down to {least}"
     return (
-        f"layers run in passes, or some side by side: faster than any plan in which all run once, in turn ({least}); "
-        "others like it were tried, not all"
+        "the best plan found; layers run in passes, or some side by side, and of such plans some were tried, not all; "
+        f"one{which} whose layers all run once, in turn, takes {least} or more"
     )
 
 

@@ -36,8 +36,18 @@ class Call:
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> Call:
-        """Read a call."""
+        """Read a call.
+
+        Raises:
+            RuntimeFailure: no tensor has dimension `dim`.
+        """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if dim and tensors and all(tensor.dim() <= dim for tensor in tensors):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+            raise RuntimeFailure(
+                f"samples are said to lie along dimension {dim}, which no input has (shapes {shapes}); give another dim"
+            )
         sizes = (leaf.shape[dim] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim)
         return Call(tuple(leaves), spec, dim, next(sizes, None))
 

@@ -33,7 +33,15 @@ from parplan.runtime.measuring import Effort, Recorder, Subject, measure
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
 from parplan.runtime.sharding import same_start
-from parplan.runtime.train_step import StagedStep, arguments, moments
+from parplan.runtime.train_step import (
+    StagedStep,
+    arguments,
+    check_training,
+    checked_loss,
+    moments,
+    periods,
+    sample_axes,
+)
 
 __all__ = ["Compiled"]
 
@@ -140,7 +148,8 @@ class Compiled(nn.Module):
 
         Args:
             inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-            targets: what `loss_fn` compares with; tensors that carry samples are cut as the results are.
+            targets: what `loss_fn` compares with; tensors that have samples where a result or the inputs have them are
+                cut as those are.
             loss_fn: gives one number from results and targets.
             optimizer: of this model's parameters.
 
@@ -148,18 +157,20 @@ class Compiled(nn.Module):
             The loss, a tensor of shape () without a graph: the mean over this process's samples.
 
         Raises:
-            RuntimeFailure: the model is in evaluation mode.
+            RuntimeFailure: the model is in evaluation mode, the optimizer is none, needs a closure or is for another
+                model, the loss is no number, or an input needs a gradient.
             PlanError: the plan's periods do not divide its passes, or a pass has no results of its own.
         """
         if not self.training:
             raise RuntimeFailure("train_step trains, and the model is in evaluation mode; call train() first")
+        check_training(self.module, loss_fn, optimizer)
         args, kwargs = arguments(inputs)
         call = Call.of(args, kwargs, self._dim)
         step = self._staged(call, targets, loss_fn, optimizer)
         if step is not None:
             return step
         optimizer.zero_grad()
-        loss = loss_fn(self(*args, **kwargs), targets)
+        loss = checked_loss(loss_fn(self(*args, **kwargs), targets))
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -169,16 +180,23 @@ class Compiled(nn.Module):
     ) -> Tensor | None:
         """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
         captured = self._find(call)
-        executor = self._ready(call, captured)
-        staged = executor.program.staged
-        found = moments(captured, staged)
-        if not found or staged is None:
+        early = periods(captured)
+        if not early:
             return None
+        if any(tensor.requires_grad for tensor in call.tensors):
+            raise RuntimeFailure(
+                "an input needs a gradient, which there is none of where weights are updated between passes; give it "
+                "detached, or take update_period out of the plan"
+            )
+        executor = self._ready(call, captured)
         graph, program = captured.graph, executor.program
+        found = moments(captured, program.staged, early)
+        assert program.staged is not None  # else there are no moments
+        axes = sample_axes(graph, self._dim)
         step = StagedStep(
-            executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, self._dim, loss_fn, optimizer
+            executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
         )
-        loss = step.run(staged, self._inputs(call, graph), found)
+        loss = step.run(program.staged, self._inputs(call, graph), found)
         self._after(graph)
         return loss
 

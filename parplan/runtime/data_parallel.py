@@ -18,6 +18,7 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.runtime.compiled import Compiled
+from parplan.runtime.devices import named
 
 __all__ = ["data_parallel", "replicate_all"]
 
@@ -41,7 +42,7 @@ def data_parallel(
     module's own parameters.
 
     Args:
-        inputs: a tensor or a tuple of positional arguments; tensors are cut along `dim`, all else is shared.
+        inputs: a tensor, a tuple of positional arguments, or None; tensors are cut along `dim`, all else is shared.
         device_ids: numbers of CUDA devices, or any devices by name, also the same one several times; None: all CUDA
             devices. Empty: the module is simply called.
         output_device: where results are gathered; default: the first of `device_ids`.
@@ -51,7 +52,10 @@ def data_parallel(
     Raises:
         ParplanError: a device that is not here, or a module that cannot be captured.
     """
-    args, kwargs = inputs if isinstance(inputs, tuple) else (inputs,), dict(module_kwargs or {})
+    if not isinstance(module, nn.Module):
+        raise RuntimeFailure(f"{module!r} is no torch.nn.Module, which is what can be run on several devices")
+    whole = inputs if isinstance(inputs, tuple) else (inputs,)
+    args, kwargs = () if inputs is None else whole, dict(module_kwargs or {})
     places = _places(range(torch.cuda.device_count()) if device_ids is None else device_ids)
     if not places:
         return module(*args, **kwargs)
@@ -115,4 +119,4 @@ def _places(devices: Sequence[Device]) -> tuple[torch.device, ...]:
 def _place(device: Device) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise RuntimeFailure(f"{device!r} is no device; give the number of a CUDA device, or a name such as 'cpu'")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cuda", device) if isinstance(device, int) else named(device)

@@ -12,7 +12,7 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.local import LocalTransport
 from parplan.runtime.transport import Transport
 
-__all__ = ["Device", "existing", "logical", "memories", "transport_for"]
+__all__ = ["Device", "existing", "logical", "memories", "named", "transport_for"]
 
 Device = torch.device | str
 
@@ -23,6 +23,8 @@ def transport_for(devices: Sequence[Device] | None, group: dist.ProcessGroup | N
         return DistributedTransport(_own_device(group), group)
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise RuntimeFailure(f"devices is {devices!r}; give a list with a place for each, such as ['cuda:0', 'cuda:1']")
     if not devices:
         raise RuntimeFailure("devices is empty; name at least one, such as devices=['cpu']")
     return LocalTransport([existing(device) for device in devices])
@@ -43,9 +45,9 @@ def existing(name: Device) -> torch.device:
     """A device by name.
 
     Raises:
-        RuntimeFailure: a CUDA device that this machine does not have.
+        RuntimeFailure: no name of a device, or a CUDA device that this machine does not have.
     """
-    device = torch.device(name)
+    device = named(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = device.index or 0
@@ -53,6 +55,18 @@ def existing(name: Device) -> torch.device:
             raise RuntimeFailure(f"{name}: this machine has {count} CUDA devices; name others, or 'cpu'")
         return torch.device("cuda", index)
     return device
+
+
+def named(name: Device) -> torch.device:
+    """The device that `name` names, whether it is here or not.
+
+    Raises:
+        RuntimeFailure: it names none.
+    """
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise RuntimeFailure(f"{name!r} names no device; write 'cuda:0' or 'cpu'") from error
 
 
 def logical(place: torch.device | None, transport: Transport) -> int:

@@ -105,18 +105,22 @@ class Gradients:
                 self._terms[name][entry.device] = [_Term(whole, home, True)]
         self._sums.clear()
 
-    def total(self, name: str) -> Tensor | None:
-        """The gradient of the module's own parameter; None when no step has used it."""
+    def total(self, name: str, own: bool = False) -> Tensor | None:
+        """The gradient of the module's own parameter; None when no step has used it.
+
+        Args:
+            own: nobody else may read its memory, as who takes it may write to it.
+        """
         original = self._store.original(name)
         by_device = {device: terms for device, terms in sorted(self._terms.pop(name, {}).items()) if terms}
         if not by_device:
             return None
-        first = next(iter(by_device.values()))[0].gradient
-        if len(by_device) == 1 and first.shape == original.shape and len(next(iter(by_device.values()))) == 1:
-            return first.to(original.device)
+        terms = [term for held in by_device.values() for term in held]
+        if len(terms) == 1 and terms[0].gradient.shape == original.shape:
+            return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
         total = torch.zeros_like(original, memory_format=torch.contiguous_format)
-        for device, terms in by_device.items():
+        for device, held in by_device.items():
             here = block(total, self._store.place(name, device))
-            for term in terms:
+            for term in held:
                 block(here, term.block).add_(term.gradient.to(original.device))
         return total

@@ -7,6 +7,7 @@ by the two marks of a replica.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.hooks import MARKS, Site, Template, own_hooks
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
+from parplan.runtime.program import Compute, Program
 
 __all__ = ["HookCalls"]
 
@@ -39,16 +41,17 @@ class HookCalls:
     Args:
         graph: its `sites` say what the marks stand for.
         strategies: how its layers are spread.
+        program: how often they run.
 
     Raises:
-        PlanError: a module with backward hooks begins and ends with different numbers of replicas.
+        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes.
     """
 
-    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
+    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._backward: dict[_Visit, BackwardHook] = {}
         if self._sites:
-            _check(graph, strategies)
+            _check(graph, strategies, program)
 
     def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
         """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
@@ -123,18 +126,32 @@ def _tensors(site: Site, who: str, wanted: Template, values: Any, before: Sequen
     return tensors
 
 
-def _check(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
-    """Backward hooks need both ends of a module on the same replicas."""
-    rows: dict[str, int] = {}
+@dataclass(frozen=True)
+class _Calls:
+    """How often a mark is passed."""
+
+    replicas: int
+    trips: int
+
+
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
+    """Backward hooks need both ends of a module on the same replicas, in the same passes."""
+    trips = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
+    begins: dict[str, _Calls] = {}
     for name, layer in graph.layers.items():
         for node in layer.nodes:
             if node.target in MARKS and _goes_back(graph.sites[str(node.args[-1])].module):
-                count = rows.setdefault(str(node.args[-1]), strategies[name].replicas)
-                if count != strategies[name].replicas:
+                own = _Calls(strategies[name].replicas, trips[name])
+                first = begins.setdefault(str(node.args[-1]), own)
+                if own != first:
                     raise PlanError(
-                        f"{name}: {strategies[name].replicas} replicas, but {count} where this module with backward "
-                        "hooks begins; give both ends the same, so that a hook sees one replica's gradients"
+                        f"{name}: {_told(own)}, but {_told(first)} where this module with backward hooks begins; give "
+                        "both ends the same, so that a hook sees one replica's gradients"
                     )
+
+
+def _told(calls: _Calls) -> str:
+    return f"{calls.replicas} replicas" + (f" in {calls.trips} passes" if calls.trips > 1 else "")
 
 
 def _goes_back(module: nn.Module) -> bool:

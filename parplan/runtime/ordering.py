@@ -58,7 +58,8 @@ def staged(
     parts = {placed.step.target: placed.step.sources for placed in moves if isinstance(placed.step, Join)}
     turns = [step.turn for step in steps]
     first = next((index for index, turn in enumerate(turns) if turn is not None), len(turns))
-    if not passes or None in turns[first:] or not set(outputs) <= set(parts) or set(updates) & set(parts):
+    written = any(slot in parts or slots[slot].turn is not None for slot in updates)  # by the passes
+    if not passes or None in turns[first:] or not set(outputs) <= set(parts) or written:
         return None
     inner = [placed for placed in moves if not isinstance(placed.step, Join)]
     begins = [turns.index(one.number) for one in passes] + [len(steps)]
@@ -67,7 +68,7 @@ def staged(
         before=tuple(_between(steps, inner, -1, first)),
         passes=tuple(
             OnePass(
-                forward=tuple(_between(steps, inner, begins[one.number], begins[one.number + 1])),
+                forward=tuple(_pass_forward(steps, inner, slots, one.number, begins)),
                 backward=tuple(_pass_back(steps, inner, slots, one.number)),
                 outputs=tuple(parts[slot][one.number] for slot in outputs),
                 samples=tuple(local_ranges(one.ranges, extent, 1) for extent in own),
@@ -91,6 +92,17 @@ def _between(steps: Sequence[Compute], moves: Sequence[Placed], start: int, stop
 def _turn(placed: Placed, slots: Mapping[str, Slot]) -> int | None:
     """The pass whose part of a value a move brings."""
     return None if isinstance(placed.step, Split | Join) else slots[placed.step.target].turn
+
+
+def _pass_forward(
+    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int, begins: Sequence[int]
+) -> Iterator[Forward]:
+    """Forward steps of one pass: what would bring its results after all passes brings them after this one."""
+    start, stop = begins[turn], begins[turn + 1]
+    turns = {id(placed): _turn(placed, slots) for placed in moves}
+    others = [placed for placed in moves if (own := turns[id(placed)]) is None or own >= turn]
+    yield from _between(steps, others, start, stop)
+    yield from (placed.step for placed in moves if turns[id(placed)] == turn and placed.forward_at >= stop)
 
 
 def _pass_back(

@@ -120,7 +120,8 @@ class Placing:
         )
 
     def _rows_like(self, home: Slot, layout: Layout) -> Rows:
-        if layout == home.layout:
+        """The rows of `home` in `layout`; a pass's part of a whole batch need not lie as the pass's layers want it."""
+        if layout == home.layout and home.turn is None:
             return home.rows
         inside = home.value in self._graph.values and not home.per_replica
         return self._rows(home.value, layout, home.turn) if inside else None

@@ -79,10 +79,10 @@ class _RecordedGradients(Gradients):
         super().arrive()
         self._timeline.enter(REST, self._devices)
 
-    def total(self, name: str) -> Tensor | None:
+    def total(self, name: str, own: bool = False) -> Tensor | None:
         """As `Gradients.total`."""
         self._timeline.enter(_SUMS)
-        found = super().total(name)
+        found = super().total(name, own)
         self._timeline.enter(REST)
         return found
 

@@ -54,6 +54,7 @@ class Run:
         self._parameters = parameters
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._done = False
+        self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
 
     # -- forward --
 
@@ -91,7 +92,8 @@ class Run:
                 executor.draws.turn = step.turn or 0
                 executor.each(step, partial(self._compute, step, parts=parts, record=record))
             for slot in executor.last_reads(step):
-                parts.drop(slot)
+                if slot not in self._kept:
+                    parts.drop(slot)
 
     def _split(self, step: Split, parts: Parts) -> None:
         held = parts.get(step.source)

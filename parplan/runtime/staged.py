@@ -6,7 +6,7 @@ after each of them, every so many, or once. Samples of the next pass are on thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class Pull(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """What is updated after a pass.
+    """What is updated after a pass, other passes or the layers in front being still to come.
 
     Args:
         scales: per parameter (placeholder), a factor on its gradient, which is the sum since its last update.
@@ -62,7 +62,9 @@ class StagedRun(Run):
         super().__init__(executor, inputs, tuple(executor.store.trainable))
         self._staged = staged
         self._done = True  # every graph is gone through once
+        self._kept = frozenset(slot for one in staged.passes for slot in one.outputs)
 
+    @torch.no_grad()
     def step(self, tensors: Sequence[Tensor], pull: Pull, moments: Sequence[Moment], update: Update) -> None:
         """Forward and backward of the whole step.
 
@@ -78,11 +80,12 @@ class StagedRun(Run):
         for number, moment in enumerate(moments):
             self._pass(number, parts, grads, sums, pull)
             if moment.scales:
-                self._sum(moment, sums)
+                self._sum(moment.scales.keys(), sums)
                 self._update(moment, sums, update, last=False)
+        rest = {name for name in self._parameters if not any(name in moment.scales for moment in moments)}
+        self._sum(rest, sums)
         self._go_back(self._staged.after, grads, sums)
-        updated = {name for moment in moments for name in moment.scales}
-        self._update(Moment({name: 1.0 for name in self._parameters if name not in updated}), sums, update, last=True)
+        self._update(Moment({name: 1.0 for name in self._parameters if name in rest}), sums, update, last=True)
         parts.settle()
         self._transport.end()
 
@@ -98,19 +101,17 @@ class StagedRun(Run):
             parts.drop(slot)
         self._go_back(one.backward, grads, sums)
 
-    def _sum(self, moment: Moment, sums: Gradients) -> None:
-        """Start the sums over devices that an update needs."""
+    def _sum(self, parameters: Set[str], sums: Gradients) -> None:
+        """Start the sums over devices that an update of these parameters needs, of gradients that passes gave."""
         for reduce in self._staged.sums:
-            if set(reduce.parameters) <= set(moment.scales):
+            if set(reduce.parameters) <= parameters:
                 sums.launch(self._program.buckets[reduce.bucket])
 
     def _update(self, moment: Moment, sums: Gradients, update: Update, last: bool) -> None:
         sums.arrive()
         self._transport.show()
-        totals = {name: sums.total(name) for name in moment.scales}
+        totals = {name: sums.total(name, own=True) for name in moment.scales}
         known = {name: total for name, total in totals.items() if total is not None}
-        with torch.no_grad():
-            scaled = {n: t if moment.scales[n] == 1 else t * moment.scales[n] for n, t in known.items()}
-        update(scaled, last)
+        update({n: t if moment.scales[n] == 1 else t * moment.scales[n] for n, t in known.items()}, last)
         self._executor.store.refresh()
         self._transport.begin()

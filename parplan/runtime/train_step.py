@@ -15,24 +15,28 @@ over all samples. So a loss has to be a mean over samples, as torch's are by def
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.stages import stages
 from parplan.layout import Range
 from parplan.runtime.executor import Executor
-from parplan.runtime.passes import take, update_periods
+from parplan.runtime.passes import local_ranges, take, update_periods
 from parplan.runtime.program import Staged
 from parplan.runtime.programs import Captured
 from parplan.runtime.staged import Moment, StagedRun
 
-__all__ = ["StagedStep", "arguments", "moments"]
+__all__ = [
+    "SampleAxis", "StagedStep", "arguments", "check_training", "checked_loss", "moments", "periods", "sample_axes",
+]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -44,33 +48,83 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def moments(captured: Captured, staged: Staged | None) -> tuple[Moment, ...]:
-    """What is updated after each pass; empty where all weights are updated once, at the end.
-
-    Args:
-        staged: the steps pass by pass, where results come from passes alone.
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that take steps of their own within a step.
 
     Raises:
-        PlanError: a period does not divide the passes, or a pass has no results of its own.
+        RuntimeFailure: its `step` needs a closure.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RuntimeFailure(
+            f"{type(optimizer).__name__} calls the model again within its step (a closure), which train_step does not "
+            "do; call optimizer.step(closure) yourself, with a plan without update_period"
+        )
+
+
+def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot train `module`, before anything runs.
+
+    Raises:
+        RuntimeFailure: no optimizer, one without any of the model's parameters, or a loss that cannot be called.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RuntimeFailure(f"{optimizer!r} is no optimizer; give one such as torch.optim.SGD(model.parameters())")
+    if not callable(loss_fn):
+        raise RuntimeFailure(f"{loss_fn!r} is no loss; give a function of results and targets")
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained.isdisjoint(id(parameter) for parameter in module.parameters()):
+        raise RuntimeFailure("the optimizer has none of this model's parameters; make it from model.parameters()")
+    _check_optimizer(optimizer)
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """What a loss function gave, if it is one number.
+
+    Raises:
+        RuntimeFailure: it is something else.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise RuntimeFailure(f"loss_fn gave {what}; it has to give one number, as a tensor")
+    return loss
+
+
+def periods(captured: Captured) -> dict[str, int]:
+    """After how many passes each parameter (placeholder) is updated, of those that are before the last one.
+
+    Raises:
+        PlanError: a period does not divide the passes.
     """
     known = stages(captured.graph, captured.strategies, captured.scheme)
-    periods = update_periods(captured.graph, captured.strategies, known)
-    for parameter, period in periods.items():
+    found = update_periods(captured.graph, captured.strategies, known)
+    for parameter, period in found.items():
         if known.passes % period:
             raise PlanError(
                 f"{captured.graph.parameters[parameter]}: an update period of {period} does not divide {known.passes} "
                 "passes (R8); use one that does"
             )
-    if all(period == known.passes for period in periods.values()):
-        return ()
+    return {parameter: period for parameter, period in found.items() if period < known.passes}
+
+
+def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int]) -> tuple[Moment, ...]:
+    """What is updated after each pass.
+
+    Args:
+        staged: the steps pass by pass, where results come from passes alone.
+        periods: passes between updates of those parameters that do not wait for the last pass.
+
+    Raises:
+        PlanError: a pass has no results of its own.
+    """
     if staged is None:
         raise PlanError(
-            f"{captured.graph.model}: weights are to be updated every {min(periods.values())} of {known.passes} "
-            "passes, but results or buffers need more than one pass's samples (a loss inside the model?); take "
-            "update_period out of the plan, or return what the passes make"
+            f"{captured.graph.model}: weights are to be updated after {min(periods.values())} passes, but results or "
+            "buffers are made in front of the passes, or need more than one pass's samples (a loss inside the model?); "
+            "take update_period out of the plan, or return what the passes make"
         )
     shares = _weights(staged)
-    return tuple(_moment(number, periods, shares) for number in range(known.passes))
+    return tuple(_moment(number, periods, shares) for number in range(len(staged.passes)))
 
 
 def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -> Moment:
@@ -81,22 +135,42 @@ def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -
 
 
 @dataclass(frozen=True)
+class SampleAxis:
+    """A dimension along which a tensor has samples, with so many indices for each."""
+
+    dim: int
+    per_sample: int
+
+    def of(self, tensor: Tensor, samples: int) -> bool:
+        """Whether a tensor may have `samples` samples there."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == samples * self.per_sample
+
+
+def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
+    """Where a step's targets may have samples: as one of its results has them, or as its inputs do."""
+    values = [value for value in graph.user_outputs if isinstance(value, str) and value in graph.batch_dims]
+    places = [(graph.batch_dims[value], graph.values[value].shape) for value in values]
+    found = [SampleAxis(at, shape[at] // (graph.batch or 1)) for at, shape in places]
+    return tuple(dict.fromkeys([*found, SampleAxis(dim, 1)]))
+
+
+@dataclass(frozen=True)
 class StagedStep:
     """A step whose passes are updated at different moments: the user's side of `StagedRun`.
 
     Args:
         executor: whose program is staged.
         nested: puts results together as the model returns them.
-        targets: of all samples of this process; tensors with as many entries along `dim` are cut as the samples are.
+        targets: of all samples of this process; tensors that have them along one of `axes` are cut as the samples are.
         batch: samples of this process.
-        dim: the dimension of the samples.
+        axes: where targets may have samples, the likeliest first.
     """
 
     executor: Executor
     nested: Callable[[Sequence[Tensor]], Any]
     targets: Any
     batch: int
-    dim: int
+    axes: tuple[SampleAxis, ...]
     loss_fn: Loss
     optimizer: torch.optim.Optimizer
     losses: list[Tensor] = field(default_factory=list)
@@ -107,7 +181,13 @@ class StagedStep:
         self.optimizer.zero_grad(set_to_none=True)
         run = StagedRun(self.executor, tuple(inputs), staged)
         run.step(list(inputs.values()), lambda n, results: self._pull(staged, n, results), moments, self._update)
-        return torch.stack(self.losses).sum()
+        return torch.stack(self.losses).sum() if self.losses else self._no_loss(staged)
+
+    def _no_loss(self, staged: Staged) -> Tensor:
+        """What a process without samples has: 0, in the type of the first result."""
+        slots = [self.executor.program.slots[slot] for slot in staged.passes[0].outputs]
+        dtype = next((slot.dtype for slot in slots if slot.requires_grad), None)
+        return torch.zeros((), dtype=dtype, device=self.executor.transport.physical(self.executor.deliver_from))
 
     def _pull(self, staged: Staged, number: int, results: list[Tensor]) -> list[Tensor | None]:
         """The loss of one pass's own samples, and its gradients."""
@@ -119,12 +199,7 @@ class StagedStep:
         slots = [self.executor.program.slots[slot] for slot in one.outputs]
         leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
         with torch.enable_grad():
-            loss = self.loss_fn(self.nested(leaves), self._cut(ranges))
-            if loss.numel() != 1:
-                raise RuntimeFailure(
-                    f"loss_fn gave a tensor of shape {tuple(loss.shape)} for one pass; it has to give one number"
-                )
-            weighed = loss * share
+            weighed = checked_loss(self.loss_fn(self.nested(leaves), self._cut(ranges))) * share
             weighed.backward()
         self.losses.append(weighed.detach())
         return [leaf.grad for leaf in leaves]
@@ -135,8 +210,13 @@ class StagedStep:
         return pytree.tree_unflatten([self._own(leaf, ranges) for leaf in leaves], spec)
 
     def _own(self, leaf: Any, ranges: Sequence[Range]) -> Any:
-        has_samples = isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.shape[self.dim] == self.batch
-        return take(leaf, self.dim, ranges) if has_samples else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        axis = next((axis for axis in self.axes if axis.of(leaf, self.batch)), None)
+        if axis is None:
+            return leaf
+        held = Range(0, leaf.shape[axis.dim])
+        return take(leaf, axis.dim, local_ranges(ranges, held, axis.per_sample))
 
     def _update(self, gradients: Mapping[str, Tensor], last: bool) -> None:
         """One step of the optimizer for some parameters alone: it leaves out those without a gradient.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parplan.convnet2 import read
+from parplan.convnet2.ini import read_sections
 from parplan.errors import LayerFileError
 from tests.convnet2.layer_files import SMALL, write
 
@@ -87,8 +88,10 @@ def test_mistakes(tmp_path: Path, old: str, new: str, said: str) -> None:
 
 # (a whole file, what the message says)
 FILES = [
+    pytest.param("type=data\n[a]\n", "line 1, 'type=data', stands before any section; it has sections [name] and lines",
+                 id="no section"),
     pytest.param("", "has no layers; a layer is a section", id="empty"),
-    pytest.param("[a]\ntype=fc\ninputs=a\noutputs=3\n", "a stands below", id="its own input"),
+    pytest.param("[a]\ntype=fc\ninputs=a\noutputs=3\n", "it takes itself; take a layer above it", id="its own input"),
     pytest.param("[a]\ntype=neuron\nneuron=relu\n", "inputs: it is missing", id="no inputs"),
     pytest.param("[data]\ntype=data\ndataIdx=0\n", "no layer takes it; leave it out", id="data alone"),
     pytest.param("[d]\ntype=data\ndataIdx=0\n[f]\ntype=fc\ninputs=d\noutputs=2\n", "add end=, the numbers in one",
@@ -108,6 +111,15 @@ FILES = [
     pytest.param("[d]\ntype=data\ndataIdx=0\nend=48\n[c]\ntype=conv\ninputs=d,d\nchannels=3\nfilters=2,4\nfilterSize=1\n",
                  "filters x groups has to be the same for every input", id="filters differ"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_what_editors_write_is_the_same_file(tmp_path: Path, begin: str, end: str) -> None:
+    plain = read_sections(write(tmp_path, SMALL))
+    file = tmp_path / "layers-some.cfg"
+    file.write_bytes((begin + SMALL.replace("\n", end)).encode())
+    assert read_sections(file) == plain
 
 
 @pytest.mark.parametrize(("text", "said"), FILES)

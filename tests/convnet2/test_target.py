@@ -24,6 +24,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     write(tmp_path, SMALL)
+    (tmp_path / "folder.cfg").mkdir()
     return "layers-some.cfg"
 
 
@@ -66,6 +67,8 @@ def test_sizes_of_samples(
 # (target, inputs, layer-parameter file, what the message says)
 REFUSED = [
     pytest.param("layers-sone.cfg", (), None, "no such file; did you mean layers-some.cfg?", id="no such file"),
+    pytest.param("folder.cfg", (), None, "folder.cfg: that is a folder; name a layer file in it", id="folder"),
+    pytest.param("folders.cfg", (), None, "folders.cfg: no such file", id="not there"),
     pytest.param("layers-some.cfg", (), "none.cfg", "--layer-params none.cfg: no such file", id="no parameters"),
     pytest.param("m.py", (), "none.cfg", "--layer-params goes with a cuda-convnet2 layer file", id="no layer file"),
     pytest.param("layers-some.cfg", ("x=4x3x12x12",), None, "a layer file's inputs go by their dataIdx", id="name"),

@@ -14,7 +14,8 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError, RuleError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, _advice, decide
+from parplan.planner.advice import advice
+from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Baseline
 from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.problem import evaluate
@@ -119,8 +120,8 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
     mine = Plan(graph.model, graph.fingerprint, 12, 5, spread)
     assert decided(graph, cluster, Request(plan=mine)).advice.startswith("Use one device")
     rivals = (Baseline("pure data parallel", 1.0, 1, False), Baseline("pure model parallel", 1.0, 1, True))
-    assert _advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
-    assert _advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
+    assert advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
+    assert advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
 
 
 def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:

@@ -20,7 +20,8 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import Decision
-from parplan.planner.scheme_prices import fastest_of, under
+from parplan.planner.player import Player
+from parplan.planner.scheme_prices import under
 from parplan.planner.strategies import strategies
 from parplan.planner.timeline import simulate
 from parplan.planner.verifier import check
@@ -77,7 +78,7 @@ def test_the_fastest_scheme_is_no_slower_than_any_other_legal_one(plan: Plan, li
     graph = next(one for one in (perceptron(), perceptron(256)) if one.fingerprint == plan.fingerprint)
     cluster = cluster_preset("k20", plan.devices, link)
     costs = RooflineCosts(graph, cluster)
-    found = fastest_of(graph, cluster, costs, [under(plan, graph, scheme) for scheme in Scheme])
+    found = Player(graph, cluster, costs).fastest([under(plan, graph, scheme) for scheme in Scheme])
     assert found is not None
     best_s = simulate(graph, cluster, costs, found).step_s
     for scheme in Scheme:

@@ -25,6 +25,7 @@ from parplan.planner.decision import Decision
 from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.groups import Share, balance, blocks_of, groupings
 from parplan.planner.sections import beside
+from parplan.planner.side_by_side import notes_on
 from parplan.planner.solve import solve
 from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.planner.timeline import simulate
@@ -186,6 +187,19 @@ def test_the_search_stops_at_its_time_and_says_so() -> None:
     assert (found.plan, found.left, simulator.calls) == (None, 1, 2)
     decision = decided(graph, cluster, Request(time_limit_s=1e-9))
     assert any(note.startswith("Branches at the same time: 1 of the places") for note in decision.notes)
+
+
+def test_the_search_stops_at_its_effort_and_says_so() -> None:
+    graph, cluster = pair(width=256), cluster_preset("k20", 2, "10gbe")
+    simulator = Simulator(graph, cluster, RooflineCosts(graph, cluster))
+    formulation = formulated(graph, cluster)
+    start = one_after_another(graph, cluster, formulation)
+    found = search(graph, cluster, simulator.costs, start, formulation, simulator.step_s, 60.0, effort=0.0)
+    assert found is not None
+    assert (found.plan, found.left, found.timed_out) == (None, 1, False)
+    (note,) = notes_on(found)
+    assert "1 of the places where the model branches were not tried" in note
+    assert "--time-limit" not in note
 
 
 class Experts(nn.Module):

@@ -31,13 +31,17 @@ def section(decision: Decision) -> str:
 
 def test_a_line_for_every_batch() -> None:
     lines = section(tried(*TRIED)).splitlines()
-    rows = {line.split()[0]: line for line in lines[3:]}
+    rows = {line.split()[0]: line for line in lines[3 : 3 + len(TRIED)]}
     assert [*rows] == ["64", "512", "1,024", "2,048"]
     assert rows["64"].split()[3:] == ["32", "0.2", "GiB"]
     assert rows["512"].endswith("chosen")
     assert rows["512"].split()[3] == "4,149"
     assert rows["1,024"].endswith("16.0 GiB  does not fit")
     assert rows["2,048"].split() == ["2,048", "does", "not", "fit"]
+
+
+def test_it_says_which_plans_the_lines_are_of() -> None:
+    assert "Plans in one pass; for the chosen batch those in passes and side by side too." in section(tried(*TRIED))
 
 
 def test_it_says_why_no_larger_one_was_tried() -> None:

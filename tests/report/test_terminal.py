@@ -100,8 +100,8 @@ def test_the_proof_in_words(status: str, gap: float, words: str) -> None:
 
 
 ONE_PASS = [
-    pytest.param(0.0, "FEASIBLE: layers run in passes, or some side by side: faster than any plan", id="faster"),
-    pytest.param(0.01, "one in which all layers run once, in turn, could be faster, down to 18.46 ms", id="slower"),
+    pytest.param(0.0, "one whose layers all run once, in turn, takes 19.02 ms or more (solved in 1.00 s)", id="faster"),
+    pytest.param(0.01, "one whose layers all run once, in turn, could be faster, down to 18.46 ms (", id="slower"),
 ]
 
 
@@ -112,6 +112,19 @@ def test_what_was_not_searched_is_not_called_optimal(gap: float, words: str) -> 
     text = " ".join(printed(replace(alexnet(), proof=proof), 100).split())
     assert words in text
     assert "OPTIMAL" not in text
+    assert "(bound" not in text
+
+
+@pytest.mark.parametrize(("layers", "words"), [
+    ((), None),
+    (("fc6",), "Pins have the weights of fc6 updated between passes"),
+    (("fc6", "fc7"), "Pins have the weights of fc6 and fc7 updated between passes"),
+    (("fc6", "fc7", "fc8"), "Pins have the weights of fc6 and 2 more layers updated between passes"),
+])  # fmt: skip
+def test_updates_that_ask_for_passes_are_named(layers: tuple[str, ...], words: str | None) -> None:
+    passes = replace(schemes(alexnet().prediction.step_s, Scheme.INTERLEAVE, ""), updated=layers)
+    text = " ".join(printed(replace(alexnet(), passes=passes), 100).split())
+    assert words in text if words else "Pins have" not in text
 
 
 @pytest.mark.parametrize("width", [80, 120])

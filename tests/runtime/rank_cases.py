@@ -23,7 +23,7 @@ from parplan.runtime.program import Compute
 from parplan.runtime.transport import Exchange
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
 from tests.runtime.nets import Adds, DropLinear, RandomNet, Tied, Towers, conv_net, mlp
-from tests.runtime.test_train_step import OPTIMIZERS, plain_step, small
+from tests.runtime.test_train_step import OPTIMIZERS, Case, plain_step, small
 from tests.runtime.test_train_step import hybrid as hybrid_case
 
 __all__ = ["CASES"]
@@ -165,6 +165,44 @@ def train_steps(rank: int, ranks: int) -> None:
             total = loss / ranks
             dist.all_reduce(total)
             same(total, torch.tensor(wanted, dtype=torch.float64), "loss")
+            same_state(model, plain)
+
+
+def lone_train_steps(rank: int, ranks: int) -> None:
+    """Only rank 0 has samples: some passes have none, and the others' loss is 0."""
+    for scheme in PASSES:
+        case, net = hybrid_case(ranks, scheme, {"4": 1, "6": 1}), small()
+        plain, model = copy.deepcopy(net), Compiled(net, planner(case.plan.layers, ranks, scheme))
+        opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+        x, y = torch.randn(5, 3, 8, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+        own, all_of = slice(0, 0 if rank else 5), torch.arange(5)
+        one_sender = [all_of, *[all_of[:0]] * (ranks - 1)]
+        samples = one_sender if scheme is Scheme.BROADCAST else list(all_of.tensor_split(ranks))
+        loss = model.train_step(x[own], y[own], nn.functional.mse_loss, opts[0])
+        wanted = plain_step(case, plain, x, y, lambda out, t: nn.functional.mse_loss(out, t) / ranks, opts[1], samples)
+        same(loss, torch.tensor(0.0 if rank else wanted * ranks, dtype=torch.float64), "loss")
+        same_state(model, plain)
+
+
+def group_train_steps(rank: int, ranks: int) -> None:
+    """The shards of one replica in front bring the same samples, and the layers behind run in passes."""
+    if ranks == 2:
+        return  # one replica in front, no passes
+    everyone = tuple(range(ranks))
+    for scheme in PASSES:
+        table = {str(n): Strategy(2, 2, axis, everyone) for n, axis in ((0, "out-features"), (1, "features"))}
+        table |= {"2": Strategy(1, 4, "out-features", everyone, 1), "3": Strategy(1, 4, "features", everyone)}
+        table["4"] = Strategy(1, 4, "in-features", everyone, 1)
+        net = mlp()
+        graph = capture(net, (torch.zeros(6, 6, dtype=torch.float64),))
+        case = Case(graph, planner(table, ranks, scheme)(graph))
+        plain, model = copy.deepcopy(net), Compiled(net, planner(table, ranks, scheme), inputs="group")
+        opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+        for samples in (4, 3):
+            x, y = (torch.randn(samples * 2, width, dtype=torch.float64) for width in (6, 4))
+            own = slice(samples * (rank // 2), samples * (rank // 2 + 1))
+            model.train_step(x[own], y[own], nn.functional.mse_loss, opts[0])
+            plain_step(case, plain, x, y, nn.functional.mse_loss, opts[1])
             same_state(model, plain)
 
 
@@ -433,7 +471,8 @@ def part(whole: Tensor, layout: Layout, device: int) -> Tensor:
 CASES = {
     case.__name__: case
     for case in (
-        moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, group_inputs, save_and_load,
-        tied, towers, loss_inside, local_batch_norm, bound_to_the_batch, frozen, own_losses, draws,
+        moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, lone_train_steps,
+        group_train_steps, group_inputs, save_and_load, wrapped_part, tied, towers, loss_inside, local_batch_norm,
+        bound_to_the_batch, frozen, own_losses, draws,
     )
 }  # fmt: skip

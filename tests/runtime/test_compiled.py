@@ -298,3 +298,23 @@ def test_code_that_depends_on_the_batch_is_captured_for_each() -> None:
     for samples in (6, 1, 4, 6):
         x = batch("mlp", samples)
         assert differences(outcome(model, model, x), outcome(plain, plain, x)) == {}
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ("cpu", "devices is 'cpu'; give a list"),
+        (2, "devices is 2; give a list"),
+        (["gpu"], "'gpu' names no device"),
+        ([None], "None names no device"),
+    ],
+)
+def test_what_names_no_device_is_refused(devices: Any, text: str) -> None:
+    with pytest.raises(RuntimeFailure, match=text):
+        Compiled(mlp(), planner(spread(2, "data"), 2), devices=devices)
+
+
+def test_a_dimension_that_no_input_has_is_refused() -> None:
+    model = Compiled(mlp(), planner(spread(2, "data"), 2), devices=["cpu"] * 2, dim=5)
+    with pytest.raises(RuntimeFailure, match=r"along dimension 5, which no input has \(shapes \(4, 6\)\)"):
+        model(torch.zeros(4, 6, dtype=torch.float64))

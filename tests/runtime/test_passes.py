@@ -8,12 +8,16 @@ import textwrap
 import pytest
 import torch
 
+from parplan.errors import PlanError
 from parplan.layout import Range
-from parplan.plan import Scheme
+from parplan.plan import Scheme, Strategy
+from parplan.runtime.compiled import Compiled
 from parplan.runtime.lower import lower
 from parplan.runtime.passes import Pass, local_ranges, put, take
 from parplan.runtime.program import Program, Staged
 from parplan.runtime.setting import Setting
+from tests.runtime.helpers import planner
+from tests.runtime.nets import mlp
 from tests.runtime.test_train_step import hybrid
 
 
@@ -140,3 +144,25 @@ def test_put_reverses_take(seed: int) -> None:
 def test_rows_of_a_pass() -> None:
     one = Pass(0, (Range(0, 3), Range(4, 6)))
     assert (one.batch, one.rows(1), one.rows(2), one.rows(3)) == (5, (5,), (3, 2), (2, 2, 1))
+
+
+def hooked(seen: list[tuple[int, ...]], narrow: set[str]) -> Compiled:
+    """A network with hooks on its second linear layer; layers in `narrow` have one replica, all others two."""
+    net, one = mlp(), Strategy(devices=(1,))
+    net[2].register_forward_hook(lambda *given: seen.append(tuple(given[2].shape)))
+    net[2].register_full_backward_hook(lambda *given: seen.append(tuple(given[2][0].shape)))
+    names = ("0", "1", "2.pre_hooks", "2", "2.hooks", "3", "4")
+    table = {name: one if name in narrow else Strategy(2, 1, None, (0, 1)) for name in names}
+    return Compiled(net, planner(table, 2, Scheme.INTERLEAVE), devices=["cpu"] * 2)
+
+
+def test_hooks_are_called_once_per_pass() -> None:
+    seen: list[tuple[int, ...]] = []
+    hooked(seen, {"2.pre_hooks", "2", "2.hooks", "3", "4"})(torch.randn(8, 6, dtype=torch.float64)).sum().backward()
+    assert seen == [(4, 12)] * 4
+
+
+def test_a_module_with_backward_hooks_has_both_ends_in_the_passes() -> None:
+    model = hooked([], {"2", "3", "4"})
+    with pytest.raises(PlanError, match=r"2\.hooks: 2 replicas in 2 passes, but 2 replicas where this module"):
+        model(torch.randn(8, 6, dtype=torch.float64))

@@ -74,7 +74,7 @@ def test_random_passes_keep_the_numbers(seed: int) -> None:
 
 def test_most_drawn_plans_have_passes() -> None:
     counts = []
-    for seed in range(NETS):
+    for seed in range(0, NETS, 4):
         known = drawn(seed)
         for _ in range(PASSES_PER_NET):
             strategies = random_passes(known.graph, 4, known.draw)

@@ -67,13 +67,21 @@ class Case:
 
 
 def plain_step(
-    case: Case, model: nn.Module, x: Tensor, y: Tensor, loss_fn: Callable[..., Tensor], opt: torch.optim.Optimizer
+    case: Case,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss_fn: Callable[..., Tensor],
+    opt: torch.optim.Optimizer,
+    samples: list[Tensor] | None = None,
 ) -> float:
-    """The reference: one plain model, updated at the plan's moments."""
+    """The reference: one plain model, updated at the plan's moments; `samples` are the passes', if not those of even
+    replicas."""
     opt.zero_grad()
-    total, shares, periods = 0.0, [len(own) / len(x) for own in case.samples(len(x))], case.periods()
+    samples = case.samples(len(x)) if samples is None else samples
+    total, shares, periods = 0.0, [len(own) / len(x) for own in samples], case.periods()
     known = dict(model.named_parameters())
-    for number, own in enumerate(case.samples(len(x))):
+    for number, own in enumerate(samples):
         if len(own):
             loss = loss_fn(model(x[own]), y[own]) * shares[number]
             loss.backward()
@@ -215,6 +223,31 @@ def test_train_step_trains() -> None:
     model = Compiled(small(), lambda _: case.plan, devices=["cpu"] * 2).eval()
     with pytest.raises(RuntimeFailure, match="evaluation mode"):
         model.train_step(torch.zeros(8, 3, 8, 8), torch.zeros(8, 8), functional.mse_loss, OPTIMIZERS["adam"](model))
+
+
+def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["adam"](model)
+
+
+UNTRAINABLE: dict[str, tuple[Callable[[nn.Module], object], object, str]] = {
+    "no optimizer": (lambda _: None, functional.mse_loss, "None is no optimizer"),
+    "its name": (lambda _: "sgd", functional.mse_loss, "'sgd' is no optimizer"),
+    "of another model": (lambda _: own_optimizer(small()), functional.mse_loss, "none of this model's parameters"),
+    "no loss": (own_optimizer, "ce", "'ce' is no loss"),
+    "a loss that is a float": (own_optimizer, lambda out, target: 1.0, "loss_fn gave 1.0"),
+    "a loss per sample": (own_optimizer, lambda out, target: out.mean(1), r"loss_fn gave a tensor of shape \("),
+}
+
+
+@pytest.mark.parametrize("periods", [{}, {"4": 1}], ids=str)
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_what_cannot_train_is_refused(name: str, periods: dict[str, int]) -> None:
+    make, loss_fn, text = UNTRAINABLE[name]
+    case = hybrid(2, Scheme.BROADCAST, periods)
+    model = Compiled(small(), lambda _: case.plan, devices=["cpu"] * 2)
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeFailure, match=text):
+        model.train_step(x, y, loss_fn, make(model))  # type: ignore[arg-type]
 
 
 def test_a_period_that_does_not_divide_the_passes_is_refused() -> None:

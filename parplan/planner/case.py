@@ -1,0 +1,99 @@
+"""What all parts of a decision work on: the model, the devices, their costs, what is asked, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic as now_s
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.planner.formulate import formulate
+from parplan.planner.player import Effort, Layers, Played, Player
+from parplan.planner.problem import evaluate
+from parplan.planner.request import Progress, Request
+
+__all__ = ["Case", "Deadline", "fits", "plain", "without_period"]
+
+
+class Deadline:
+    """One limit for all the searches of a decision. Each may take a part of what is left, and a little in any case."""
+
+    LEAST = 0.02
+    """Part of the limit that a search gets even where nothing is left: enough for a first choice."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._until = now_s() + limit_s
+
+    def left_s(self) -> float:
+        """Seconds until the limit, 0 when it is over."""
+        return max(0.0, self._until - now_s())
+
+    def extend(self, seconds: float) -> None:
+        """What is not a search, such as measuring layers, does not count."""
+        self._until += seconds
+
+    def part_s(self, part: float, most_s: float = float("inf")) -> float:
+        """What a search may take: a part of what is left, `most_s` at most."""
+        return min(most_s, max(part * self.left_s(), self.LEAST * self.limit_s))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model to plan for some devices.
+
+    Args:
+        deadline: for everything that is searched.
+        player: plays plans through, for all parts of the decision.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    costs: CostModel
+    request: Request
+    deadline: Deadline
+    player: Player
+    progress: Progress | None = None
+
+    @staticmethod
+    def of(
+        graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
+    ) -> Case:
+        """A case with its whole time limit and effort left."""
+        player = Player(graph, cluster, costs)
+        return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
+
+    def within(self, plan: Plan, effort: Effort) -> Played | None:
+        """A plan's step; None where the effort is spent, or the time is over, which ends searches on slow machines."""
+        return None if self.spent(effort) else self.player.within(plan, effort)
+
+    def spent(self, effort: Effort) -> bool:
+        """Whether nothing more is to be tried."""
+        return effort.left <= 0 or self.deadline.left_s() == 0
+
+    def phase(self, name: str) -> None:
+        """Tell the listener that a phase begins."""
+        if self.progress is not None:
+            self.progress.phase(name)
+
+
+def without_period(strategy: Strategy) -> Strategy:
+    """A strategy as the solver knows it."""
+    return Strategy(strategy.replicas, strategy.shards, strategy.axis, strategy.devices)
+
+
+def plain(plan: Plan) -> dict[str, Strategy]:
+    """A plan's layers as the solver knows them."""
+    return {name: without_period(strategy) for name, strategy in plan.layers.items()}
+
+
+def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Layers) -> bool:
+    """Whether every device's memory suffices for a plan with these layers, transfers included."""
+    peaks: Sequence[float] | None = costs.peaks(layers)
+    if peaks is None:
+        alone = formulate(graph, cluster, costs, {name: (own,) for name, own in layers.items()})
+        peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
+    return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))

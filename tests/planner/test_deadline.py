@@ -1,0 +1,64 @@
+"""All searches of a decision together keep to the time that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+
+from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.planner import case as case_module
+from parplan.planner import choosing
+from parplan.planner import decide as decide_module
+from parplan.planner.case import Deadline
+from parplan.planner.decide import Request, decide
+from parplan.planner.problem import Problem, Solution, Status
+from parplan.planner.solve import solve
+from tests.planner.graphs import perceptron
+
+LIMIT_S = 60.0
+
+
+class Clock:
+    """A clock that only solving moves."""
+
+    def __init__(self) -> None:
+        self.now_s, self.limits_s = 0.0, list[float]()
+
+    def solve(self, problem: Problem, time_limit_s: float, **options: object) -> Solution:
+        """The best choice, after all the time there was."""
+        self.limits_s.append(time_limit_s)
+        self.now_s += time_limit_s
+        return replace(solve(problem, 60.0), status=Status.FEASIBLE)
+
+
+def test_solves_that_all_take_their_whole_time_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that never fits is solved for again and again."""
+    clock = Clock()
+    graph, cluster = perceptron(), cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster)
+    monkeypatch.setattr(costs, "peaks", lambda layers: tuple(repeat(2 * cluster.devices[0].memory_bytes, 2)))
+    monkeypatch.setattr(choosing, "solve", clock.solve)
+    monkeypatch.setattr(decide_module, "solve", clock.solve)
+    monkeypatch.setattr(case_module, "now_s", lambda: clock.now_s)
+    decide(graph, cluster, costs, Request(time_limit_s=LIMIT_S))
+    assert len(clock.limits_s) >= 4
+    assert clock.limits_s[0] > LIMIT_S / 2
+    assert LIMIT_S / 2 < clock.now_s <= 1.3 * LIMIT_S
+
+
+def test_a_deadline_gives_parts_and_a_little_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.0]
+    monkeypatch.setattr(case_module, "now_s", lambda: times[0])
+    deadline = Deadline(10.0)
+    assert deadline.part_s(0.5) == 5.0
+    assert deadline.part_s(0.5, most_s=2.0) == 2.0
+    times[0] = 8.0
+    assert deadline.part_s(0.5) == 1.0
+    deadline.extend(4.0)
+    assert deadline.part_s(0.5) == 3.0
+    times[0] = 20.0
+    assert deadline.left_s() == 0.0
+    assert deadline.part_s(0.5) == Deadline.LEAST * 10.0
