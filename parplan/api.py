@@ -272,9 +272,7 @@ def compile(  # the name users know from torch.compile
         count = compiled.device_count
         if plan is not None:
             return _given(plan, graph, count)
-        request = Request(
-            precision, optimizer, rules, None, time_limit_s, pins=pinned, scheme=scheme, price_pins=False
-        )
+        request = Request(precision, optimizer, rules, None, time_limit_s, pins=pinned, scheme=scheme, price_pins=False)
         compiled.decision = _searched(graph, compiled.device, count, request)
         found: Plan = compiled.decision.plan
         return found

@@ -73,9 +73,7 @@ class _Place:
         return self.file.resolve().parent if self.file else Path.cwd()
 
 
-def load(
-    target: str, inputs: Sequence[str] = (), batch: int | None = None, layer_params: str | None = None
-) -> Target:
+def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, layer_params: str | None = None) -> Target:
     """The model and the example inputs that a command line names.
 
     Args:
