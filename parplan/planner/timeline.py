@@ -8,7 +8,8 @@ layers behind a boundary run in passes, the samples of one pass on their way whi
 - A transfer uses lanes, out of those who send and into those who receive; transfers under way at the same time share
   them. One between layers that run equally often also holds all devices of both, as what comes next needs it. One
   across the boundary of passes does not: it starts when its samples are there and the pass before begins to compute,
-  and goes on beside it, while its lanes are free of what devices wait for (as with streams of two priorities).
+  and goes on beside it, while its lanes are free of what devices wait for (as with streams of two priorities); but
+  for the share that StepCost.overlap takes from compute, which is all of it on processors that also carry.
 - All passes go forward before any goes back (a plain `loss.backward()`), or each goes back at once (`in_turn`, as
   `train_step` does it where weights are updated between passes).
 - Gradient sums are on their own way beside the backward, except for the share that StepCost.overlap takes from it.

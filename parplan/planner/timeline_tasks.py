@@ -226,10 +226,15 @@ class Parts:
         lanes: Mapping[Any, float] = {
             Resource(lane, d): one for lane, own in ((Lane.OUT, sent), (Lane.IN, received)) for d, one in own
         }
-        beside = move.beside and self.work.manner.hide
-        holds = () if beside else _lane(Lane.COMPUTE, leg.devices)
-        number = None if move.crossing is Crossing.ONCE else part
-        return self.add(Kind.TRANSFER, move.value, seconds, holds, after, number, leg.devices, lanes, beside)
+        hidden_s = self.work.hidden * seconds if move.beside else 0.0
+        held_s = seconds - hidden_s
+        compute, number = _lane(Lane.COMPUTE, leg.devices), None if move.crossing is Crossing.ONCE else part
+        about = (number, leg.devices, lanes)
+        if held_s or not move.beside:  # also where the processor that computes carries
+            after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, *about),)
+        if move.beside and (hidden_s or not held_s):
+            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, yields=True),)
+        return after[-1]
 
     # -- the ends --
 

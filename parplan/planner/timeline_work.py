@@ -116,13 +116,17 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Layers by name in forward order, and moves."""
+    """Layers by name in forward order, and moves.
+
+    `hidden` is the share of what goes on beside compute that takes nothing from it (StepCost.overlap).
+    """
 
     stages: Stages
     layers: Mapping[str, LayerWork]
     moves: tuple[Move, ...]
     devices: int
     overhead_s: float
+    hidden: float = 1.0
     manner: Manner = OURS
 
     def times(self, name: str) -> int:
@@ -158,7 +162,8 @@ def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, manne
     pricing = _Pricing(graph, devices, costs, strategies, when, plan.scheme, manner.deal)
     layers = {name: pricing.layer(name, plan.layers[name].update_period) for name in graph.layers}
     moved = tuple(replace(move, index=index) for index, move in enumerate(pricing.moves()))
-    return Work(when, layers, moved, devices, costs.step.overhead_s, manner)
+    hidden = min(1.0, max(0.0, costs.step.overlap)) if manner.hide else 0.0
+    return Work(when, layers, moved, devices, costs.step.overhead_s, hidden, manner)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch import nn
 
 from examples.alexnet import build
 from parplan.cluster import Cluster
+from parplan.cost_models.costs import StepCost
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
@@ -200,6 +201,28 @@ def test_nothing_hidden_takes_longer() -> None:
         hidden, bare = (timeline_of(plan, graph, cluster, Manner(hide=hide)) for hide in (True, False))
         direct = timeline_of(plan, graph, cluster, Manner(hide=False, deal=False))
         assert hidden.exposed_transfer_s < bare.exposed_transfer_s < direct.exposed_transfer_s
+
+
+class Carrying(RooflineCosts):
+    """Costs of processors that compute and carry: only a share of what travels hides behind compute."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, overlap: float) -> None:
+        super().__init__(graph, cluster)
+        self.overlap = overlap
+
+    @property
+    def step(self) -> StepCost:
+        return replace(super().step, overlap=self.overlap)
+
+
+def test_processors_that_carry_hide_less() -> None:
+    graph, cluster, plan = alexnet(512), cluster_preset("k20", 4), hybrid(4, Scheme.INTERLEAVE)
+    found = [simulate(graph, cluster, Carrying(graph, cluster, share), plan) for share in (-0.5, 0.0, 0.5, 1.0)]
+    exposed = [one.exposed_transfer_s for one in found]
+    assert exposed[0] == exposed[1] > exposed[2] > exposed[3]
+    bare = simulate(graph, cluster, Carrying(graph, cluster, 0.0), plan, Manner(hide=False))
+    assert exposed[1] == pytest.approx(bare.exposed_transfer_s)
+    assert exposed[3] == pytest.approx(on_paper(4, Scheme.INTERLEAVE).exposed_transfer_s)
 
 
 @pytest.mark.parametrize("scheme", IN_PASSES)
