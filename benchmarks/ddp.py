@@ -15,7 +15,7 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,6 +138,16 @@ def seconds(step: Callable[[], None], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def in_turns(steppers: Mapping[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step in every round. Turns alternate, so that none always follows another."""
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(rounds):
+        every = list(steppers.items())
+        for name, step in every if turn % 2 == 0 else reversed(every):
+            times[name].append(seconds(step, steps))
+    return times
+
+
 def compare(case: Case, rank: int, rounds: int) -> Figures:
     """Time both models in turns."""
     torch.manual_seed(0)
@@ -148,12 +158,7 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     own = stepper(Compiled(net, case.planner, batch_norm="local"), *batch)
     for step in (ddp, own):
         seconds(step, 3)
-    # Turns alternate, so that neither always follows the other.
-    times: dict[str, list[float]] = {"ddp": [], "parplan": []}
-    for turn in range(rounds):
-        both = [("ddp", ddp), ("parplan", own)]
-        for name, step in both if turn % 2 == 0 else reversed(both):
-            times[name].append(seconds(step, case.steps))
+    times = in_turns({"ddp": ddp, "parplan": own}, rounds, case.steps)
     lower, middle, upper = statistics.quantiles([b / a for a, b in zip(*times.values(), strict=True)], n=4)
     return Figures(
         network=case.network,

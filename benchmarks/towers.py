@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 
-from benchmarks.ddp import free_port, seconds, stepper
+from benchmarks.ddp import free_port, in_turns, seconds, stepper
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.here import this_cluster
 from parplan.graph.capture import capture
@@ -144,11 +144,7 @@ def compare(found: Plans, args: argparse.Namespace, rank: int) -> Figures:
     }
     for step in models.values():
         seconds(step, 3)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(args.rounds):
-        both = list(models.items())
-        for name, step in both if turn % 2 == 0 else reversed(both):
-            times[name].append(seconds(step, args.steps))
+    times = in_turns(models, args.rounds, args.steps)
     ratios = [b / a for a, b in zip(times["in turn"], times["beside"], strict=True)]
     lower, middle, upper = statistics.quantiles(ratios, n=4)
     return Figures(

@@ -80,11 +80,6 @@ class Spent:
         """Time in which it has nothing to compute because of a transfer."""
         return self.total_s(Kind.TRANSFER)
 
-    @property
-    def idle_s(self) -> float:
-        """Time in which it does nothing at all, whatever it waits for."""
-        return sum(self.waits_s.values())
-
 
 @dataclass(frozen=True, eq=False)
 class Timeline:

@@ -39,7 +39,6 @@ from parplan.runtime.train_step import (
     check_training,
     checked_loss,
     moments,
-    periods,
     sample_axes,
 )
 
@@ -180,7 +179,7 @@ class Compiled(nn.Module):
     ) -> Tensor | None:
         """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
         captured = self._find(call)
-        early = periods(captured)
+        early = captured.early_periods
         if not early:
             return None
         if any(tensor.requires_grad for tensor in call.tensors):

@@ -21,7 +21,7 @@ from parplan.layout import Range, split_evenly
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.setting import Setting
 
-__all__ = ["Pass", "local_ranges", "passes_of", "put", "take", "update_periods"]
+__all__ = ["Pass", "early_periods", "local_ranges", "passes_of", "put", "take", "update_periods"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,22 @@ def update_periods(graph: LayerGraph, strategies: Mapping[str, Strategy], stages
                     f"{found[parameter]} passes, not every {period}; give both the same update_period"
                 )
     return {p: found[p] for name in graph.layers if name in inside for p in graph.layers[name].parameters}
+
+
+def early_periods(graph: LayerGraph, strategies: Mapping[str, Strategy], stages: Stages) -> dict[str, int]:
+    """The update periods of those parameters that do not wait for the last pass.
+
+    Raises:
+        PlanError: a period does not divide the passes, or layers that share a parameter have different ones.
+    """
+    found = update_periods(graph, strategies, stages)
+    for parameter, period in found.items():
+        if stages.passes % period:
+            raise PlanError(
+                f"{graph.parameters[parameter]}: an update period of {period} does not divide {stages.passes} passes "
+                "(R8); use one that does"
+            )
+    return {parameter: period for parameter, period in found.items() if period < stages.passes}
 
 
 def local_ranges(ranges: Sequence[Range], held: Range, per_sample: int) -> tuple[Range, ...]:

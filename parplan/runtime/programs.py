@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.stages import stages
 from parplan.layout import Grid, Region
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
@@ -23,6 +25,7 @@ from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
 from parplan.runtime.lower import lower
 from parplan.runtime.parameters import Store
+from parplan.runtime.passes import early_periods
 from parplan.runtime.program import Program
 from parplan.runtime.setting import Setting
 from parplan.runtime.sharding import Sharding
@@ -67,6 +70,16 @@ class Captured:
     shares: bool
     groups: Grid | None = None
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+
+    @cached_property
+    def early_periods(self) -> Mapping[str, int]:
+        """After how many passes each parameter is updated that does not wait for the last one; the same in every step.
+
+        Raises:
+            PlanError: a period does not divide the passes.
+        """
+        known = stages(self.graph, self.strategies, self.scheme)
+        return early_periods(self.graph, self.strategies, known)
 
 
 class Programs:

@@ -26,16 +26,15 @@ from torch import Tensor, nn
 from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import stages
 from parplan.layout import Range
 from parplan.runtime.executor import Executor
-from parplan.runtime.passes import local_ranges, take, update_periods
+from parplan.runtime.passes import local_ranges, take
 from parplan.runtime.program import Staged
 from parplan.runtime.programs import Captured
 from parplan.runtime.staged import Moment, StagedRun
 
 __all__ = [
-    "SampleAxis", "StagedStep", "arguments", "check_training", "checked_loss", "moments", "periods", "sample_axes",
+    "SampleAxis", "StagedStep", "arguments", "check_training", "checked_loss", "moments", "sample_axes",
 ]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
@@ -88,23 +87,6 @@ def checked_loss(loss: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise RuntimeFailure(f"loss_fn gave {what}; it has to give one number, as a tensor")
     return loss
-
-
-def periods(captured: Captured) -> dict[str, int]:
-    """After how many passes each parameter (placeholder) is updated, of those that are before the last one.
-
-    Raises:
-        PlanError: a period does not divide the passes.
-    """
-    known = stages(captured.graph, captured.strategies, captured.scheme)
-    found = update_periods(captured.graph, captured.strategies, known)
-    for parameter, period in found.items():
-        if known.passes % period:
-            raise PlanError(
-                f"{captured.graph.parameters[parameter]}: an update period of {period} does not divide {known.passes} "
-                "passes (R8); use one that does"
-            )
-    return {parameter: period for parameter, period in found.items() if period < known.passes}
 
 
 def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int]) -> tuple[Moment, ...]:
