@@ -19,7 +19,7 @@ import torch
 from parplan.cost_models.links import BESIDE
 from parplan.cost_models.profile import LinkEntry, Profile
 from parplan.cost_models.reference import Reference
-from parplan.cost_models.sampling import one_thread
+from parplan.cost_models.sampling import one_thread, spread_of
 from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.layout import Grid, Layout, pieces
 from parplan.profiler.company import Ranks
@@ -98,8 +98,7 @@ def _measured(
             if not company.agree(not enough):
                 break
     middle = median(times)
-    spread = 1.4826 * median(abs(time - middle) for time in times) / middle if middle > 0 else 0.0
-    reference_s = company.mean([median(references)])[0]
+    spread, reference_s = spread_of(times, middle), company.mean([median(references)])[0]
     return LinkEntry(backend, kind, company.count, nbytes, middle, spread, len(times), reference_s, now())
 
 
@@ -120,7 +119,7 @@ def _added(
 
 
 def _beside(total: _Sum, reference: Reference, company: Company, times: int) -> float:
-    """What a gradient sum takes from compute that goes on while it is under way."""
+    """What a gradient sum takes from compute that goes on while it is under way; zero where that is lost in noise."""
     company.meet()
     start = perf_counter()
     for _ in range(times):
@@ -139,7 +138,7 @@ def between_compute(run: Callable[[], None], reference: Reference, company: Comp
     """What `run` adds to compute that it comes out of and goes into, as in a step: seconds for one of `times`.
 
     In a step ranks are not quite in time, and what carries messages has to get hold of a processor first; among runs
-    that follow each other without compute neither shows.
+    that follow each other without compute neither shows. Zero where it is lost in the noise of the compute.
     """
     company.meet()
     start = perf_counter()

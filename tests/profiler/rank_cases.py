@@ -44,7 +44,8 @@ def links_are_measured_once(rank: int, ranks: int) -> None:
     found = profile.links("gloo")
     assert {(entry.kind, entry.nbytes) for entry in found} == {(kind, size) for kind in KINDS for size in SIZES}
     assert {entry.group for entry in found} == {ranks}
-    assert all(entry.seconds > 0 and entry.reference_s > 0 and entry.runs >= 5 and entry.when for entry in found)
+    # A small message may be lost in the noise of what it is measured between: zero is an answer.
+    assert all(entry.seconds >= 0 and entry.reference_s > 0 and entry.runs >= 5 and entry.when for entry in found)
     assert len(told) == len(KINDS) * len(SIZES)
     measure_links(transport, company, "gloo", profile, cap_s=0.0, sizes=SIZES)
     assert profile.links("gloo") == found
