@@ -117,6 +117,21 @@ class Embeddings(nn.Module):
         return result
 
 
+class Tied(nn.Module):
+    """A language model's table, which words come from and go to, around one layer."""
+
+    def __init__(self, words: int = 4_000, width: int = 128) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.head(self.middle(self.table(ids)).tanh().mean(1))
+        return result
+
+
 class Recurrent(nn.Module):
     """An LSTM over vectors, and classes of its last state."""
 
@@ -157,5 +172,6 @@ NETWORKS = (
     Network("transformer, wide", lambda: Transformer(100, 256, 1, 0.0), _tokens(16, 100), 8),
     Network("transformer, long", lambda: Transformer(500, 32, 2, 0.1), _tokens(128, 500), 16),
     Network("embedding", Embeddings, _tokens(8, 20_000), 256),
+    Network("tied words", Tied, _tokens(8, 4_000), 16),
     Network("lstm", Recurrent, _vectors(40, 32), 64),
 )

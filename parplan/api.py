@@ -6,12 +6,13 @@ Heavy imports stay inside the functions, so that `import parplan` costs nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parplan.errors import CaptureError, ModelError, ParplanError, PlanError
+from parplan.cluster import MOST_DEVICES, Cluster
+from parplan.errors import ClusterError, ModelError, ParplanError, PlanError
 from parplan.pins import Pin, PinsLike, read_pins
 from parplan.plan import Plan
 
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from parplan.cluster import Cluster
-    from parplan.cost_models.costs import CostModel
+    from parplan.cost_models.asked import Found
     from parplan.graph.layer_graph import LayerGraph
-    from parplan.look_back import Foreseen
-    from parplan.planner.decide import Progress, Request
-    from parplan.planner.decision import Decision, Prediction
+    from parplan.planner.decide import Progress
+    from parplan.planner.decision import Decision
     from parplan.runtime.compiled import Compiled
     from parplan.runtime.dispatch import ThreadsOption
     from parplan.runtime.expected import Expected
@@ -79,22 +78,18 @@ def analyze(
     Raises:
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
-    _check_batch(batch, measure)
-    from parplan.cost_models.asked import Asked, find_cluster
     from parplan.graph.capture import capture
-    from parplan.planner.decide import Request, decide, sketch
+    from parplan.planner.decide import Request
+    from parplan.pricing import Pricing
 
+    _check_batch(batch, measure)
     started = time.perf_counter()
     _check_module(model)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    pinned = read_pins(pins, with_plan=given is not None)
-    gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
-    asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))
+    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
+    asked = _cluster(given, gpus, gpu, link, memory_bytes, cluster, measure)
     if progress is not None:
         progress.phase("capture")
-    graph = capture(model, _arguments(example_inputs), kwargs)
-    graph = replace(graph, model=name) if name else graph
-    capture_s = time.perf_counter() - started
+    graph = _named(capture(model, _arguments(example_inputs), kwargs), name)
     request = Request(
         precision=precision,
         optimizer=optimizer,
@@ -103,22 +98,12 @@ def analyze(
         plan=given,
         time_limit_s=time_limit_s,
         notes=(*notes, *asked.notes),
-        capture_s=capture_s,
+        capture_s=time.perf_counter() - started,
         started=started,
         pins=pinned,
     )
-
-    def decided(graph: LayerGraph, request: Request) -> Decision:
-        costs, more = _costs(graph, asked.cluster, precision, optimizer, asked.device, measure, progress)
-        return decide(graph, asked.cluster, costs, replace(request, notes=(*request.notes, *more)), progress)
-
-    def sketched(graph: LayerGraph, request: Request) -> Prediction:
-        costs, _ = _costs(graph, asked.cluster, precision, optimizer, asked.device)
-        return sketch(graph, asked.cluster, costs, request)
-
-    if batch is None:
-        return decided(graph, request)
-    return _at_best_batch(graph, asked.cluster, sketched, decided, request)
+    pricing = Pricing(asked.cluster, request, asked.device, measure, progress)
+    return pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph)
 
 
 def _check_batch(batch: str | None, measure: bool) -> None:
@@ -129,33 +114,6 @@ def _check_batch(batch: str | None, measure: bool) -> None:
             "--batch auto compares many batches, and --measure would have to time them all; choose the batch first, "
             "then measure at it"
         )
-
-
-def _at_best_batch(
-    graph: LayerGraph,
-    cluster: Cluster,
-    sketched: Callable[[LayerGraph, Request], Prediction],
-    decided: Callable[[LayerGraph, Request], Decision],
-    request: Request,
-) -> Decision:
-    """The decision at the batch that promises most, of one captured graph at several.
-
-    Raises:
-        CaptureError: the model is not the same at every batch.
-    """
-    from parplan.graph.resized import at_batch
-    from parplan.planner.batches import Cases, best_batch
-
-    try:
-        at_batch(graph, 2 * (graph.batch or 1))
-    except CaptureError as error:
-        reason = str(error).partition(";")[0]
-        raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
-    cases = Cases(
-        lambda batch, asked: sketched(at_batch(graph, batch), asked),
-        lambda batch, asked: decided(at_batch(graph, batch), asked),
-    )
-    return best_batch(cases, cluster, request, graph.batch)
 
 
 def analyze_profile(
@@ -186,7 +144,6 @@ def analyze_profile(
     Raises:
         ParplanError: the file is no layer profile, no plan fits, an unknown preset.
     """
-    from parplan.cost_models.asked import Asked, find_cluster
     from parplan.cost_models.layer_profile_text import load_layer_profile
     from parplan.cost_models.profile_costs import ProfileCosts
     from parplan.cost_models.profile_graph import profile_graph, profile_notes
@@ -194,10 +151,8 @@ def analyze_profile(
 
     started = time.perf_counter()
     profile = load_layer_profile(file)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    pinned = read_pins(pins, with_plan=given is not None)
-    gpus = given.devices if gpus is None and given is not None and cluster is None else gpus
-    asked = find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, False))
+    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
+    asked = _cluster(given, gpus, gpu, link, memory_bytes, cluster)
     graph = profile_graph(profile, batch)
     costs = ProfileCosts(profile, graph, asked.cluster, optimizer)
     request = Request(
@@ -263,22 +218,24 @@ def compile(  # the name users know from torch.compile
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
     """
     from parplan.planner.decide import Request
+    from parplan.pricing import on_devices
     from parplan.runtime.compiled import Compiled
 
     _check_module(model)
-    pinned = read_pins(pins, with_plan=plan is not None)
+    request = Request(precision, optimizer, rules, None, time_limit_s, scheme=scheme, price_pins=False)
+    wanted, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
 
     def planner(graph: LayerGraph) -> Plan:
         count = compiled.device_count
-        if plan is not None:
-            return _given(plan, graph, count)
-        request = Request(precision, optimizer, rules, None, time_limit_s, pins=pinned, scheme=scheme, price_pins=False)
-        compiled.decision = _searched(graph, compiled.device, count, request)
+        if wanted is not None:
+            return _given(wanted, graph, count)
+        pricing = on_devices(count, compiled.device, replace(request, pins=pinned))
+        compiled.decision = pricing.decided(graph)
         found: Plan = compiled.decision.plan
         return found
 
     def foresee(graph: LayerGraph, made: Plan) -> Expected:
-        return foreseen(graph, made, compiled.device, compiled.device_count, precision, optimizer).expected
+        return on_devices(compiled.device_count, compiled.device, request).foreseen(graph, made).expected
 
     compiled = Compiled(
         model,
@@ -297,39 +254,14 @@ def compile(  # the name users know from torch.compile
     return compiled
 
 
-def _given(plan: Plan | str | Path, graph: LayerGraph, devices: int) -> Plan:
+def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
     """A user's plan, checked against model and devices."""
     from parplan.planner.verifier import check
 
-    found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if found.devices != devices:
-        raise PlanError(
-            f"the plan is for {found.devices} devices, here are {devices}; plan again with --gpus {devices}"
-        )
-    check(found, graph)
-    return found
-
-
-def foreseen(
-    graph: LayerGraph, plan: Plan, device: torch.device, count: int, precision: str = "fp32", optimizer: str = "adam"
-) -> Foreseen:
-    """What `plan` is predicted to take on `count` devices like `device`."""
-    from parplan.cost_models.here import this_cluster
-    from parplan.look_back import foresee
-
-    cluster = this_cluster(count, device)
-    costs, _ = _costs(graph, cluster, precision, optimizer, device)
-    return foresee(graph, plan, cluster, costs)
-
-
-def _searched(graph: LayerGraph, device: torch.device, count: int, request: Request) -> Decision:
-    """The fastest plan for `count` devices like `device`."""
-    from parplan.cost_models.here import this_cluster
-    from parplan.planner.decide import decide
-
-    cluster = this_cluster(count, device)
-    costs, _ = _costs(graph, cluster, request.precision, request.optimizer, device)
-    return decide(graph, cluster, costs, request)
+    if plan.devices != devices:
+        raise PlanError(f"the plan is for {plan.devices} devices, here are {devices}; plan again with --gpus {devices}")
+    check(plan, graph)
+    return plan
 
 
 def verify(
@@ -342,6 +274,7 @@ def verify(
     devices: int | None = None,
     batch: int | None = None,
     seed: int = 0,
+    name: str | None = None,
 ) -> Verification:
     """Run a plan on logical CPU devices in float64 and compare it with the plain model.
 
@@ -351,6 +284,7 @@ def verify(
         devices: how many logical devices; default: the plan's, else what the pins need, else 2.
         batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
             numbers a plan gives do not depend on the batch it was made for.
+        name: what to call the model in a plan that is to be chosen.
 
     Raises:
         ParplanError: the plan is not for this model, or breaks a rule.
@@ -359,11 +293,12 @@ def verify(
     from parplan.verification import first_samples, verify_plan
 
     _check_module(model)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    pinned = read_pins(pins, with_plan=given is not None)
+    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
     count = devices if devices is not None else (given.devices if given is not None else _devices_of(pinned))
+    if count > MOST_DEVICES:
+        raise ClusterError(f"{count} devices: parplan plans for up to {MOST_DEVICES}")
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
-    graph = capture(model, args, kwargs)
+    graph = _named(capture(model, args, kwargs), name)
     found = _given(given, graph, count) if given is not None else _for_cpu(graph, count, pinned)
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
@@ -380,8 +315,9 @@ def _for_cpu(graph: LayerGraph, count: int, pins: tuple[Pin, ...]) -> Plan:
     import torch
 
     from parplan.planner.decide import Request
+    from parplan.pricing import on_devices
 
-    return _searched(graph, torch.device("cpu"), count, Request(pins=pins, price_pins=False)).plan
+    return on_devices(count, torch.device("cpu"), Request(pins=pins, price_pins=False)).decided(graph).plan
 
 
 def _devices_of(pins: Sequence[Pin]) -> int:
@@ -403,55 +339,25 @@ def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
-# Longest that --measure takes; what is left is interpolated, and the report says so.
-MEASURE_S = 120.0
+def _plan(plan: Plan | str | Path | None) -> Plan | None:
+    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
 
-def _costs(
-    graph: LayerGraph,
-    cluster: Cluster,
-    precision: str,
-    optimizer: str,
-    device: torch.device | None,
+def _cluster(
+    plan: Plan | None,
+    gpus: int | str | None,
+    gpu: str | None,
+    link: str | None,
+    memory_bytes: int | None,
+    cluster: Cluster | str | Path | None,
     measure: bool = False,
-    progress: Progress | None = None,
-) -> tuple[CostModel, tuple[str, ...]]:
-    """The best costs there are, and what the reader must know about them; `device` is one of the cluster, if here."""
-    from parplan.cost_models.roofline import rate_notes
-    from parplan.profiler.known import known_costs
+) -> Found:
+    """What is planned for; where nothing says how many devices, as many as the plan has."""
+    from parplan.cost_models.asked import Asked, find_cluster
 
-    notes = _measured(graph, cluster, device, progress) if measure and device is not None else ()
-    known = known_costs(graph, cluster, device=device, precision=precision, optimizer=optimizer)
-    return known.costs, (*rate_notes(cluster, precision), *known.notes, *notes)
+    gpus = plan.devices if gpus is None and plan is not None and cluster is None else gpus
+    return find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))
 
 
-def _measured(graph: LayerGraph, cluster: Cluster, device: torch.device, progress: Progress | None) -> tuple[str, ...]:
-    """Measure, in this process, what the user's store lacks of the parts a plan could use."""
-    from parplan.cost_models.conditions import here
-    from parplan.cost_models.measuring import measure_parts
-    from parplan.cost_models.roofline import RooflineCosts
-    from parplan.cost_models.store import ProfileStore
-    from parplan.profiler.session import requests_by_devices
-
-    if progress is not None:
-        progress.phase("measure")
-    wanted = [request for own in requests_by_devices(graph, cluster).values() for request in own]
-    with ProfileStore() as store:
-        outcome = measure_parts(
-            graph,
-            RooflineCosts(graph, cluster),
-            wanted,
-            device,
-            store.under(here(device, 1)),
-            time_cap_s=MEASURE_S,
-            on_progress=progress.advance if progress is not None else None,
-        )
-    notes = []
-    if cluster.count > 1 and device.type == "cpu":
-        notes.append(
-            f"Measured one device at a time; `parplan profile --devices {cluster.count}` measures devices that work "
-            "at once, and their links."
-        )
-    if outcome.left:
-        notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
-    return (*notes, *(f"Not measured: {why}" for why in outcome.failed[:3]))
+def _named(graph: LayerGraph, name: str | None) -> LayerGraph:
+    return replace(graph, model=name) if name else graph

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from parplan.cli_options import parse
 from parplan.errors import ParplanError
@@ -35,22 +38,47 @@ GIB = 2**30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code (see the module)."""
-    verbose = "--verbose" in (sys.argv[1:] if argv is None else argv)
+    with _noticed() as pressed:
+        return _run(sys.argv[1:] if argv is None else argv, pressed)
+
+
+@contextlib.contextmanager
+def _noticed() -> Iterator[list[int]]:
+    """Interrupts, also those that are caught on their way here: some imports catch everything, and fail later."""
+    before, pressed = signal.getsignal(signal.SIGINT), list[int]()
+
+    def note(number: int, frame: FrameType | None) -> NoReturn:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        options = _parsed(sys.argv[1:] if argv is None else argv)
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
+    verbose = "--verbose" in argv
+    try:
+        options = _parsed(argv)
         with _warnings(shown=options.verbose):
             code = _COMMANDS[options.command](options)
         return code
-    except ParplanError as error:
-        if verbose:
-            traceback.print_exc()
-        return _say(f"error: {error}", REFUSED)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         return _pipe_closed()
     except Exception as error:
-        traceback.print_exc()
+        if pressed:
+            return _say("interrupted", INTERRUPTED)
+        if verbose or not isinstance(error, ParplanError):
+            traceback.print_exc()
+        if isinstance(error, ParplanError):
+            return _say(f"error: {error}", REFUSED)
         return _say(f"error: a bug of parplan, {type(error).__name__}; please report the lines above", BUG)
 
 
@@ -262,6 +290,7 @@ def _verify(options: argparse.Namespace) -> int:
             devices=options.devices,
             batch=options.batch,
             seed=options.seed,
+            name=target.name,
         )
     _write(_printed(lambda console: render_verification(found, console)))
     return DONE if found.passed else DIFFERS

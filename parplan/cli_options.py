@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parplan import __version__
+from parplan.cluster import MOST_DEVICES
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
 from parplan.errors import ParplanError
 
@@ -148,7 +149,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(verify)
     verify.add_argument("--plan", metavar="FILE", help="the plan to verify (default: the one parplan chooses)")
     _add_pins(verify)
-    verify.add_argument("--devices", type=_count, metavar="N", help="logical devices (default: the plan's, else 2)")
+    verify.add_argument("--devices", type=_devices, metavar="N", help="logical devices (default: the plan's, else 2)")
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
     run = commands.add_parser("run-report", help="run a plan and look back", description=RUN_REPORT, **style)
     _add_target(run)
@@ -170,7 +171,7 @@ def _add_target(command: _Parser, needed: bool = True, auto: bool = False) -> No
 
 def _add_run(command: _Parser) -> None:
     command.add_argument("--plan", metavar="FILE", help="the plan to run (default: the one parplan chooses)")
-    command.add_argument("--devices", type=_count, metavar="N", help="logical devices (default: the plan's, else 2)")
+    command.add_argument("--devices", type=_devices, metavar="N", help="logical devices (default: the plan's, else 2)")
     command.add_argument("--processes", action="store_true", help="one process of one thread for each device")
     command.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to record (default: 20)")
     command.add_argument("--optimizer", choices=tuple(OPTIMIZER_STATES), default="adam",
@@ -183,7 +184,7 @@ def _add_run(command: _Parser) -> None:
 
 def _add_profile(command: _Parser) -> None:
     _add_target(command, needed=False)
-    command.add_argument("--devices", type=_count, metavar="N", help="how many to plan for later (default: the GPUs "
+    command.add_argument("--devices", type=_devices, metavar="N", help="how many to plan for later (default: the GPUs "
                          "that are here, else 1 CPU device)")  # fmt: skip
     command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="whose updates are timed "
                          "(default: adam)")  # fmt: skip
@@ -291,6 +292,13 @@ def _count(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value
+
+
+def _devices(text: str) -> int:
+    value = _count(text)
+    if value > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"{text}: parplan plans for up to {MOST_DEVICES} devices")
     return value
 
 

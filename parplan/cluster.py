@@ -14,7 +14,10 @@ from itertools import pairwise
 
 from parplan.errors import ClusterError
 
-__all__ = ["Cluster", "Device", "DeviceGroup", "Link"]
+__all__ = ["MOST_DEVICES", "Cluster", "Device", "DeviceGroup", "Link"]
+
+# Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
+MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)

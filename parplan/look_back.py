@@ -25,8 +25,10 @@ from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import LayerFacts, Prediction
 from parplan.planner.formulate import Option, formulate
 from parplan.planner.timeline_work import LayerWork, Work, work_of
+from parplan.report import units
 from parplan.runtime.expected import Both, Expected, ExpectedLayer
 from parplan.runtime.measured import Line, MeasuredStep
+from parplan.runtime.summary import INPUTS, RESULTS
 
 __all__ = ["Foreseen", "Learned", "LookBack", "Replan", "devices_at_work", "foresee", "learn", "replan"]
 
@@ -112,14 +114,14 @@ class Replan:
 
     def sentence(self, old: Plan) -> str:
         """Whether the choice would change, which layers, and the predicted step before and after."""
-        figures = f"predicted step {_ms(self.predicted_s)} before, {_ms(self.now_s)} with what was measured"
+        figures = f"predicted step {_time(self.predicted_s)} before, {_time(self.now_s)} with what was measured"
         if not self.changes:
             return f"Planned again, the choice stays ({figures})."
         moves = [
             f"{name} ({old.layers[name].describe()} to {self.plan.layers[name].describe()})" for name in self.changed
         ]
         shown = moves if len(moves) <= _SHOWN else [*moves[: _SHOWN - 1], f"{len(moves) - _SHOWN + 1} more"]
-        return f"Planned again, the choice would change: {_joined(shown)}; {_ms(self.best_s)} instead ({figures})."
+        return f"Planned again, the choice would change: {_joined(shown)}; {_time(self.best_s)} instead ({figures})."
 
 
 _SHOWN = 4
@@ -140,6 +142,7 @@ def foresee(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -
     expected = Expected(
         layers={name: _expected_layer(work.layers[name], work.times(name), own) for name, own in options.items()},
         transfers={**_transfers(work), **{f"{name}.statistics": Both(s, s) for name, s in statistics.items()}},
+        labels=_labels(work),
         reduce_s=prediction.exposed_reduce_s,
         update_s=prediction.update_s,
         overhead_s=prediction.overhead_s,
@@ -167,6 +170,16 @@ def _transfers(work: Work) -> dict[str, Both]:
         legs = [leg for part in move.legs for leg in part]
         found[move.value] += Both(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
     return dict(found)
+
+
+def _labels(work: Work) -> dict[str, str]:
+    """Where each value comes from and who reads it elsewhere."""
+    readers: dict[str, list[str]] = defaultdict(list)
+    for move in work.moves:
+        if any(move.legs):
+            readers[move.value].append(move.target or RESULTS)
+    sources = {move.value: move.source or INPUTS for move in work.moves}
+    return {value: f"{sources[value]} -> {', '.join(own)}" for value, own in readers.items()}
 
 
 def _facts(graph: LayerGraph, plan: Plan, name: str, option: Option, expected: Expected) -> LayerFacts:
@@ -264,8 +277,8 @@ def replan(
     return Replan(best, tuple(changed), look_back.foreseen.prediction.step_s, now_s, best_s)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _time(seconds: float) -> str:
+    return units.time(seconds).text(seconds)
 
 
 def _joined(words: Sequence[str]) -> str:

@@ -218,7 +218,8 @@ def _count(found: Mapping[str, Any], word: str, where: str) -> int | None:
         return None
     number = _whole(found[word])
     if number is None or not 1 <= number <= MOST:
-        raise PinError(f"{where}: {word} is {found[word]!r}; it must be a whole number from 1 on, such as {word}:2")
+        wanted = f"it must be a whole number from 1 to {MOST}, such as {word}:2"
+        raise PinError(f"{where}: {word} is {found[word]!r}; {wanted}")
     return number
 
 

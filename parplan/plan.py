@@ -119,7 +119,7 @@ class Plan:
         try:
             data = json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{where} is not a plan: {error}; write one with `parplan analyze --out`") from error
+            raise _no_plan(where, f"it is not JSON ({error})" if text.strip() else "it is empty") from error
         return _plan_from(data, where)
 
     @staticmethod
@@ -129,11 +129,21 @@ class Plan:
         Raises:
             PlanError: the file is missing or not a plan.
         """
+        if not str(path):
+            raise PlanError("the name of the plan is empty; name a file that `parplan analyze --out` wrote")
+        if Path(path).is_dir():
+            raise PlanError(f"cannot read the plan {path}: that is a folder; name a file in it")
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}") from error
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise _no_plan(str(path), "it is not text in UTF-8") from error
         return Plan.from_json(text, str(path))
+
+
+def _no_plan(where: str, why: str) -> PlanError:
+    return PlanError(f"{where} is not a plan: {why}; write one with `parplan analyze --out`")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -159,9 +169,10 @@ _PLAN_FIELDS = {"schema": str, "model": str, "fingerprint": str, "batch": int, "
 
 
 def _plan_from(data: Any, where: str) -> Plan:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise PlanError(f"{where} has schema {found!r}; this version of parplan reads {SCHEMA!r}")
+    if not isinstance(data, dict) or "schema" not in data:
+        raise _no_plan(where, 'it has no "schema"' if isinstance(data, dict) else "it is no object of JSON")
+    if data["schema"] != SCHEMA:
+        raise PlanError(f"{where} has schema {data['schema']!r}; this version of parplan reads {SCHEMA!r}")
     _check_fields(data, {**_PLAN_FIELDS, "layers": dict, "scheme": str}, {"scheme"}, where)
     if data["rules"] not in RULES:
         raise PlanError(f"{where}: rules {data['rules']!r} is not one of {', '.join(RULES)}")

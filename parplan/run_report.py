@@ -1,27 +1,20 @@
-"""Runs a plan on this machine and looks back at it: in this process, or in processes that it starts and ends itself."""
+"""Runs a plan on this machine and looks back at it: in this process, or in one per device."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import sys
-import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing import connection
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch import multiprocessing as mp
 
-from parplan import api, errors
+from parplan import api
 from parplan.compat import pytree
 from parplan.cost_models.conditions import here
 from parplan.cost_models.costs import CostModel
@@ -32,21 +25,21 @@ from parplan.cost_models.reference import Reference
 from parplan.cost_models.sampling import one_thread
 from parplan.cost_models.shipped import with_shipped
 from parplan.cost_models.store import ProfileStore
-from parplan.errors import ModelError, ParplanError, RuntimeFailure
+from parplan.errors import ModelError
 from parplan.graph.capture import batch_of, capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import split_evenly
 from parplan.look_back import Foreseen, LookBack, devices_at_work, learn, replan
 from parplan.plan import Plan
 from parplan.planner.decide import Request
+from parplan.pricing import on_devices
+from parplan.processes import TIMEOUT_S, in_processes
 from parplan.runtime.expected import Expected
 from parplan.runtime.measured import MeasuredStep, slowest_of
 from parplan.target import Target, load
 
 __all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]
 
-# A rank that waits for longer than this waits for one that is gone.
-TIMEOUT_S = 600
 # Nothing is kept of what an update does, so any step size will do.
 _RATE = 1e-3
 
@@ -127,7 +120,7 @@ def run_report(job: Job, *, processes: bool = False, learned: bool = False) -> R
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ran = _as_rank(job)
     else:
-        ran = _in_processes(job) if processes else _in_turns(job)
+        ran = in_processes(job.count, partial(_of_rank, job)) if processes else _in_turns(job)
     if not ran:
         return None
     first = ran[0]
@@ -161,84 +154,8 @@ def _as_rank(job: Job) -> list[_Ran]:
         dist.destroy_process_group()
 
 
-def _in_processes(job: Job) -> list[_Ran]:
-    """Start one process per device; none is left when this returns or raises."""
-    ranks = job.count
-    with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
-        given = (job, ranks, folder)
-        started = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _work, given, ranks, join=False, daemon=True, start_method="spawn"
-        )
-        with _ended(started.processes):
-            if not _all_done(started.processes):
-                raise _reason(Path(folder), ranks)
-        return [pickle.loads((Path(folder) / f"{rank}.ran").read_bytes()) for rank in range(ranks)]
-
-
-@contextlib.contextmanager
-def _ended(processes: Sequence[Any]) -> Iterator[None]:
-    """Whatever happens, the processes are gone afterwards."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _all_done(processes: Sequence[Any]) -> bool:
-    """Whether all processes end well; waits for no other once one has not."""
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                return False
-    return True
-
-
-def _work(rank: int, job: Job, ranks: int, folder: str) -> None:
-    """One process: measure, and leave what was found (or why nothing was) in a file."""
-    torch.set_num_threads(1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            meeting = f"file://{folder}/meeting"
-            dist.init_process_group("gloo", meeting, timedelta(seconds=TIMEOUT_S), rank=rank, world_size=ranks)
-            found = pickle.dumps(_of_rank(job, rank, ranks))
-            dist.destroy_process_group()
-        (Path(folder) / f"{rank}.ran").write_bytes(found)
-    except Exception as error:
-        name = type(error).__name__ if isinstance(error, ParplanError) else ""
-        why = _Why(name, str(error) if name else f"process {rank} failed:\n{traceback.format_exc()}")
-        (Path(folder) / f"{rank}.why").write_bytes(pickle.dumps(why))
-        os._exit(1)  # at once: the others notice, and nothing here waits for them
-
-
-@dataclass(frozen=True)
-class _Why:
-    """What ended a process: the name of parplan's error, empty for any other, and the text."""
-
-    kind: str
-    text: str
-
-
-def _reason(folder: Path, ranks: int) -> ParplanError:
-    """Why processes failed: the first error that is not merely about another process."""
-    found = [pickle.loads(path.read_bytes()) for r in range(ranks) if (path := folder / f"{r}.why").exists()]
-    if not found:
-        return RuntimeFailure("a process ended without a word; it may have run out of memory")
-    why = min(found, key=lambda one: one.kind == "RuntimeFailure")
-    kind = getattr(errors, why.kind, RuntimeFailure)
-    return RuntimeFailure(why.text) if kind is errors.RuleError else kind(why.text)
-
-
 def _of_rank(job: Job, rank: int, ranks: int) -> _Ran:
+    """A rank's part, under a process group."""
     return _ran(job, _share(job.load(), rank, ranks), None)
 
 
@@ -277,7 +194,8 @@ def _ran(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
     made: list[Foreseen] = []
 
     def foresee(graph: LayerGraph, plan: Plan) -> Expected:
-        made.append(api.foreseen(graph, plan, device, compiled.device_count, job.precision, job.optimizer))
+        request = Request(job.precision, job.optimizer)
+        made.append(on_devices(compiled.device_count, device, request).foreseen(graph, plan))
         return made[-1].expected
 
     compiled.foresee = foresee

@@ -8,6 +8,9 @@ then have one order. Nothing is asserted about time, so hypothesis has no deadli
 from __future__ import annotations
 
 import random
+import signal
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +23,23 @@ SEED = 20140423
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 torch.set_num_threads(1)
+# A shell starts what it puts in the background deaf to Ctrl-C, and the processes that tests interrupt would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for each test, in one of their own: pytest looks through all that it has to number a new one."""
+    root = tmp_path_factory.mktemp("caches")
+    return (root / str(number) for number in count())
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tests, and the processes they start, find an empty profile store, and leave the developer's alone."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = next(caches)
+    folder.mkdir()
     monkeypatch.setenv("PARPLAN_CACHE", str(folder))
     return folder
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,6 +183,26 @@ def test_a_failure_leaves_files_as_they_were(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["net.py", "plan.json"]
 
 
+@pytest.mark.parametrize("error", [AttributeError("half imported"), InfeasiblePlan("no")], ids=["bug", "refusal"])
+def test_an_interrupt_that_a_library_swallows_is_no_bug(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    """Some imports catch everything, and what they leave half done fails later."""
+
+    def swallow() -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    calls.result = swallow
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["analyze", model]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == "parplan: interrupted"
+    assert "Traceback" not in err
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 USAGE = [
@@ -216,6 +238,9 @@ USAGE = [
     ("verify net.py --batch auto", "argument --batch: auto is not a whole number of at least 1"),
     ("verify net.py --gpus 4", "--gpus is not known (see `parplan verify --help`)"),
     ("verify net.py --devices 0", "argument --devices: 0 is not a whole number of at least 1"),
+    ("verify net.py --devices 99999999", "argument --devices: 99999999: parplan plans for up to 1024 devices"),
+    ("run-report net.py --devices 1025", "argument --devices: 1025: parplan plans for up to 1024 devices"),
+    ("profile net.py --devices 1025", "argument --devices: 1025: parplan plans for up to 1024 devices"),
 ]
 
 

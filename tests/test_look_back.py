@@ -20,7 +20,7 @@ from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.trials import part_entry, part_signature
 from parplan.graph.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.look_back import LookBack, devices_at_work, foresee, learn, replan
+from parplan.look_back import LookBack, Replan, devices_at_work, foresee, learn, replan
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide
 from parplan.runtime.measured import Figure, MeasuredLayer, MeasuredStep, Part
@@ -168,7 +168,24 @@ def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph
     sentence = again.sentence(plan)
     assert "the choice would change: 0 (2 replicas to" in sentence
     assert "and 2 more" in sentence
-    assert f"{again.best_s * 1e3:.3g} ms instead" in sentence
+    assert f"{again.best_s * 1e3:.1f} ms instead" in sentence
+
+
+def test_what_moves_is_named_by_layers(graph: LayerGraph, cluster: Cluster) -> None:
+    """Also where nothing was measured: names of the captured graph say nothing to a person."""
+    plan = plan_by("model parallel", 2, graph)
+    labels = [line.label for line in looked_back(graph, cluster, plan, {}).lines if line.part is Part.TRANSFER]
+    assert labels
+    for label in labels:
+        source, readers = label.removesuffix(" (not moved)").split(" -> ")
+        assert source in {*graph.layers, "(inputs)"}
+        assert set(readers.split(", ")) <= {*graph.layers, "(results)"}
+
+
+def test_times_have_a_unit_that_suits_them(graph: LayerGraph) -> None:
+    plan = plan_by("data parallel", 2, graph)
+    sentence = Replan(plan, ("0",), predicted_s=0.32, now_s=12.0, best_s=1.5).sentence(plan)
+    assert sentence.endswith("; 1.50 s instead (predicted step 320 ms before, 12.0 s with what was measured).")
 
 
 def test_a_plan_that_was_fast_stays(graph: LayerGraph, cluster: Cluster) -> None:

@@ -139,9 +139,9 @@ def without(*path: str) -> Callable[[Any], Any]:
 
 # (what is done to the plan, what the error says)
 MALFORMED = [
-    (lambda data: [data], "schema 'list'"),
+    (lambda data: [data], r"it is no object of JSON; write one with"),
     (changed("schema", value="parplan.plan/2"), "schema 'parplan.plan/2'.*'parplan.plan/1'"),
-    (without("schema"), "schema None"),
+    (without("schema"), r'it has no "schema"; write one with'),
     (without("batch"), "missing field 'batch'"),
     (changed("bacth", value=4), "unknown field 'bacth'"),
     (changed("model", value=3), "model is 3; expected str"),
@@ -193,10 +193,34 @@ def test_texts_that_are_no_plans_are_refused(text: str, message: str) -> None:
         Plan.from_json(text, "my.json")
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot read the plan .*missing\.json"):
-        Plan.load(tmp_path / "missing.json")
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match=r"cannot read the plan .*binary\.json"):
-        Plan.load(binary)
+NO_PLANS = [
+    pytest.param(None, "cannot read the plan my.json: No such file or directory", id="missing"),
+    pytest.param("folder", "cannot read the plan my.json: that is a folder; name a file in it", id="folder"),
+    pytest.param(b"", "my.json is not a plan: it is empty; write one with", id="empty"),
+    pytest.param(b"\xff\xfe\x00", "my.json is not a plan: it is not text in UTF-8; write one with", id="binary"),
+    pytest.param(b'{"schema": ', "my.json is not a plan: it is not JSON (Expecting value: line 1", id="broken"),
+    pytest.param(b"[1]", "my.json is not a plan: it is no object of JSON; write one with", id="list"),
+    pytest.param(b"{}", 'my.json is not a plan: it has no "schema"; write one with', id="no schema"),
+    pytest.param(b'{"schema": "x/1"}', "my.json has schema 'x/1'; this version of parplan reads", id="other schema"),
+    pytest.param(b'{"schema": "x/1", "schema": "x/2"}', "it is not JSON ('schema' appears twice)", id="twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), NO_PLANS)
+def test_a_file_that_is_no_plan_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | str | None, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("my.json")
+    if content == "folder":
+        file.mkdir()
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    with pytest.raises(PlanError) as refused:
+        Plan.load(file)
+    assert words in str(refused.value)
+
+
+def test_an_empty_name_is_no_file() -> None:
+    with pytest.raises(PlanError, match=r"^the name of the plan is empty; name a file"):
+        Plan.load("")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.cluster import Cluster
-from parplan.cost_models.presets import MOST_GPUS
+from parplan.cluster import MOST_DEVICES, Cluster
 from parplan.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def hosts_of(gpus: int | str) -> Hosts:
     """A number of devices from 16, "16", or "2x8".
 
     Raises:
-        ClusterError: neither, or none, or more than MOST_GPUS.
+        ClusterError: neither, or none, or more than MOST_DEVICES.
 
     >>> hosts_of("2x8")
     Hosts(count=16, hosts=2)
@@ -80,8 +79,8 @@ def hosts_of(gpus: int | str) -> Hosts:
     count = int(text) if parts is None else int(parts[1]) * int(parts[2])
     if count < 1:
         raise ClusterError(f"--gpus {gpus}: a plan needs at least 1 device")
-    if count > MOST_GPUS:
-        raise ClusterError(f"--gpus {gpus}: parplan plans for up to {MOST_GPUS} devices")
+    if count > MOST_DEVICES:
+        raise ClusterError(f"--gpus {gpus}: parplan plans for up to {MOST_DEVICES} devices")
     return Hosts(count, hosts)
 
 
@@ -114,8 +113,8 @@ def _given(asked: Asked, cluster: Cluster | str | Path) -> Found:
             "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
         )
     found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    if found.count > MOST_GPUS:
-        raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_GPUS}")
+    if found.count > MOST_DEVICES:
+        raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_DEVICES}")
     if asked.memory_bytes is None:
         return Found(found)
     return Found(found, ("The memory of every device is as --memory says, not as the cluster says.",))

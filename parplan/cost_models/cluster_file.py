@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parplan.cluster import Cluster, Device, Link
+from parplan.cluster import MOST_DEVICES, Cluster, Device, Link
 from parplan.cost_models.cluster_fields import Entry, Quantity
-from parplan.cost_models.presets import MOST_GPUS, device_preset, link_preset
+from parplan.cost_models.presets import device_preset, link_preset
 from parplan.errors import ClusterError
 
 if sys.version_info >= (3, 11):
@@ -103,7 +103,7 @@ def _devices(entries: Sequence[Entry], where: str) -> tuple[Device, ...]:
     kinds: dict[str, Device] = {}
     for entry in entries:
         device = _device(entry, where)
-        count = entry.whole("count", 1, MOST_GPUS) if "count" in entry.data else 1
+        count = entry.whole("count", 1, MOST_DEVICES) if "count" in entry.data else 1
         if kinds.setdefault(device.kind, device) != device:
             raise ClusterError(
                 f"{entry.where}: {device.kind} has other numbers than above; give one of them a name of its own"

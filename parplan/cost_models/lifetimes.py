@@ -22,6 +22,9 @@ _HANDS_ON = frozenset(["add", "sub", "clone", "contiguous", "to", "to_copy", "ca
 # Views whose backward makes a gradient of its own.
 _OWN_GRADIENT = SLICES | {"expand", "expand_as"}
 
+# Ops whose backward makes a transposed view of a weight's gradient, to which autograd adds no other in place.
+_TRANSPOSED = frozenset(["linear"])
+
 
 @dataclass(frozen=True)
 class Lifetime:
@@ -53,6 +56,7 @@ class Lifetimes:
         values: tensors made by ops.
         gradients: gradients of those.
         state_gradients: when the backward first makes a parameter's gradient, by placeholder; the layer owns it.
+        added_apart: parameters whose gradient has a term that autograd adds no other to in place.
         inputs: the first layer that takes a user input, by name.
         kept: the values that autograd keeps, views as what they show.
     """
@@ -148,6 +152,7 @@ class Lifetimes:
         self._held: dict[str, _Gradient] = {}
         self._all: list[_Gradient] = []
         self._brief: list[Lifetime] = []
+        self.added_apart: set[str] = set()
         values = self._graph.values
         for name in self._outputs:
             if name in self._makers and values[name].requires_grad:
@@ -175,7 +180,10 @@ class Lifetimes:
         layer, time = self._layers[position], self.back(position)
         if operand.state:
             if operand.name in self.state_gradients:
-                self._brief.append(Lifetime(layer, operand.name, time, time))
+                # The new term; and the sum, where autograd cannot add to one of the two.
+                terms = 2 if call.op in _TRANSPOSED or operand.name in self.added_apart else 1
+                self._brief += [Lifetime(layer, operand.name, time, time)] * terms
+            self.added_apart |= {operand.name} if call.op in _TRANSPOSED else set()
             self.state_gradients.setdefault(operand.name, Lifetime(layer, operand.name, time, self.back(0)))
             return
         root = self._passed_root(operand.name)

@@ -20,14 +20,11 @@ from parplan.cost_models.lifetimes import Lifetime, Lifetimes
 from parplan.cost_models.op_calls import OpCall, Operand, op_calls, total_bytes
 from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
 from parplan.cost_models.saved import Saved, saved_by
+from parplan.graph.holdings import ALONE_BYTES
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
 
 __all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
-
-# A gradient of this size travels alone, a smaller one as a copy in a message (runtime/holdings.py).
-_ALONE_BYTES = 8 << 20
-
 
 # What torch's caching allocator rounds every tensor up to (kMinBlockSize in c10/cuda/CUDACachingAllocator). On the CPU
 # torch counts what was asked for.
@@ -53,12 +50,13 @@ class MemoryModel:
 
     Attributes:
         graph, on_cpu: as given.
+        optimizer: what it keeps beside every parameter, and needs to update one.
         moments: the time points at which memory is counted.
     """
 
     def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False) -> None:
         self.graph = graph
-        self._optimizer = optimizer_memory(optimizer)
+        self.optimizer = optimizer_memory(optimizer)
         self.on_cpu = on_cpu
         self._times = Lifetimes(graph, on_cpu)
         self.moments = Moments(len(graph.layers))
@@ -77,7 +75,7 @@ class MemoryModel:
         return LayerMemory(
             weights_bytes=self._nbytes(local, self._stored(local)),
             gradients_bytes=self._nbytes(local, trained),
-            optimizer_bytes=self._optimizer.states * self._nbytes(local, trained),
+            optimizer_bytes=self.optimizer.states * self._nbytes(local, trained),
             saved_bytes=self._saved_bytes(local, calls),
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
             held=_merged([*self.own(local), *self._around(local)]),
@@ -86,7 +84,7 @@ class MemoryModel:
     def own(self, local: LocalLayer) -> list[Held]:
         """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
         trained = self._trained(local)
-        always = self._taken(local, self._stored(local)) + self._optimizer.states * self._taken(local, trained)
+        always = self._taken(local, self._stored(local)) + self.optimizer.states * self._taken(local, trained)
         spans = self._spans(local, op_calls(self.graph, local))
         return [
             Held(0, self.moments.end, always),
@@ -123,6 +121,10 @@ class MemoryModel:
     def last_held(self, value: str) -> int:
         """The last moment at which `own` counts a value (or what it is a view of)."""
         return self._moment(self._times.last_held(value))
+
+    def adds_apart(self, parameter: str) -> bool:
+        """Whether `own` counts a sum beside the terms of a shared parameter's gradient."""
+        return parameter in self._times.added_apart
 
     def _trained(self, local: LocalLayer) -> list[str]:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
@@ -182,9 +184,9 @@ class MemoryModel:
         sizes = [self._taken(local, [name]) for name in trained]
         if self.on_cpu:
             time = self.moments.update(self._index[local.layer.name])
-            return [Held(time, time + 1, self._optimizer.one_by_one * max(sizes, default=0))]
+            return [Held(time, time + 1, self.optimizer.one_by_one * max(sizes, default=0))]
         time = self.moments.update()
-        return [Held(time, time + 1, self._optimizer.together * sum(sizes))]
+        return [Held(time, time + 1, self.optimizer.together * sum(sizes))]
 
     def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
@@ -204,7 +206,7 @@ class MemoryModel:
         trained = self._trained(local)
         summed = [n for n in trained if strategy.replicas > 1 or (axis is not None and n not in axis.dims)]
         sizes = [self._taken(local, [name]) for name in summed]
-        return sum(size for size in sizes if size < _ALONE_BYTES)
+        return sum(size for size in sizes if size < ALONE_BYTES)
 
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
         kept = [value for value in self._times.kept if self._times.home(value) == local.layer.name]

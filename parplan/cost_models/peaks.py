@@ -1,9 +1,10 @@
 """The peak memory of a whole plan, per device: what its layers hold and what the runtime does between them.
 
 The solver counts layers one by one, and so can only estimate what depends on two of them. Here the plan is known, and
-with it every transfer: the copy that arrives, the messages that carry it (sent ones are kept until the pass ends, as
-torch.distributed may still read them), results that a run of layers holds until its backward is done, and the messages
-of gradient sums. As the runtime does it with one process per device.
+with it what every device holds of a parameter that layers share, and every transfer: the copy that arrives, the
+messages that carry it (sent ones are kept until the pass ends, as torch.distributed may still read them), results that
+a run of layers holds until its backward is done, and the messages of gradient sums. As the runtime does it with one
+process per device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from math import ceil, prod
 from parplan.cost_models.costs import Held
 from parplan.cost_models.memory import MemoryModel
 from parplan.cost_models.plan_runs import Move, block_on, outside, plan_runs
+from parplan.graph.holdings import holdings
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Layout, Piece, Region, pieces
+from parplan.layout import Layout, Piece, Range, Region, pieces
 from parplan.plan import Strategy
 
 __all__ = ["plan_peaks"]
@@ -54,6 +56,8 @@ class _Plan:
         self._index = {name: index for index, name in enumerate(graph.layers)}
         self._runs = plan_runs(graph, strategies, devices)
         self._inner = {name: model.own(self._local(name)) for name in graph.layers}
+        self._users = {p: [n for n, one in graph.layers.items() if p in one.parameters] for p in graph.parameters}
+        self._holdings = holdings(graph, strategies)
 
     def _local(self, name: str) -> LocalLayer:
         strategy = self._strategies[name]
@@ -67,6 +71,9 @@ class _Plan:
         for name, strategy in self._strategies.items():
             if device in strategy.devices:
                 yield from (Held(2 * one.start + 1, 2 * one.end, one.nbytes) for one in self._inner[name])
+        for parameter, users in self._users.items():
+            if len(users) > 1:
+                yield from self._shared(parameter, users, device)
         for value in filter(None, self._graph.user_inputs):
             nbytes = self._nbytes(value, outside(self._graph, self._devices, value), device)
             yield Held(0, 2 * self._moments.end, nbytes)
@@ -79,6 +86,39 @@ class _Plan:
         for value in self._model.delivered(self._graph.producer):
             yield from self._loss(value, device)
         yield from self._messages(device)
+
+    def _shared(self, parameter: str, users: Sequence[str], device: int) -> Iterator[Held]:
+        """Layers that use one parameter may cut it differently: `own` counts what the first needs of it, and of its
+        gradient what the last needs, but a device holds what all of its layers need."""
+        moments, spec, optimizer = self._moments, self._graph.values[parameter], self._model.optimizer
+        block = self._holdings[parameter].get(device, (Range(0, 0),))
+        real = self._model.allocated(prod(map(len, block)) * spec.dtype.itemsize)
+        counted = [self._counted(parameter, name, device) for name in users]
+        if all(nbytes == real for nbytes in counted):
+            return
+        more = real - counted[0]
+        yield Held(0, 2 * moments.end, more)
+        if not spec.requires_grad:
+            return
+        yield Held(0, 2 * moments.end, optimizer.states * more)
+        time = moments.update(self._index[users[0]]) if self._model.on_cpu else moments.update()
+        temporaries = optimizer.one_by_one if self._model.on_cpu else optimizer.together
+        yield Held(2 * time + 1, 2 * time + 2, max(0, more) * temporaries)
+        # Every layer's term is kept until the first layer's is there, when all are added to zeros.
+        added = 2 * moments.backward(self._index[users[0]]) + 1
+        yield Held(added, 2 * moments.end, real)
+        yield Held(added + 1, 2 * moments.end, -counted[-1])
+        for name, nbytes in zip(users[1:-1], counted[1:-1], strict=True):
+            yield Held(2 * moments.backward(self._index[name]) + 2, added + 1, nbytes)
+        if self._model.adds_apart(parameter):
+            yield Held(added, added + 1, -counted[0])
+
+    def _counted(self, parameter: str, layer: str, device: int) -> int:
+        """What `own` counts of a parameter for one of its layers."""
+        if device not in self._strategies[layer].devices:
+            return 0
+        shape = local_shape(self._graph, self._local(layer), parameter)
+        return self._model.allocated(prod(shape) * self._graph.values[parameter].dtype.itemsize)
 
     def _leaving(self, value: str, device: int) -> Iterator[Held]:
         """A run holds its results, and their gradients, until its whole backward is done."""
@@ -154,9 +194,9 @@ class _Plan:
         layers, values = self._graph.layers, self._graph.values
         for message in self._runs.messages:
             users = [name for name, layer in layers.items() if set(layer.parameters) & set(message)]
-            if len(message) > 1 and device in self._strategies[users[0]].devices:
-                local = {p: self._local(name) for name in reversed(users) for p in layers[name].parameters}
-                nbytes = sum(values[p].dtype.itemsize * prod(local_shape(self._graph, local[p], p)) for p in message)
+            held = [(values[p].dtype.itemsize, self._holdings[p].get(device)) for p in message]
+            if len(message) > 1:
+                nbytes = sum(size * prod(map(len, block)) for size, block in held if block is not None)
                 launched = self._moments.backward(self._index[users[0]])
                 # The CPU's memory is kept from step to step.
                 start, end = (0, self._moments.end) if self._model.on_cpu else (launched, self._moments.update())

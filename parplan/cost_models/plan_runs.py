@@ -1,25 +1,21 @@
 """What the runtime makes of a plan, as far as memory goes: runs of layers, moves between them, gradient messages.
 
-The same rules as runtime/segments.py, placing.py and holdings.py, which cost models must not import: layers run
+The same rules as runtime/segments.py and placing.py, which cost models must not import: layers run
 together while they are on one grid with nothing to move, batch norm over replicas runs alone, a value is moved once per
 layout, and a run ends where a message of gradients can leave.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
-from math import prod
 
+from parplan.graph.holdings import bucket_heads, buckets, holdings
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.layout import Grid, Layout, Range, Region, region
+from parplan.layout import Grid, Layout, Region, region
 from parplan.plan import Strategy
 
 __all__ = ["Move", "PlanRuns", "block_on", "outside", "plan_runs"]
-
-FIRST_MESSAGE_BYTES, MESSAGE_BYTES, ALONE_BYTES = 1 << 20, 25 << 20, 8 << 20
 
 
 @dataclass
@@ -76,8 +72,9 @@ class _Runs:
         self.first: list[int] = []
         self.leaving: set[str] = set()
         self.moves: dict[tuple[str, Layout], Move] = {}
-        self.messages = _messages(graph, strategies)
-        self.heads = {_first_user(graph, message) for message in self.messages}
+        messages = buckets(graph, holdings(graph, strategies), range(devices), {})
+        self.messages = tuple(message.parameters for message in messages)
+        self.heads = bucket_heads(graph, messages)
         self.run = _Run()
 
     def add(self, index: int, layer: Layer) -> None:
@@ -136,50 +133,3 @@ def plan_runs(graph: LayerGraph, strategies: Mapping[str, Strategy], devices: in
         if isinstance(value, str) and value in graph.producer:
             runs.read(value, outside(graph, devices, value), len(graph.layers))
     return PlanRuns(tuple(runs.first), frozenset(runs.leaving), tuple(runs.moves.values()), runs.messages)
-
-
-def _first_user(graph: LayerGraph, parameters: tuple[str, ...]) -> str:
-    return next(name for name, layer in graph.layers.items() if set(layer.parameters) & set(parameters))
-
-
-def _messages(graph: LayerGraph, strategies: Mapping[str, Strategy]) -> tuple[tuple[str, ...], ...]:
-    """Parameters by message, in the order their gradients become ready."""
-    found: list[list[str]] = []
-    being: dict[object, _Message] = {}
-    for parameter in reversed(dict.fromkeys(name for layer in graph.layers.values() for name in layer.parameters)):
-        spec, held = graph.values[parameter], _held(graph, strategies, parameter)
-        groups = frozenset(frozenset(devices) for devices in held.values())
-        if not spec.requires_grad or all(len(group) == 1 for group in groups):
-            continue
-        nbytes = max(prod(map(len, block)) for block in held) * spec.dtype.itemsize
-        if nbytes >= ALONE_BYTES:
-            found.append([parameter])
-            continue
-        kind = (groups, spec.dtype)
-        message = being.setdefault(kind, _Message([], FIRST_MESSAGE_BYTES))
-        message.parameters.append(parameter)
-        message.left_bytes -= nbytes
-        if message.left_bytes <= 0:
-            found.append(message.parameters)
-            being[kind] = _Message([], MESSAGE_BYTES)
-    rest = [message.parameters for message in being.values() if message.parameters]
-    return tuple(tuple(message) for message in (*found, *rest))
-
-
-@dataclass
-class _Message:
-    parameters: list[str]
-    left_bytes: int
-
-
-def _held(graph: LayerGraph, strategies: Mapping[str, Strategy], parameter: str) -> dict[Region, set[int]]:
-    """The blocks of a parameter that devices hold, with those devices; whole where layers that share it disagree."""
-    shape = graph.values[parameter].shape
-    used: dict[Region, set[int]] = defaultdict(set)
-    for name, layer in graph.layers.items():
-        for device in strategies[name].devices if parameter in layer.parameters else ():
-            used[block_on(shape, layer.layout(parameter, strategies[name]), device)].add(device)
-    overlap = any(all(len(x.meet(y)) > 0 for x, y in zip(a, b, strict=True)) for a, b in combinations(used, 2))
-    several = sum(map(len, used.values())) > len(set().union(*used.values()))
-    whole = tuple(Range(0, size) for size in shape)
-    return {whole: set().union(*used.values())} if overlap or several else used

@@ -21,7 +21,6 @@ from parplan.errors import ClusterError
 
 __all__ = [
     "GPUS_PER_HOST",
-    "MOST_GPUS",
     "USABLE_MEMORY",
     "cluster_links",
     "cluster_preset",
@@ -31,8 +30,6 @@ __all__ = [
     "link_preset",
 ]
 
-# Every layer has a strategy for each divisor of each number of devices: a minute for 64, hours far beyond.
-MOST_GPUS = 1024
 GPUS_PER_HOST = 8
 USABLE_MEMORY = 0.94
 

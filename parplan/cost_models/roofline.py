@@ -121,6 +121,7 @@ class RooflineCosts:
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
         self._memories: dict[PartKey, LayerMemory] = {}
+        self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
 
     @property
     def step(self) -> StepCost:
@@ -151,7 +152,10 @@ class RooflineCosts:
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """Peak bytes per device of a whole plan, transfers included."""
-        return plan_peaks(self._memory_model, strategies, self.cluster.count)
+        key = tuple(strategies[name] for name in self.graph.layers)
+        if key not in self._peaks:
+            self._peaks[key] = plan_peaks(self._memory_model, strategies, self.cluster.count)
+        return self._peaks[key]
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""

@@ -7,6 +7,8 @@ is never cut, only run whole. `register_row` adds a row for an op of your own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import getitem
 from typing import Any
 
 import torch
@@ -16,18 +18,22 @@ from parplan.graph import loss_rows, rows, view_rows, weight_rows
 from parplan.graph.call import Call, Row, is_tensor, shape_of, text_row
 from parplan.graph.op_axes import Cut, OpAxis
 
-__all__ = ["OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "register_row", "row_of", "shape_of"]
+__all__ = [
+    "OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "register_row", "row_of", "shape_of",
+    "unknown_ops",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
 # fmt: off
 _UNARY = """abs acos alias asin atan bernoulli.p bitwise_not ceil celu clamp clone contiguous cos cosh detach detach_
-    dropout elu empty_like erf exp exp2 expm1 feature_dropout floor full_like gelu hardsigmoid hardswish hardtanh
-    isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit
-    masked_fill.Scalar mish nan_to_num neg ones_like pow.Scalar pow.Tensor_Scalar reciprocal relu relu6 round
+    dropout elu empty_like erf exp exp2 expm1 feature_dropout fill.Scalar floor full_like gelu hardsigmoid hardswish
+    hardtanh isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not
+    logit masked_fill.Scalar mish nan_to_num neg ones_like pow.Scalar pow.Tensor_Scalar reciprocal relu relu6 round
     rsqrt rsub.Scalar selu sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold to.dtype trunc
     _to_copy type_as zeros_like"""
-_BINARY = """add.Scalar add.Tensor addcdiv addcmul atan2 bitwise_and.Tensor bitwise_or.Tensor clamp.Tensor clamp_max
+_BINARY = """__and__.Tensor __or__.Tensor fill.Tensor max.other min.other
+    add.Scalar add.Tensor addcdiv addcmul atan2 bitwise_and.Tensor bitwise_or.Tensor clamp.Tensor clamp_max
     clamp_min div.Scalar div.Tensor div.Tensor_mode eq.Scalar eq.Tensor floor_divide ge.Scalar ge.Tensor gt.Scalar
     gt.Tensor le.Scalar le.Tensor lerp.Scalar lerp.Tensor logical_and logical_or logical_xor lt.Scalar lt.Tensor
     masked_fill.Tensor maximum minimum mul.Scalar mul.Tensor ne.Scalar ne.Tensor pow.Tensor_Tensor remainder.Scalar
@@ -41,8 +47,9 @@ _ROWS: list[tuple[Row, str]] = [
      """all.dim amax amin any.dim argmax argmin linalg_vector_norm logsumexp max.dim mean.dim min.dim
      norm.ScalarOpt_dim prod.dim_int std.correction var.correction var_mean.correction"""),
     (rows.all_but("dim"), "_log_softmax _softmax chunk cumsum log_softmax.int softmax.int sort split.Tensor topk"),
-    (rows.all_but("dim"), "split_with_sizes"),
-    (rows.all_but("dims"), "flip"),
+    (rows.all_but("dim"), "cumprod split_with_sizes"),
+    (rows.all_but("dims"), "flip roll"),
+    (rows.leading(2), "tril triu"),
     (rows.all_but("dim"), "glu"),
     (rows.repeated, "repeat_interleave.self_int"),
     (weight_rows.prelu, "prelu"),
@@ -74,6 +81,7 @@ _ROWS: list[tuple[Row, str]] = [
     (loss_rows.class_loss, "cross_entropy_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d"),
     (loss_rows.class_loss, "nll_loss_nd"),
     (loss_rows.pair_loss, "cosine_embedding_loss triplet_margin_loss"),
+    (rows.similarity, "cosine_similarity"),
 
     (view_rows.reshape,
      "flatten.using_ints reshape _reshape_copy squeeze.dim squeeze.dims unflatten.int _unsafe_view unsqueeze view"),
@@ -82,7 +90,13 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.reverse, "numpy_T t"),
     (view_rows.join, "cat"),
     (view_rows.stack, "stack"),
-    (view_rows.select, "select.int"),
+    (view_rows.select, "select.int unbind.int"),
+    (view_rows.indexed, "index.Tensor"),
+    (view_rows.index_select, "index_select"),
+    (view_rows.gathered, "gather"),
+    (view_rows.slice_scattered, "slice_scatter"),
+    (view_rows.select_scattered, "select_scatter"),
+    (view_rows.tiled, "repeat"),
     (view_rows.slices, "narrow slice.Tensor"),
     (view_rows.expand, "expand"),
     (view_rows.pad, "constant_pad_nd pad"),
@@ -110,6 +124,13 @@ OWN_ROWS: dict[Any, Row] = {}
 def row_of(op: Any) -> Row | None:
     """The row of an op, None for one that is not known."""
     return TABLE.get(op) or OWN_ROWS.get(op)
+
+
+def unknown_ops(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """Names of the ops on tensors that have no row, each once: because of them a layer may be run whole."""
+    called = [node.target for node in nodes if node.op == "call_function" and node.all_input_nodes]
+    unknown = [str(op) for op in called if op is not getitem and row_of(op) is None]
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in unknown))
 
 
 def register_row(op: Any, row: str | Row, *operands: str, **names: str) -> None:

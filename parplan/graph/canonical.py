@@ -41,10 +41,12 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
     """
     program, graph = functional.program, functional.program.graph
     _refuse_subgraphs(graph)
+    _refuse_sparse(graph)
     buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
     found = Canonical(graph, _merged(graph, parameters), counters=dict(functional.counters))
     running = _batch_norms(graph)
     _dropouts(graph)
+    _copies(graph)
     by_name = {node.name: node for node in graph.nodes}
     # Read now: a result may have been one of the ops that were just replaced.
     ending = graph.output_node()
@@ -79,6 +81,15 @@ def _refuse_subgraphs(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{user.target} holds a sub-graph, which parplan does not plan yet; "
                 "move autocast, cond or map out of the model's forward"
+            )
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
+            raise CaptureError(
+                f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
+                "sparse=False"
             )
 
 
@@ -165,6 +176,23 @@ def _dropouts(graph: fx.Graph) -> None:
                 plain = _like(graph, node, aten.dropout.default, tuple(node.args), first)
             if first is not None:
                 first.replace_all_uses_with(plain)
+
+
+def _copies(graph: fx.Graph) -> None:
+    """`y[:, 0] = x` copies x to the shape and type of what it replaces; torch has no derivative for that op as such."""
+    for node in list(graph.nodes):
+        if node.target is not aten.copy.default:
+            continue
+        wanted, value = node.meta["val"], node.args[1]
+        with graph.inserting_before(node):
+            if value.meta["val"].dtype != wanted.dtype:
+                cast = graph.call_function(aten._to_copy.default, (value,), {"dtype": wanted.dtype})
+                cast.meta = {**node.meta, "val": value.meta["val"].to(wanted.dtype)}
+                value = cast
+            if value.meta["val"].shape != wanted.shape:
+                value = _like(graph, node, aten.expand.default, (value, list(wanted.shape)), node)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
 
 
 def _drop_asserts(graph: fx.Graph) -> None:

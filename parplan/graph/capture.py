@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
@@ -23,6 +24,7 @@ from parplan.graph.functional import functionalise
 from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
+from parplan.graph.local import names_sizes
 from parplan.graph.missing_devices import missing_devices
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
@@ -129,15 +131,28 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
     if training != model.training:
         model.train(training)
     try:
+        _refuse_averages(model)
         with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(model, error)) from error
+        raise CaptureError(_explain(model, error, args)) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _refuse_averages(model: nn.Module) -> None:
+    """Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant."""
+    for name, module in model.named_modules():
+        averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
+        if averages and module.training:
+            raise CaptureError(
+                f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
+                "which parplan does not capture in training; give it a momentum, such as 0.1 "
+                "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
+            )
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -145,18 +160,20 @@ def _is_leaf(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or not list(module.children())
 
 
-def _explain(model: nn.Module, error: Exception) -> str:
+def _explain(model: nn.Module, error: Exception, args: Sequence[Any]) -> str:
     """The user's line and the reason, without the exporter's own frames."""
     line = user_line(error)
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
-    return text + (f"  at {line}\n" if line else "") + (_UNTRACEABLE if _is_exporters(error) else _UNFIT)
+    hint = _UNTRACEABLE if _is_exporters(error) else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
+    return text + (f"  at {line}\n" if line else "") + hint
 
 
 _UNTRACEABLE = (
     "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
     "(use torch.where, or move them out of the model)"
 )
+_DICT = "; a dict among them is one argument: keyword arguments go into kwargs={...}"
 _UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
 
 
@@ -239,7 +256,8 @@ def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     """Whether a layer's code holds only for the captured batch."""
     owner = owner_of(layer.nodes[0])
     if layer.batch is None:
-        return owner in changes.all
+        # `flatten` names no sizes, what it becomes without in-place changes does.
+        return owner in changes.all or (not layer.constant and any(map(names_sizes, layer.nodes)))
     # A value that grows with the batch although no sample reaches it keeps its captured size.
     return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 

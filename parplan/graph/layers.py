@@ -7,7 +7,7 @@ nodes of a topological order are always convex, so no layer can wait for itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -57,10 +57,12 @@ def build_layers(
     """
     names: Counter[str] = Counter()
     layers: dict[str, Layer] = {}
-    samples, reached = dict(batch_dims), set(batch_dims)
+    samples, reached, made = dict(batch_dims), set(batch_dims), set[str]()
     for run in _runs(graph, leaves, parameters):
         layer = _layer(run, names, parameters, buffers, samples, batch_bound)
         layer = replace(layer, constant=reached.isdisjoint(layer.inputs))
+        samples |= _met(layer, made - samples.keys())
+        made.update(layer.outputs)
         reached |= set() if layer.constant else set(layer.outputs)
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
@@ -76,6 +78,12 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
         else:
             for part in _functional_parts(nodes, parameters):
                 yield _Run(owner, False, part)
+
+
+def _met(layer: Layer, values: Set[str]) -> dict[str, int]:
+    """Where samples lie in values that had lost them (to an op that says nothing of them) and meet others with them."""
+    dims = layer.batch.dims if layer.batch is not None else {}
+    return {value: dims[value] for value in layer.inputs if value in values and value in dims}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed import RNN_PACKED, run_packed
 from parplan.plan import Strategy
 
-__all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape"]
+__all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape", "names_sizes"]
 
 aten = torch.ops.aten
 
@@ -207,12 +207,20 @@ def _overloads(fix: Fix, names: str) -> dict[Any, Fix]:
 
 
 # fmt: off
-_FIXES: dict[Any, Fix] = {
+_SIZED: dict[Any, Fix] = {
     **_overloads(_size_at(0), "empty.memory_format full ones zeros"),
     **_overloads(_size_at(1), "expand new_empty new_full new_ones new_zeros reshape _reshape_copy _unsafe_view view"),
     **_overloads(_unflatten, "unflatten.int"),
+}
+_FIXES: dict[Any, Fix] = {
+    **_SIZED,
     **_overloads(_groups_at(1), "group_norm"),
     **_overloads(_groups_at(6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
     **_overloads(_slice, "slice.Tensor"),
 }
 # fmt: on
+
+
+def names_sizes(node: fx.Node) -> bool:
+    """Whether all sizes of its result are among a node's arguments, with none left open (-1)."""
+    return node.target in _SIZED and not any(isinstance(sizes, (list, tuple)) and -1 in sizes for sizes in node.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parplan.graph.call import Call, Row, shape_of
 from parplan.graph.op_axes import Cut, OpAxis
 
-__all__ = ["all_but", "leading", "pointwise", "reduction", "repeated"]
+__all__ = ["all_but", "leading", "pointwise", "reduction", "repeated", "similarity"]
 
 
 def pointwise(call: Call) -> tuple[OpAxis, ...]:
@@ -69,3 +69,19 @@ def reduction(cut: Cut) -> Row:
         return tuple(axes)
 
     return row
+
+
+def similarity(call: Call) -> tuple[OpAxis, ...]:
+    """One number for each pair of vectors along `dim`, which stays whole; the rest is broadcast from the right."""
+    first, second = call.shape("x1"), call.shape("x2")
+    rank = len(first)
+    if len(second) != rank:
+        return ()
+    gone = call.dim(int(call["dim"]), rank)
+    axes = []
+    for dim in range(rank):
+        new = dim - (dim > gone)
+        if dim != gone:
+            sides = [name for name in ("x1", "x2") if call.shape(name)[dim] == call.out_shape[new]]
+            axes.append(OpAxis({str(call.name(side)): dim for side in sides} | {call.outputs[0]: new}))
+    return tuple(axes)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+import torch
+
 from parplan.graph.call import Call, shape_of
 from parplan.graph.op_axes import OpAxis
 
@@ -146,11 +148,90 @@ def stack(call: Call) -> tuple[OpAxis, ...]:
 
 
 def select(call: Call) -> tuple[OpAxis, ...]:
-    """Every dimension but the one of which one index is taken."""
+    """Every dimension but the one of which one index is taken, or all of them apart (`unbind`)."""
     source = call.tensors()[0]
     rank = len(shape_of(source))
     kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
-    return tuple(OpAxis({source.name: old, call.outputs[0]: new}) for new, old in enumerate(kept))
+    return tuple(OpAxis({source.name: old} | dict.fromkeys(call.outputs, new)) for new, old in enumerate(kept))
+
+
+def indexed(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, i, j]`: dimensions without an index, and those of the indices, which look up by themselves.
+
+    Where indices are apart (`x[i, :, j]`) or are masks, results lie otherwise, and nothing is cut.
+    """
+    indices = call["indices"]
+    places = [place for place, index in enumerate(indices) if index is not None]
+    apart = places != list(range(places[0], places[-1] + 1)) if places else True
+    if apart or any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
+        return ()
+    source, out, looked = call.tensors()[0], call.outputs[0], [indices[place] for place in places]
+    if source in looked:
+        return ()
+    first, rank = places[0], max(len(shape_of(index)) for index in looked)
+    kept = [(dim, dim if dim < first else dim + rank - len(places)) for dim in range(len(shape_of(source)))]
+    axes = [OpAxis({source.name: old, out: new}) for old, new in kept if old not in places]
+    for dim in range(rank):
+        size = call.out_shape[first + dim]
+        own = {index.name: dim - rank + len(shape_of(index)) for index in looked}
+        sized = {index.name for index in looked if own[index.name] >= 0 and shape_of(index)[own[index.name]] == size}
+        axes.append(OpAxis({name: at for name, at in own.items() if name in sized} | {out: first + dim}))
+    return tuple(axes)
+
+
+def index_select(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but `dim`; that one in the index and the result alone, each index looks up by itself."""
+    source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]
+    rank = len(shape_of(source))
+    selected = call.dim(int(call["dim"]), rank)
+    axes = [OpAxis({source.name: dim, out: dim}) for dim in range(rank) if dim != selected]
+    return (*axes, OpAxis({index: 0, out: selected})) if call.shape("index") else tuple(axes)
+
+
+def gathered(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in which all of the operand is looked at in step with the index; `dim` in index and result alone."""
+    source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]
+    rank = len(call.out_shape)
+    looked = call.dim(int(call["dim"]), rank)
+    axes = []
+    for dim in range(rank):
+        if dim == looked:
+            axes.append(OpAxis({index: dim, out: dim}))
+        elif shape_of(source)[dim] == call.out_shape[dim]:
+            axes.append(OpAxis({source.name: dim, index: dim, out: dim}))
+    return tuple(axes)
+
+
+def slice_scattered(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, 1:] = y`: every dimension but the sliced one; that one too where open ends take all of it."""
+    source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
+    shape = shape_of(source)
+    sliced = call.dim(int(call["dim"] or 0), len(shape))
+    open_ended = call["end"] is None or call["end"] >= _OPEN_END
+    whole = open_ended and call["step"] == 1 and call.shape("src")[sliced] == shape[sliced]
+    kept = [dim for dim in range(len(shape)) if dim != sliced or whole]
+    return tuple(OpAxis({source.name: dim, put: dim, out: dim}) for dim in kept)
+
+
+# What torch.export writes for the end of `x[1:]`.
+_OPEN_END = 2**63 - 1
+
+
+def select_scattered(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, 0] = y`: every dimension but the one of which one index is replaced."""
+    source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
+    rank = len(shape_of(source))
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    return tuple(OpAxis({source.name: old, put: new, out: old}) for new, old in enumerate(kept))
+
+
+def tiled(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions that are laid out once; new ones in front would have to be counted anew for a part."""
+    source, out = call.tensors()[0], call.outputs[0]
+    repeats = list(call["repeats"])
+    lead = len(repeats) - len(shape_of(source))
+    kept = [dim for dim in range(len(shape_of(source))) if repeats[lead + dim] == 1]
+    return tuple(OpAxis({source.name: dim, out: lead + dim}) for dim in kept)
 
 
 def slices(call: Call) -> tuple[OpAxis, ...]:

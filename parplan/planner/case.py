@@ -12,20 +12,25 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.formulate import formulate
 from parplan.planner.player import Effort, Layers, Played, Player
-from parplan.planner.problem import evaluate
+from parplan.planner.problem import Solution, Status, evaluate
 from parplan.planner.request import Progress, Request
 
 __all__ = ["Case", "Deadline", "fits", "plain", "without_period"]
 
 
 class Deadline:
-    """One limit for all the searches of a decision. Each may take a part of what is left, and a little in any case."""
+    """One limit for all the searches of a decision. Each may take a part of what is left, and a little in any case.
+
+    Searches end by themselves, after a fixed effort or with a proof; the limit is there for machines on which that
+    takes too long. Where it ended one (`hit`), another machine may find another plan, and the report says so.
+    """
 
     LEAST = 0.02
     """Part of the limit that a search gets even where nothing is left: enough for a first choice."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
+        self.hit = False
         self._until = now_s() + limit_s
 
     def left_s(self) -> float:
@@ -36,9 +41,14 @@ class Deadline:
         """What is not a search, such as measuring layers, does not count."""
         self._until += seconds
 
-    def part_s(self, part: float, most_s: float = float("inf")) -> float:
-        """What a search may take: a part of what is left, `most_s` at most."""
-        return min(most_s, max(part * self.left_s(), self.LEAST * self.limit_s))
+    def part_s(self, part: float) -> float:
+        """What a search may take: a part of what is left."""
+        return max(part * self.left_s(), self.LEAST * self.limit_s)
+
+    def watched(self, found: Solution, limit_s: float) -> Solution:
+        """A solution, after looking whether its time ended the solve."""
+        self.hit = self.hit or (found.status in (Status.FEASIBLE, Status.UNKNOWN) and found.seconds >= limit_s)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +82,9 @@ class Case:
 
     def spent(self, effort: Effort) -> bool:
         """Whether nothing more is to be tried."""
-        return effort.left <= 0 or self.deadline.left_s() == 0
+        over = self.deadline.left_s() == 0
+        self.deadline.hit = self.deadline.hit or (over and effort.left > 0)
+        return over or effort.left <= 0
 
     def phase(self, name: str) -> None:
         """Tell the listener that a phase begins."""

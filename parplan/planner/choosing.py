@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from parplan.errors import InfeasiblePlan
 from parplan.plan import Plan, Strategy
 from parplan.planner.boundaries import hidden_boundaries
-from parplan.planner.case import Case, plain
+from parplan.planner.case import Case, fits, plain
 from parplan.planner.decision import Baseline
 from parplan.planner.formulate import Formulation, formulate
 from parplan.planner.infeasible import why_not
@@ -25,14 +25,12 @@ from parplan.planner.problem import Problem, Solution, Status
 from parplan.planner.scheme_prices import IN_PASSES, scheduled, under
 from parplan.planner.side_by_side import extended
 from parplan.planner.solve import solve
-from parplan.planner.towers import SHARE, Towers, search
+from parplan.planner.towers import SHARE, Ground, Towers, search
 
 __all__ = ["Solved", "Taken", "choice_of", "solved", "solver", "taken"]
 
-MAIN, AGAIN, HIDDEN = 0.7, 0.5, 0.25
+MAIN, AGAIN, HIDDEN = 0.7, 0.5, 0.5
 """Parts of the time left for the proof, for each solve after one whose plan did not fit, and for plans in passes."""
-
-HIDDEN_S = 10.0
 
 NEAR = 1.03
 """A plan in passes up to this much slower than the best is improved, too: it may become the best."""
@@ -109,17 +107,17 @@ def _formulated(case: Case, asked: Questions, everywhere: bool) -> Formulation:
     return formulate(case.graph, case.cluster, case.costs, options, strict=strict, on_layer=on_layer)
 
 
-def solver(case: Case, formulation: Formulation, part: float, most_s: float = float("inf")) -> Solve:
+def solver(case: Case, formulation: Formulation, part: float) -> Solve:
     """Solves a problem with the strategies of `formulation`, some of them forbidden perhaps; plans really fit.
 
     Args:
         part: of the time left, for the first solve.
-        most_s: seconds for it at most.
     """
     tell = case.progress.solver if case.progress is not None else None
 
     def once(problem: Problem, part: float) -> Solution:
-        return solve(problem, case.deadline.part_s(part, most_s), on_progress=tell)
+        limit_s = case.deadline.part_s(part)
+        return case.deadline.watched(solve(problem, limit_s, on_progress=tell), limit_s)
 
     def fitting(problem: Problem) -> Solution:
         first = once(problem, part)
@@ -192,11 +190,13 @@ def taken(case: Case, one_pass: Solved, pinned: Pinned, rivals: Sequence[Baselin
 
 def _on_the_clock(case: Case, one_pass: Solved, pinned: Pinned, rivals: Sequence[Baseline], share: float) -> Plan:
     """The fastest scheme of the fastest plan known; what runs in passes is improved by the clock."""
-    habits = [rival.plan for rival in rivals if rival.fits and rival.plan is not None and not pinned.layers]
+    usual = [rival.plan for rival in rivals if rival.fits and rival.plan is not None and not pinned.layers]
+    habits = [replace(plan, rules=case.request.rules) for plan in usual]
     others = [*_hidden(case, one_pass, pinned, share * HIDDEN), *habits]
     tries = scheduled(case, pinned, one_pass.plan, others)
-    best = case.player.fastest(tries) or one_pass.plan
-    in_passes = case.player.fastest(plan for plan in tries if plan.scheme in IN_PASSES)
+    own = [plan for plan in tries if plan.layers == one_pass.plan.layers]
+    best = _fastest(case, tries) or case.player.fastest(own or tries) or one_pass.plan
+    in_passes = _fastest(case, [plan for plan in tries if plan.scheme in IN_PASSES])
     near = in_passes is not None and case.player.step_s(in_passes) <= NEAR * case.player.step_s(best)
     start = in_passes if in_passes is not None and near else best
     better = polished(case, one_pass.formulation, start, pinned, Effort(int(share * EFFORT)))
@@ -205,13 +205,24 @@ def _on_the_clock(case: Case, one_pass: Solved, pinned: Pinned, rivals: Sequence
     return case.player.fastest([best, better, *same]) or best
 
 
+def _fastest(case: Case, plans: Sequence[Plan]) -> Plan | None:
+    """The fastest of these that fits with its transfers, which the solver and the prices of usual plans know little of;
+    None where none does."""
+    left = list(plans)
+    while (best := case.player.fastest(left)) is not None:
+        if fits(case.graph, case.cluster, case.costs, plain(best)):
+            return best
+        left = [plan for plan in left if plan.layers != best.layers]
+    return None
+
+
 def _hidden(case: Case, one_pass: Solved, pinned: Pinned, part: float) -> list[Plan]:
     """What the solver would choose if passes hid most of what crosses to fewer replicas."""
     problem = hidden_boundaries(one_pass.formulation) if case.request.scheme != "gather" else None
     if problem is None:
         return []
     formulation = replace(one_pass.formulation, problem=problem)
-    found = fastest(formulation, pinned, solver(case, formulation, part, HIDDEN_S)).choice
+    found = fastest(formulation, pinned, solver(case, formulation, part)).choice
     return [] if found is None else [plan_of(case, formulation, found, pinned)]
 
 
@@ -221,4 +232,6 @@ def _towers(case: Case, formulation: Formulation, draft: Plan, share: float) -> 
     if request.plan is not None or request.scheme not in ("auto", "gather") or request.rules == "strict":
         return None
     limit_s = case.deadline.part_s(share * SHARE)
-    return search(case.graph, case.cluster, case.costs, draft, formulation, case.player.step_s, limit_s, share)
+    found = search(Ground(case.graph, case.cluster, case.costs, case.player.step_s), draft, formulation, limit_s, share)
+    case.deadline.hit = case.deadline.hit or (found is not None and found.timed_out)
+    return found

@@ -31,6 +31,7 @@ from parplan.planner.scheme_prices import (
     clocked_proof,
     needs_clock,
     rival_in_passes,
+    scheduled,
     scheme_prices,
     schemes_of,
 )
@@ -41,8 +42,8 @@ from parplan.planner.verifier import check
 
 __all__ = ["Progress", "Request", "decide", "predict", "sketch"]
 
-# Part of the time left that each of the usual plans may take, and seconds at most.
-RIVAL, RIVAL_S = 0.1, 10.0
+# Part of the time left that each of the usual plans may take.
+RIVAL = 0.2
 
 
 def decide(
@@ -81,7 +82,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
 
 
 def sketch(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request) -> Prediction:
-    """What one step of the fastest plan in one pass takes (or of `request.plan`), to compare graphs with.
+    """What one step of the solver's plan takes under its fastest scheme (or of `request.plan`), to compare graphs with.
 
     Raises:
         InfeasiblePlan, PinError, PlanError: as for `decide`.
@@ -89,8 +90,18 @@ def sketch(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Reque
     if request.plan is not None:
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    one_pass = solved(case, questions(request.pins, graph, cluster))
-    return prediction(one_pass.formulation, one_pass.choice, costs)
+    asked = questions(request.pins, graph, cluster)
+    one_pass = solved(case, asked)
+    step, plan = prediction(one_pass.formulation, one_pass.choice, costs), _in_passes(case, one_pass.plan, asked.whole)
+    return clocked(step, case.player.timeline(plan)) if needs_clock(plan, graph) else step
+
+
+def _in_passes(case: Case, plan: Plan, pinned: Pinned) -> Plan:
+    """The solver's plan under its fastest scheme; as it is where it cannot have one that is asked for, others may."""
+    try:
+        return case.player.fastest(scheduled(case, pinned, plan, ())) or plan
+    except (PinError, PlanError):
+        return plan
 
 
 def _case(
@@ -123,14 +134,18 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
 
 
 def _rival_solver(case: Case) -> Callable[[Problem], Solution]:
-    return lambda problem: solve(problem, case.deadline.part_s(RIVAL, RIVAL_S))
+    def solved_as(problem: Problem) -> Solution:
+        limit_s = case.deadline.part_s(RIVAL)
+        return case.deadline.watched(solve(problem, limit_s), limit_s)
+
+    return solved_as
 
 
 def _decision(
     case: Case, one_pass: Solved, found: Taken, rivals: tuple[Baseline, ...], pinned: Pinned, begin: float
 ) -> Decision:
     """The plan that is taken with all that is to be said of it."""
-    plan, request = found.plan, case.request
+    plan, request, cut_off = found.plan, case.request, _cut_off(case)
     step = prediction(found.formulation, found.choice, case.costs)
     proof = _proof(found, one_pass.solution, request.plan is not None)
     layers = layer_facts(case.graph, found.formulation, found.choice, plan)
@@ -154,12 +169,22 @@ def _decision(
         advice=advice(step.step_s, rivals),
         proof=proof,
         seconds=_seconds(request, one_pass.costs_s, begin),
-        notes=(*request.notes, *notes_on(found.towers), *overfull(case.cluster, step)),
+        notes=(*request.notes, *notes_on(found.towers), *cut_off, *overfull(case.cluster, step)),
         times_from=request.times_from,
         links=case.costs.step.links,
         passes=scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None,
         beside=beside,
     )
+
+
+def _cut_off(case: Case) -> list[str]:
+    """What to say where time ended a search that would have ended by itself."""
+    if case.request.plan is not None or not case.deadline.hit:
+        return []
+    return [
+        f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, or "
+        "on another machine, there may be another one."
+    ]
 
 
 def _proof(found: Taken, solution: Solution, given: bool) -> Proof:

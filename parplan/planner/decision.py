@@ -177,7 +177,8 @@ class Passes:
     """A boundary between layers of `most` replicas and layers of fewer, at the least `fewest`.
 
     `layers` run in passes under the scheme that was taken; `schemes` has all three, as far as they are possible.
-    `updated` are the layers pinned to be updated between passes, because of which there have to be some.
+    `updated` are the layers pinned to be updated between passes, because of which there have to be some; `in_front`
+    those that have an update period and run once all the same.
     """
 
     taken: Scheme
@@ -186,6 +187,7 @@ class Passes:
     layers: int
     schemes: tuple[SchemePrice, ...]
     updated: tuple[str, ...] = ()
+    in_front: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:

@@ -10,6 +10,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerFacts, Prediction
 from parplan.planner.formulate import Formulation
+from parplan.planner.infeasible import size_text
 from parplan.planner.problem import evaluate
 from parplan.planner.reasons import reason
 from parplan.planner.verifier import bends
@@ -116,7 +117,7 @@ def overfull(cluster: Cluster, step: Prediction) -> list[str]:
         if needed > device.memory_bytes
     ]
     return [
-        f"device {number} needs {needed / 2**30:.2f} GiB with its transfers, {limit / 2**30:.2f} GiB are usable: "
+        f"device {number} needs {size_text(needed)} with its transfers, {size_text(limit)} are usable: "
         "lower --batch, or plan with a smaller --memory to leave room"
         for number, needed, limit in over[:1]
     ]

@@ -8,7 +8,7 @@ from parplan.cost_models.costs import Moments
 from parplan.planner.formulate import Formulation
 from parplan.planner.problem import Cause, Infeasibility, Solution
 
-__all__ = ["why_not"]
+__all__ = ["size_text", "why_not"]
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, "
@@ -31,10 +31,10 @@ def _memory(formulation: Formulation, found: Infeasibility) -> str:
     amounts: Counter[str] = Counter()
     for name, amount in zip(found.names, found.amounts, strict=True):
         amounts[name] += round(amount)
-    held = ", ".join(f"{name} {_size(amount)}" for name, amount in amounts.most_common() if amount)
-    limit = _size(formulation.problem.limits[resource])
+    held = ", ".join(f"{name} {size_text(amount)}" for name, amount in amounts.most_common() if amount)
+    limit = size_text(formulation.problem.limits[resource])
     where = formulation.problem.resource_name(resource)
-    lacks = f"{where} has {limit} and lacks {_size(found.missing)} {_moment(formulation, found.time)}"
+    lacks = f"{where} has {limit} and lacks {size_text(found.missing)} {_moment(formulation, found.time)}"
     return f"{lacks}, where the most is held by {held}"
 
 
@@ -46,7 +46,8 @@ def _moment(formulation: Formulation, time: int | None) -> str:
     return Moments(len(layers)).text(time, layers)
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
+    """Bytes in a unit that suits them, three digits."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

@@ -13,6 +13,7 @@ from itertools import accumulate, combinations
 
 from parplan.cluster import Cluster
 from parplan.errors import PinError, RuleError
+from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.pins import Pin
 from parplan.plan import Strategy
@@ -216,7 +217,7 @@ def _allowed(
     """
     reasons: list[str] = []
     for places in _places(pin, blocks):
-        tried = [_try(layer, batch, shape) for place in places for shape in _shapes(layer, pin, place)]
+        tried = [_try(layer, batch, shape, cluster.count) for place in places for shape in _shapes(layer, pin, place)]
         found = tuple(one for one in tried if isinstance(one, Strategy))
         if found:
             return found
@@ -254,12 +255,14 @@ def _shapes(layer: Layer, pin: LayerPin, devices: tuple[int, ...]) -> Iterator[S
             yield Strategy(replicas, 1, None, devices)
 
 
-def _try(layer: Layer, batch: int, strategy: Strategy) -> Strategy | str:
+def _try(layer: Layer, batch: int, strategy: Strategy, devices: int) -> Strategy | str:
     """The strategy if it is legal, else the rule it breaks."""
     try:
         r7_loss(layer.name, layer.is_loss, strategy.shards)
-        r1_batch(layer.name, batch, batch_units(layer, batch), strategy.replicas)
-        r5_axis(layer.name, strategy.axis, {axis.name: axis.units for axis in layer.axes}, strategy.shards)
+        units = batch_units(layer, batch)
+        r1_batch(layer.name, batch, units, strategy.replicas, devices // strategy.shards, unknown_ops(layer.nodes))
+        axes = {axis.name: axis.units for axis in layer.axes}
+        r5_axis(layer.name, strategy.axis, axes, strategy.shards, devices // strategy.replicas)
     except RuleError as error:
         return str(error)
     return strategy

@@ -17,7 +17,7 @@ from parplan.planner.case import Case, fits, plain
 from parplan.planner.formulate import Formulation
 from parplan.planner.pinned import Pinned
 from parplan.planner.player import Effort
-from parplan.planner.problem import evaluate
+from parplan.planner.problem import evaluate, objective
 from parplan.planner.scheme_prices import needs_clock, under, updates_lost
 
 __all__ = ["behind", "feasible", "polished", "with_layer"]
@@ -80,8 +80,10 @@ class _Polish:
         for _ in range(ROUNDS):
             before = known.step_s
             for name in behind(self.case, known.plan):
+                if self.case.spent(self.effort):  # ranking a layer's changes takes time, too
+                    return known.plan
                 known = self.layer(known, name)
-            if self.effort.left <= 0 or known.step_s >= before * (1 - BETTER):
+            if known.step_s >= before * (1 - BETTER):
                 break
         return known.plan
 
@@ -107,7 +109,7 @@ class _Polish:
         for k in self.allowed(index):
             alone = (*choice[:index], k, *choice[index + 1 :])
             for one in (alone, self.followed(alone, index, followers)):
-                found.setdefault(one, evaluate(self.hidden, one).objective)
+                found.setdefault(one, objective(self.hidden, one))
         found.pop(choice, None)
         return sorted((one for one in found if found[one] < float("inf")), key=lambda one: found[one])[:TRIES]
 

@@ -32,7 +32,7 @@ from parplan.errors import ParplanError
 
 __all__ = [
     "Cause", "Edge", "Evaluation", "FloatArray", "Infeasibility", "Linear", "Node", "Problem", "Solution", "Status",
-    "Usage", "evaluate",
+    "Usage", "evaluate", "objective",
 ]  # fmt: skip
 
 FloatArray = NDArray[np.float64]
@@ -246,26 +246,41 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 
     The peak of a memory is its largest sum over all time points, 0 if nothing is ever live.
     """
-    nodes, picked = problem.nodes, list(choice)
-    if len(picked) != len(nodes):
-        raise ParplanError(f"a choice for {len(picked)} nodes does not fit a problem of {len(nodes)}")
-    chosen = list(zip(nodes, picked, strict=True))
-    node_ahead = np.array([node.ahead[k] for node, k in chosen])
-    node_back = np.array([node.back[k] for node, k in chosen])
-    tail = np.array([node.tail[k] for node, k in chosen])
-    edge_ahead, edge_back = 0.0, np.zeros(len(nodes))
-    for edge in problem.edges:
-        edge_ahead += edge.ahead[picked[edge.source], picked[edge.target]]
-        edge_back[edge.target] += edge.back[picked[edge.source], picked[edge.target]]
+    picked = _checked(problem, choice)
+    ahead, back, exposed = _seconds(problem, picked)
     violations = [*_forbidden(problem, picked), *_broken_linear(problem, picked)]
     peaks = _peaks(problem, picked)
     for resource, (peak, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if peak > limit:
             name = problem.resource_name(resource)
             violations.append(f"{name}: {peak:.0f} bytes exceed {limit:.0f}")
+    return Evaluation(ahead + back + exposed, ahead, back, exposed, peaks, tuple(violations))
+
+
+def objective(problem: Problem, choice: Sequence[int]) -> float:
+    """What `choice` costs, in seconds, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
+    return sum(_seconds(problem, _checked(problem, choice)))
+
+
+def _checked(problem: Problem, choice: Sequence[int]) -> list[int]:
+    if len(choice) != len(problem.nodes):
+        raise ParplanError(f"a choice for {len(choice)} nodes does not fit a problem of {len(problem.nodes)}")
+    return list(choice)
+
+
+def _seconds(problem: Problem, picked: Sequence[int]) -> tuple[float, float, float]:
+    """Ahead, back and exposed."""
+    chosen = list(zip(problem.nodes, picked, strict=True))
+    node_ahead = np.array([node.ahead[k] for node, k in chosen])
+    node_back = np.array([node.back[k] for node, k in chosen])
+    tail = np.array([node.tail[k] for node, k in chosen])
+    edge_ahead, edge_back = 0.0, np.zeros(len(chosen))
+    for edge in problem.edges:
+        edge_ahead += edge.ahead[picked[edge.source], picked[edge.target]]
+        edge_back[edge.target] += edge.back[picked[edge.source], picked[edge.target]]
     ahead, back = float(node_ahead.sum() + edge_ahead), float(node_back.sum() + edge_back.sum())
     exposed = _exposed(tail, node_back, edge_back) if np.isfinite(ahead + back + tail.sum()) else np.inf
-    return Evaluation(ahead + back + exposed, ahead, back, exposed, peaks, tuple(violations))
+    return ahead, back, exposed
 
 
 def _exposed(tail: FloatArray, node_back: FloatArray, edge_back: FloatArray) -> float:

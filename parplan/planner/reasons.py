@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import Layer
 from parplan.planner.formulate import Option
 from parplan.planner.problem import Problem, evaluate
@@ -47,7 +48,10 @@ def only_way(layer: Layer) -> str:
     """Words for a layer that has no other strategy."""
     if layer.is_loss:
         return "a loss is never sharded, and it needs all samples"
-    if layer.batch is None and not layer.constant and not layer.axes:
+    whole = layer.batch is None and not layer.constant and not layer.axes
+    if whole and (unknown := unknown_ops(layer.nodes)):
+        return f"parplan does not know how {' and '.join(unknown)} treats samples, so it runs whole"
+    if whole:
         return "its samples depend on each other and it has no axis to cut"
     return "the rules leave no other way on these devices"
 

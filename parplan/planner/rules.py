@@ -25,10 +25,22 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
-def r1_batch(layer: str, batch: int, units: int | None, replicas: int) -> None:
-    """R1: the batch is divisible by the layer's replicas; `units` None: its samples cannot be split."""
+def r1_batch(
+    layer: str, batch: int, units: int | None, replicas: int, most: int | None = None, unknown: Sequence[str] = ()
+) -> None:
+    """R1: the batch is divisible by the layer's replicas; `units` None: its samples cannot be split.
+
+    `most` replicas have devices: no more are advised. `unknown` are ops of the layer that no axis is known of.
+    """
     if replicas == 1:
         return
+    if units is None and unknown:
+        raise RuleError(
+            "R1",
+            layer,
+            f"parplan does not know how {' and '.join(unknown)} treats samples, so {replicas} replicas might change "
+            "the numbers; use 1 replica, or describe the op with parplan.graph.axis_table.register_row",
+        )
     if units is None:
         raise RuleError(
             "R1",
@@ -38,7 +50,9 @@ def r1_batch(layer: str, batch: int, units: int | None, replicas: int) -> None:
     if batch % replicas or units % replicas:
         whole = batch if batch % replicas else units
         raise RuleError(
-            "R1", layer, f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas)}"
+            "R1",
+            layer,
+            f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas, most)}",
         )
 
 
@@ -62,19 +76,22 @@ def r4_divides(layer: str, replicas: int, fed: Mapping[str, int]) -> None:
             raise RuleError("R4", layer, f"{_replicas(replicas)} cannot feed the {count} of {name}; give {name} {fits}")
 
 
-def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int) -> None:
-    """R5: the cut axis exists and is divisible by the shards; `units` are the layer's axes."""
+def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int, most: int | None = None) -> None:
+    """R5: the cut axis exists and is divisible by the shards; `units` are the layer's axes.
+
+    `most` shards have devices: no more are advised.
+    """
     if shards == 1:
         if axis is not None:
             raise RuleError("R5", layer, f"one shard is not cut along {axis!r}; leave the axis out")
         return
     if axis is None or axis not in units:
         known = ", ".join(f"{name} ({count})" for name, count in units.items()) or "none: it cannot be sharded"
-        raise RuleError("R5", layer, f"it cannot be cut along {axis!r}; its axes are {known}")
+        along = f" along {axis!r}" if axis is not None or units else f" in {shards}"
+        raise RuleError("R5", layer, f"it cannot be cut{along}; its axes are {known}")
     if units[axis] % shards:
-        raise RuleError(
-            "R5", layer, f"{units[axis]} {axis} cannot be cut in {shards}; {_choices(units[axis], shards, 'shards')}"
-        )
+        fits = _choices(units[axis], shards, most, "shards")
+        raise RuleError("R5", layer, f"{units[axis]} {axis} cannot be cut in {shards}; {fits}")
 
 
 def r6_devices(layer: str, replicas: int, shards: int, devices: Sequence[int], available: int) -> None:
@@ -108,8 +125,8 @@ def r8_update_period(layer: str, period: int | None, passes: int) -> None:
         raise RuleError("R8", layer, f"an update period of {period} does not divide {passes} passes; use {fits}")
 
 
-def _choices(number: int, wrong: int, what: str = "replicas") -> str:
-    near = [part for part in divisors(number) if part <= 4 * wrong]
+def _choices(number: int, wrong: int, most: int | None, what: str = "replicas") -> str:
+    near = [part for part in divisors(number) if part <= (most or 4 * wrong)]
     below = [part for part in near if part < wrong][-2:]
     above = [part for part in near if part > wrong][:1]
     return "use " + " or ".join(str(part) for part in below + above) + f" {what}"

@@ -78,8 +78,11 @@ class _Pace:
 class _Clock:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
-        bits: dict[Hashable, int] = {}
-        self.masks = [sum(1 << bits.setdefault(one, len(bits)) for one in set(task.holds)) for task in tasks]
+        numbers: dict[Hashable, int] = {}  # of resources: what follows meets numbers and bits only
+        self.masks = [_mask(task.holds, numbers) for task in tasks]
+        self.shares = [
+            tuple((numbers.setdefault(one, len(numbers)), part) for one, part in task.shares.items()) for task in tasks
+        ]
         self.missing = [len(set(task.after)) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
@@ -90,9 +93,10 @@ class _Clock:
         self.ready = [index for index, count in enumerate(self.missing) if count == 0]
         self.alone: list[tuple[float, int]] = []  # what shares nothing, by end
         self.sharing: dict[int, _Pace] = {}
-        self.needed: dict[bool, dict[Hashable, float]] = {False: {}, True: {}}
+        self.needed = {yields: [0.0] * len(numbers) for yields in (False, True)}
         self.busy = 0
-        self.spans = [Span(0.0, 0.0)] * len(tasks)
+        self.begun = [(0.0, NOTHING)] * len(tasks)  # when each started, and behind which
+        self.end_s = [0.0] * len(tasks)
 
     def run(self) -> list[Span]:
         now_s, ended = 0.0, list[int]()
@@ -108,7 +112,7 @@ class _Clock:
                 self._end(index, now_s)
             if shared:
                 self._pace(now_s)
-        return self.spans
+        return [Span(start_s, end_s, behind) for (start_s, behind), end_s in zip(self.begun, self.end_s, strict=True)]
 
     def _start(self, now_s: float, ended: Sequence[int]) -> bool:
         """Start what can; whether any of it shares something."""
@@ -119,11 +123,11 @@ class _Clock:
                 waiting.append(index)
             else:
                 self.busy |= mask
-                self.spans[index] = Span(now_s, now_s, self._behind(index, ended))
+                self.begun[index] = now_s, self._behind(index, ended)
                 if task.shares:
                     sharing = True
                     self.sharing[index] = _Pace(1.0, now_s + task.seconds)
-                    self._need(task, 1.0)
+                    self._need(index, 1.0)
                 else:
                     heappush(self.alone, (now_s + task.seconds, index))
             claimed |= mask
@@ -133,24 +137,25 @@ class _Clock:
     def _pace(self, now_s: float) -> None:
         """Those who share something go as fast as they can now."""
         for index, pace in self.sharing.items():
-            rate = self._rate(self.tasks[index])
+            rate = self._rate(index)
             if rate != pace.rate:
                 left_s = pace.left_s if pace.rate == 0 else (pace.end_s - now_s) * pace.rate
                 pace.rate, pace.left_s, pace.end_s = rate, left_s, now_s + left_s / rate if rate else inf
 
-    def _rate(self, task: Task) -> float:
-        first, own = self.needed[False], self.needed[task.yields]
+    def _rate(self, index: int) -> float:
+        yields = self.tasks[index].yields
+        first, own = self.needed[False], self.needed[yields]
         rate = 1.0
-        for one in task.shares:
-            left = max(0.0, 1 - first.get(one, 0.0)) if task.yields else 1.0
+        for one, _ in self.shares[index]:
+            left = max(0.0, 1 - first[one]) if yields else 1.0
             if own[one] > left + SLACK:
                 rate = min(rate, left / own[one])
         return rate if rate > SLACK else 0.0
 
-    def _need(self, task: Task, sign: float) -> None:
-        needed = self.needed[task.yields]
-        for one, part in task.shares.items():
-            needed[one] = needed.get(one, 0.0) + sign * part
+    def _need(self, index: int, sign: float) -> None:
+        needed = self.needed[self.tasks[index].yields]
+        for one, part in self.shares[index]:
+            needed[one] += sign * part
 
     def _behind(self, index: int, ended: Sequence[int]) -> int:
         after, mask = self.tasks[index].after, self.masks[index]
@@ -158,12 +163,19 @@ class _Clock:
         return needed if needed != NOTHING else next((one for one in ended if self.masks[one] & mask), NOTHING)
 
     def _end(self, index: int, now_s: float) -> None:
-        start = self.spans[index]
-        self.spans[index] = Span(start.start_s, now_s, start.behind)
+        self.end_s[index] = now_s
         self.busy &= ~self.masks[index]
         if self.sharing.pop(index, None) is not None:
-            self._need(self.tasks[index], -1.0)
+            self._need(index, -1.0)
         for follower in self.followers[index]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
                 insort(self.ready, follower)
+
+
+def _mask(holds: Sequence[Hashable], numbers: dict[Hashable, int]) -> int:
+    """A bit for each resource; resources that are new get a number."""
+    mask = 0
+    for one in holds:
+        mask |= 1 << numbers.setdefault(one, len(numbers))
+    return mask

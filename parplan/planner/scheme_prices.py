@@ -62,8 +62,16 @@ def updates_lost(plan: Plan, graph: LayerGraph, pinned: Pinned) -> list[str]:
     """Layers whose weights are pinned to be updated between passes, where the plan's scheme has none."""
     if not pinned.periods or plan.scheme in IN_PASSES:
         return []
-    passes = passes_of(plan, graph)
-    return [name for name, period in pinned.periods.items() if period < passes]
+    passes, inside = passes_of(plan, graph), _inside(plan, graph)
+    return [name for name, period in pinned.periods.items() if period < passes and name in inside]
+
+
+def _inside(plan: Plan, graph: LayerGraph) -> frozenset[str]:
+    """Layers that a scheme with passes runs in them; where none is possible, all."""
+    try:
+        return frozenset(stages(graph, plan.layers, Scheme.INTERLEAVE).layers(Stage.PASSES))
+    except PlanError:
+        return frozenset(graph.layers)
 
 
 def passes_of(plan: Plan, graph: LayerGraph) -> int:
@@ -143,8 +151,9 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
         return None
     when = stages(graph, plan.layers, plan.scheme)
     updated = updates_lost(replace(plan, scheme=Scheme.GATHER), graph, pinned)
-    layers = len(when.layers(Stage.PASSES))
-    return Passes(plan.scheme, when.most, when.fewest, layers, tuple(known), tuple(updated))
+    inside = when.layers(Stage.PASSES)
+    once = [name for name, own in plan.layers.items() if own.update_period is not None and name not in inside]
+    return Passes(plan.scheme, when.most, when.fewest, len(inside), tuple(known), tuple(updated), tuple(once))
 
 
 def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:

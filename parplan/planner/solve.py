@@ -14,7 +14,7 @@ from parplan.planner.presolve import presolve
 from parplan.planner.problem import FloatArray, Infeasibility, Problem, Solution, Status, evaluate
 from parplan.planner.solve_bound import Priced, Prices, Relaxation, climb, relax, survivors
 from parplan.planner.solve_infeasible import explain
-from parplan.planner.solve_local import descend, first_choice, leanest_choice, settle
+from parplan.planner.solve_local import BRIEF, descend, first_choice, leanest_choice, settle
 from parplan.planner.solve_overfull import overfull
 from parplan.planner.solve_reduced import Reduced, restrict
 from parplan.planner.solve_rows import broken_rows, count_terms, some_rows
@@ -127,8 +127,7 @@ class _Run:
 
     def improve(self, reduced: Reduced, choice: Sequence[int]) -> None:
         """Offer what local search makes of a choice."""
-        until = min(self.deadline, time.monotonic() + LOCAL_S)
-        self.offer(reduced.lift(descend(reduced.problem, choice, until)))
+        self.offer(reduced.lift(descend(reduced.problem, choice, self.deadline, BRIEF)))
 
     def tighten(self, reduced: Reduced) -> Reduced | None:
         """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""

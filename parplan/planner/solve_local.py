@@ -15,7 +15,10 @@ from parplan.planner.problem import FloatArray, Problem
 from parplan.planner.solve_rows import Live, Timeline, timeline
 from parplan.planner.solve_tree import edge_costs
 
-__all__ = ["descend", "first_choice", "leanest_choice", "settle"]
+__all__ = ["BRIEF", "descend", "first_choice", "leanest_choice", "settle"]
+
+BRIEF = 10_000
+"""Looks at a node that a brief improvement takes at most, about a second: counted, so that it is the same anywhere."""
 
 FORBIDDEN = 1e30
 
@@ -40,14 +43,21 @@ def leanest_choice(problem: Problem) -> list[int]:
     return result
 
 
-def descend(problem: Problem, choice: Sequence[int], deadline: float, rounds: int = 100) -> list[int]:
-    """Change one node at a time, first to exceed limits less, then to cost less, until nothing helps."""
+def descend(
+    problem: Problem, choice: Sequence[int], deadline: float, looks: float = np.inf, rounds: int = 100
+) -> list[int]:
+    """Change one node at a time, first to exceed limits less, then to cost less, until nothing helps.
+
+    Args:
+        looks: at nodes, at most.
+    """
     state = _State(problem, choice)
     for _ in range(rounds):
         moves = 0
         for v in range(len(problem.nodes)):
             moves += state.improve(v)
-            if time.monotonic() > deadline:
+            looks -= 1
+            if looks <= 0 or time.monotonic() > deadline:
                 return state.choice
         if not moves:
             break

@@ -18,7 +18,7 @@ import numpy as np
 from parplan.planner.presolve import drop_dominated
 from parplan.planner.problem import Edge, FloatArray, Node, Problem
 from parplan.planner.solve_bound import Priced, Prices, Relaxation, relax
-from parplan.planner.solve_local import descend
+from parplan.planner.solve_local import BRIEF, descend
 from parplan.planner.solve_rows import broken_rows, rows_at
 
 __all__ = ["Crowd", "crowd", "overfull", "without_costs"]
@@ -65,7 +65,7 @@ def overfull(problem: Problem, deadline: float, offer: Callable[[list[int]], obj
         found = _priced(relaxation, prices, deadline)
         if found.value > 1e-9:
             return True
-        offer(free.lift(descend(free.problem, found.choice, min(deadline, time.monotonic() + 1))))
+        offer(free.lift(descend(free.problem, found.choice, deadline, BRIEF)))
         more = broken_rows(free.problem, found.choice, rows)
         if not more or time.monotonic() > deadline:
             return False

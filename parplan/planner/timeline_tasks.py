@@ -38,6 +38,8 @@ class Lane(Enum):
     IN = "in"
     SUMS = "sums"
 
+    __hash__ = object.__hash__  # Enum's own takes most of a simulation's time
+
 
 @dataclass(frozen=True)
 class Resource:
@@ -67,6 +69,13 @@ NONE: Mapping[Any, float] = {}
 @lru_cache(maxsize=4096)
 def _lane(lane: Lane, devices: tuple[int, ...]) -> tuple[Resource, ...]:
     return tuple(Resource(lane, device) for device in devices)
+
+
+@lru_cache(maxsize=4096)
+def _busy_lanes(sent: Busy, received: Busy) -> Mapping[Any, float]:
+    """How much of each lane a transfer needs."""
+    sides = ((Lane.OUT, sent), (Lane.IN, received))
+    return {one: part for lane, own in sides for device, part in own for one in _lane(lane, (device,))}
 
 
 class Parts:
@@ -223,9 +232,7 @@ class Parts:
     def _transfer(
         self, move: Move, leg: Leg, seconds: float, sent: Busy, received: Busy, after: Tasks, part: int
     ) -> int:
-        lanes: Mapping[Any, float] = {
-            Resource(lane, d): one for lane, own in ((Lane.OUT, sent), (Lane.IN, received)) for d, one in own
-        }
+        lanes = _busy_lanes(sent, received)
         hidden_s = self.work.hidden * seconds if move.beside else 0.0
         held_s = seconds - hidden_s
         compute, number = _lane(Lane.COMPUTE, leg.devices), None if move.crossing is Crossing.ONCE else part

@@ -6,9 +6,9 @@ the others have one candidate each. What comes out is judged by `step_s`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from time import monotonic as now_s
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
@@ -24,7 +24,7 @@ from parplan.planner.solve_bound import relax
 from parplan.planner.solve_local import descend, first_choice
 from parplan.planner.strategies import cluster_blocks, strategies
 
-__all__ = ["NEAR", "Attempts", "Known", "Layers", "StepTime"]
+__all__ = ["NEAR", "Attempts", "Ground", "Known", "Layers", "StepTime"]
 
 StepTime = Callable[[Plan], float]
 """The predicted seconds of a step of a plan."""
@@ -35,6 +35,16 @@ NEAR = 1.2
 EFFORT, LEAST = 6000, 12
 """Layers of all plans that are tried before improving, and the fewest plans: so what is found does not depend on how
 fast a machine is, unless its time ends first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """The model, the devices and their costs, and the clock that plans are judged by."""
+
+    graph: LayerGraph
+    cluster: Cluster
+    costs: CostModel
+    step_s: StepTime
 
 
 @dataclass(frozen=True)
@@ -54,29 +64,21 @@ class Attempts:
         time_limit_s: for all attempts together, a stop for slow machines.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        cluster: Cluster,
-        costs: CostModel,
-        start: Plan,
-        step_s: StepTime,
-        time_limit_s: float,
-    ) -> None:
-        self.graph, self.cluster, self.costs = graph, cluster, costs
-        self.step_s = step_s
+    def __init__(self, ground: Ground, start: Plan, time_limit_s: float) -> None:
+        self.graph, self.cluster, self.costs = ground.graph, ground.cluster, ground.costs
+        self.step_s = ground.step_s
         self.start = replace(start, scheme=Scheme.GATHER)
-        self.without_s = step_s(start)
-        self.began = time.monotonic()
+        self.without_s = ground.step_s(start)
+        self.began = now_s()
         self.deadline = self.began + time_limit_s
         self.tried = 0
         self.works: dict[int, float] = {}
         self.choices: dict[tuple[str, Group], tuple[Strategy, ...]] = {}
         self.seen: dict[tuple[Strategy, ...], float] = {}
         self.attempts: list[Known] = []
-        self.blocks = cluster_blocks(cluster, everywhere=True)
+        self.blocks = cluster_blocks(ground.cluster, everywhere=True)
         self.every: dict[str, tuple[Strategy, ...]] = {}
-        self.most_tried = max(LEAST, EFFORT // max(1, len(graph.layers)))
+        self.most_tried = max(LEAST, EFFORT // max(1, len(ground.graph.layers)))
         self.best = Known(start.layers, self.price(start.layers), {})
 
     def spent(self) -> bool:
@@ -85,7 +87,11 @@ class Attempts:
 
     def out_of_time(self) -> bool:
         """Whether there is no time left, whatever was tried."""
-        return time.monotonic() > self.deadline
+        return now_s() > self.deadline
+
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
+        return now_s() - self.began
 
     def price(self, layers: Layers) -> float:
         """The step of a plan with these layers."""
@@ -131,8 +137,8 @@ class Attempts:
             layers = formulation.strategies(choice)
             step_s = self.price(layers)
             # Whether a plan fits takes long to say, and slow ones are not taken anyway.
-            fits = step_s > NEAR * self.best.step_s or self.fits(layers)
-            if fits and (found is None or step_s < found.step_s):
+            better = found is None or step_s < found.step_s
+            if better and (step_s > NEAR * self.best.step_s or self.fits(layers)):
                 found = Known(layers, step_s, groups)
         self.attempts += [found] if found is not None else []
         return found

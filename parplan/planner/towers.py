@@ -10,28 +10,21 @@ blocks of a deep network) are decided together. Nothing is proven here; a plan w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel
-from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.formulate import Formulation
 from parplan.planner.groups import Group, Share, balance, groupings
 from parplan.planner.sections import Branch, Section, beside, sections
-from parplan.planner.tower_attempts import NEAR, Attempts, Known, Layers, StepTime
-from parplan.planner.worth import Worth, worthwhile
+from parplan.planner.tower_attempts import NEAR, Attempts, Ground, Known, Layers
+from parplan.planner.worth import WORTH_IT, Worth, worthwhile
 
-__all__ = ["SHARE", "WORTH_IT", "StepTime", "Towers", "search"]
+__all__ = ["SHARE", "Ground", "Towers", "search"]
 
-WORTH_IT = 0.01
-"""Branches run at the same time only where that is faster by more than this."""
-
-SHARE = 0.3
-"""Share of the time left that the search may take; what it tries is counted, so most end before."""
+SHARE = 0.9
+"""Share of the time left that the search may take; what it tries is counted, so nearly all end long before."""
 
 BETTER = 1e-4
 HOPELESS = 3
@@ -80,14 +73,7 @@ class Towers:
 
 
 def search(
-    graph: LayerGraph,
-    cluster: Cluster,
-    costs: CostModel,
-    start: Plan,
-    formulation: Formulation,
-    step_s: StepTime,
-    time_limit_s: float,
-    effort: float = 1.0,
+    ground: Ground, start: Plan, formulation: Formulation, time_limit_s: float, effort: float = 1.0
 ) -> Towers | None:
     """The best plan with branches at the same time, if it is faster than `start`; None where nothing is to be tried.
 
@@ -96,13 +82,13 @@ def search(
         formulation: prices of all layers' strategies.
         effort: part of the usual number of tries.
     """
-    found = sections(graph) if cluster.count > 1 else ()
+    found = sections(ground.graph) if ground.cluster.count > 1 else ()
     choice = formulation.choice(start.layers) if found else ()
-    worth = worthwhile(found, formulation, choice, cluster.count) if found else ()
+    worth = worthwhile(found, formulation, choice, ground.cluster.count) if found else ()
     if not worth:
         return None
     usual = FULLY if sum(map(len, formulation.options)) <= SMALL else BRIEFLY
-    searching = _Search(graph, cluster, costs, start, found, usual, step_s, time_limit_s)
+    searching = _Search(ground, start, time_limit_s, found, usual)
     searching.most_tried = int(effort * searching.most_tried)
     return searching.run(worth, effort)
 
@@ -111,17 +97,9 @@ class _Search(Attempts):
     """Sections one after another, then improvements of what came out."""
 
     def __init__(
-        self,
-        graph: LayerGraph,
-        cluster: Cluster,
-        costs: CostModel,
-        start: Plan,
-        found: Sequence[Section],
-        effort: _Thorough,
-        step_s: StepTime,
-        time_limit_s: float,
+        self, ground: Ground, start: Plan, time_limit_s: float, found: Sequence[Section], effort: _Thorough
     ) -> None:
-        super().__init__(graph, cluster, costs, start, step_s, time_limit_s)
+        super().__init__(ground, start, time_limit_s)
         self.sections, self.effort = found, effort
 
     def run(self, worth: Sequence[Worth], effort: float = 1.0) -> Towers:
@@ -154,7 +132,7 @@ class _Search(Attempts):
         worth = best.step_s < (1 - WORTH_IT) * self.without_s and bool(beside(self.graph, devices))
         plan = replace(self.start, layers=dict(best.layers)) if worth else None
         step_s = best.step_s if worth else self.without_s
-        seconds = time.monotonic() - self.began
+        seconds = self.elapsed_s()
         return Towers(plan, step_s, self.without_s, self.tried, left, seconds, self.out_of_time())
 
     # -- one section, or several alike --

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parplan.errors import PlanError
+from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.stages import stages
 from parplan.plan import Plan
@@ -25,11 +26,12 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
         rules.r7_loss(name, layer.is_loss, strategy.shards)
-        rules.r5_axis(name, strategy.axis, {axis.name: axis.units for axis in layer.axes}, strategy.shards)
+        axes = {axis.name: axis.units for axis in layer.axes}
+        rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
         units = batch_units(layer, plan.batch)
-        rules.r1_batch(
-            name, plan.batch, units if graph.batch == plan.batch else units and plan.batch, strategy.replicas
-        )
+        units = units if graph.batch == plan.batch else units and plan.batch
+        most = plan.devices // strategy.shards
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown_ops(layer.nodes))
         rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:

@@ -11,7 +11,10 @@ from parplan.planner.formulate import Formulation
 from parplan.planner.problem import evaluate
 from parplan.planner.sections import Branch, Section
 
-__all__ = ["LEAST", "Worth", "worthwhile"]
+__all__ = ["LEAST", "WORTH_IT", "Worth", "worthwhile"]
+
+WORTH_IT = 0.01
+"""Branches run at the same time only where that is faster by more than this, relative."""
 
 LEAST = 0.005
 """Share of the step that a section (or all equal ones together) must be able to gain."""
@@ -28,7 +31,7 @@ class Worth:
 def worthwhile(
     sections: Sequence[Section], formulation: Formulation, choice: Sequence[int], devices: int
 ) -> tuple[Worth, ...]:
-    """Sections that could gain enough, those that could gain most first.
+    """Sections that could gain enough, those that could gain most first; none where all of them together could not.
 
     Args:
         choice: the best plan without.
@@ -39,7 +42,10 @@ def worthwhile(
     for section in sections:
         alike.setdefault(times.signature(section), []).append(section)
     worth = [Worth(tuple(own), sum(times.gain_s(one) for one in own)) for own in alike.values()]
-    return tuple(sorted((w for w in worth if w.gain_s > LEAST * times.step_s), key=lambda w: -w.gain_s))
+    found = [one for one in worth if one.gain_s > LEAST * times.step_s]
+    if sum(one.gain_s for one in found) <= WORTH_IT * times.step_s:
+        return ()
+    return tuple(sorted(found, key=lambda one: -one.gain_s))
 
 
 class _Times:

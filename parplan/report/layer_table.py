@@ -14,6 +14,7 @@ from parplan.report.rows import LIMIT, Group, Row, group_layers
 __all__ = ["print_layers", "sources"]
 
 LONGEST_NAME = 26  # columns of names; a longer one has a line to itself
+SHORT_NAME = 12  # columns of names without which the source has no column
 REASON = 36  # columns a reason needs beside the figures, else it goes below
 SHORT = {
     Source.MEASURED: "measured",
@@ -36,9 +37,10 @@ def print_layers(page: Page, layers: Sequence[LayerFacts], all_layers: bool = Fa
     times = units.time_column(value for row in rows for value in _times(row))
     sizes = units.size_column(row.total(_memory) for row in rows)
     page.section("Layers", f"times in {times.unit}, memory in {sizes.unit} on each device of a layer; - is none")
-    columns = _columns(rows, times, sizes, len(sources(layers)) > 1)
-    table = _Table(page, [row.label for row in rows], columns)
-    page.headings(table.name_width, columns)
+    columns = _columns(rows, times, sizes)
+    of = Column("source", tuple(_source(row) for row in rows), words=True) if len(sources(layers)) > 1 else None
+    table = _Table(page, [row.label for row in rows], columns, of)
+    page.headings(table.name_width, table.columns)
     position = 0
     for index, group in enumerate(groups):
         if index:
@@ -77,30 +79,39 @@ class _Remarks:
 
 
 class _Table:
-    """Rows of one table, all with the same columns: name, figures, and the reason beside them or below."""
+    """Rows of one table, all with the same columns: name, figures, and the reason beside them or below.
 
-    def __init__(self, page: Page, labels: Sequence[str], columns: Sequence[Column]) -> None:
-        self._page, self._columns = page, columns
+    The source is the last column where there is room for it, else a remark.
+    """
+
+    def __init__(self, page: Page, labels: Sequence[str], columns: Sequence[Column], source: Column | None) -> None:
+        self._page = page
         names = [len(page.plain(label)) + 2 for label in labels]
-        self.name_width = max((width for width in names if width <= LONGEST_NAME), default=LONGEST_NAME)
-        self._indent = self.name_width + sum(column.width for column in columns) + 2
+        self.columns = [*columns, *([source] if source is not None else [])]
+        narrow = SHORT_NAME + _width(self.columns) > page.width
+        self.columns = list(columns) if narrow else self.columns
+        self._source = source if narrow else None
+        longest = min(LONGEST_NAME, page.width - _width(self.columns))
+        self.name_width = max((width for width in names if width <= longest), default=longest)
+        self._indent = self.name_width + _width(self.columns) + 2
         self._beside = page.width - self._indent
 
     def print_rows(self, group: Group, position: int) -> int:
         """Print the rows of a group, the first of which is the table's `position`-th; give the next one's position."""
         for index, row in enumerate(group.rows, start=position):
-            pinned = "" if group.pinned else row.pinned
-            self._print_row(row, "".join(column.place(column.cells[index]) for column in self._columns), pinned)
+            said = [Span("" if group.pinned else row.pinned, "cyan")]
+            said += [Span(self._source.cells[index], "dim")] if self._source is not None else []
+            self._print_row(row, "".join(column.place(column.cells[index]) for column in self.columns), said)
         return position + len(group.rows)
 
-    def _print_row(self, row: Row, figures: str, pinned: str) -> None:
+    def _print_row(self, row: Row, figures: str, said: Sequence[Span]) -> None:
         label = f"  {self._page.plain(row.label)}"
         if len(label) > self.name_width:
             self._page.line(label)
             label = ""
         copies = Span(f"copies {row.copies}" if row.copies else "", "magenta")
         bends = Span(f"bends {row.bends}" if row.bends else "", "yellow")
-        remarks = [Span(pinned, "cyan"), Span(row.why, "dim"), copies, bends]
+        remarks = [*said, Span(row.why, "dim"), copies, bends]
         placed = self._arrange([remark for remark in remarks if remark.text])
         self._page.line(label.ljust(self.name_width), figures, "  ", *placed.beside)
         for span in placed.below:
@@ -119,6 +130,10 @@ class _Table:
         return [Span(line, remark.style) for remark in remarks for line in self._page.wrap(remark.text, width)]
 
 
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns)
+
+
 def _memory(layer: LayerFacts) -> float:
     return layer.memory_bytes
 
@@ -135,11 +150,9 @@ def _times(row: Row) -> list[float]:
     return [row.total(figure) for figure in _TIMES.values()]
 
 
-def _columns(rows: Sequence[Row], times: units.Scale, sizes: units.Scale, with_source: bool) -> list[Column]:
+def _columns(rows: Sequence[Row], times: units.Scale, sizes: units.Scale) -> list[Column]:
     columns = [Column(name, tuple(times.figure(row.total(figure)) for row in rows)) for name, figure in _TIMES.items()]
     columns.append(Column("memory", tuple(sizes.figure(row.total(_memory)) for row in rows)))
-    if with_source:
-        columns.append(Column("source", tuple(_source(row) for row in rows), words=True))
     if any(len(row.layers) > 1 for row in rows):
         columns.insert(0, Column("layers", tuple(row.count for row in rows)))
     return columns

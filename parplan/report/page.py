@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Column", "Page", "Span"]
+__all__ = ["Column", "Page", "Span", "Table"]
 
 NARROWEST, WIDEST, PROSE = 60, 150, 100
 PLAIN = str.maketrans({
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of cells under a heading, at its right edge or (`words`) at its left one."""
+    """A column of cells under a heading (of several lines, if need be), at its right edge or (`words`) at its left."""
 
     heading: str
     cells: tuple[str, ...]
@@ -42,7 +42,12 @@ class Column:
     @property
     def width(self) -> int:
         """Columns on the page, with the gap on the left."""
-        return 2 + max(map(len, (self.heading, *self.cells)))
+        return 2 + max(map(len, (*self.heading.split("\n"), *self.cells)))
+
+    @property
+    def stacked(self) -> Column:
+        """The same with a heading as narrow as its longest word."""
+        return replace(self, heading=self.heading.replace(" ", "\n"))
 
     def place(self, text: str) -> str:
         """The text where it belongs in the column."""
@@ -101,5 +106,41 @@ class Page:
         return shown
 
     def headings(self, indent: int, columns: Sequence[Column]) -> None:
-        """The line above a table."""
-        self.line(Span(" " * indent + "".join(column.place(column.heading) for column in columns), "dim"))
+        """The line above a table; several where a heading has several."""
+        lines = [column.heading.split("\n") for column in columns]
+        most = max(map(len, lines), default=1)
+        for row in zip(*([""] * (most - len(own)) + own for own in lines), strict=True):
+            cells = (column.place(text) for column, text in zip(columns, row, strict=True))
+            self.line(Span(" " * indent + "".join(cells), "dim"))
+
+
+class Table:
+    """Names with columns of figures beside them.
+
+    Where the page is too narrow, headings are stacked, and a name that leaves its figures no room, or is longer than
+    `longest`, has a line to itself.
+    """
+
+    def __init__(self, page: Page, names: Sequence[str], columns: Sequence[Column], longest: int = WIDEST) -> None:
+        self._page, self._names = page, [f"  {page.plain(name)}" for name in names]
+        wide = max(map(len, self._names), default=0) + sum(column.width for column in columns) > page.width
+        self._columns = [column.stacked for column in columns] if wide else columns
+        room = min(longest, page.width - sum(column.width for column in self._columns))
+        self.name_width = max((len(name) for name in self._names if len(name) <= room), default=0)
+        page.headings(self.name_width, self._columns)
+
+    def figures(self, index: int) -> str:
+        """A line's cells."""
+        return "".join(column.place(column.cells[index]) for column in self._columns)
+
+    def room(self, index: int) -> int:
+        """Columns left of a line for what stands behind its figures, two blanks between."""
+        return self._page.width - self.name_width - len(self.figures(index)) - 2
+
+    def line(self, index: int, style: str = "", behind: Span | str = "") -> None:
+        """Print one line; `behind` stands behind its figures."""
+        name = self._names[index]
+        if len(name) > self.name_width:
+            self._page.line(Span(name, style))
+            name = ""
+        self._page.line(Span(name.ljust(self.name_width), style), Span(self.figures(index), style), "  ", behind)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parplan.planner.decision import Passes, SchemePrice
 from parplan.report import units
-from parplan.report.page import Column, Page, Span
+from parplan.report.page import Column, Page, Span, Table
 
 __all__ = ["print_passes"]
 
@@ -22,29 +24,27 @@ def print_passes(page: Page, passes: Passes) -> None:
         Column("exposed transfer", tuple(_exposed(one, times) for one in passes.schemes)),
         Column("memory", tuple(_memory(one, sizes) for one in passes.schemes)),
     ]
-    width = 2 + max(len(_name(one, passes)) for one in passes.schemes)
-    page.headings(width, columns)
+    table = Table(page, [_name(one, passes) for one in passes.schemes], columns)
     for index, one in enumerate(passes.schemes):
-        _print_line(page, passes, one, index, width, columns)
+        style = "bold" if one.scheme is passes.taken else ""
+        if one.why_not:
+            page.line(Span(f"  {_name(one, passes)}", style))
+            page.paragraph(f"not possible: {one.why_not}", 4, "dim")
+        else:
+            table.line(index, style)
     if passes.updated:
-        page.paragraph(_updated(passes), style="dim")
+        text = f"Pins have the weights of {_few(passes.updated)} updated between passes"
+        page.paragraph(f"{text}, so not all samples are gathered at once.", style="dim")
+    if passes.in_front and passes.count > 1:
+        runs, its = ("run", "their") if len(passes.in_front) > 1 else ("runs", "its")
+        text = f"{_few(passes.in_front)} {runs} once, in front of the passes: {its} weights are updated once."
+        page.paragraph(text, style="dim")
 
 
-def _updated(passes: Passes) -> str:
-    """Why it may be a slower scheme than gather."""
-    first, *more = passes.updated
-    which = f"{first}{f' and {len(more)} more layers' if len(more) > 1 else f' and {more[0]}' if more else ''}"
-    return f"Pins have the weights of {which} updated between passes, so not all samples are gathered at once."
-
-
-def _print_line(page: Page, passes: Passes, one: SchemePrice, index: int, width: int, columns: list[Column]) -> None:
-    name = f"  {_name(one, passes)}".ljust(width)
-    style = "bold" if one.scheme is passes.taken else ""
-    if one.why_not:
-        page.line(Span(name, style))
-        page.paragraph(f"not possible: {one.why_not}", 4, "dim")
-        return
-    page.line(Span(name, style), Span("".join(column.place(column.cells[index]) for column in columns), style))
+def _few(layers: Sequence[str]) -> str:
+    """Two layers, or the first and how many more."""
+    first, *more = layers
+    return f"{first}{f' and {len(more)} more layers' if len(more) > 1 else f' and {more[0]}' if more else ''}"
 
 
 def _name(one: SchemePrice, passes: Passes) -> str:

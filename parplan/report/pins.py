@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parplan.planner.decision import PinPrice, Pins
 from parplan.report import units
-from parplan.report.page import Column, Page, Span
+from parplan.report.page import Column, Page, Span, Table
 
 __all__ = ["print_pins"]
 
@@ -17,8 +17,6 @@ def print_pins(page: Page, pins: Pins) -> None:
     detail = "price: the best step with it less the best step without it, the others kept"
     page.section("Pins", detail)
     scale = units.step(pins.step_s)
-    names = [*(f"  {page.plain(one.pin)}" for one in pins.each), "  all pins"]
-    width = max(len(name) for name in names if len(name) <= LONGEST)
     without = [*(one.without_s for one in pins.each), pins.free_s]
     columns = [
         Column("layers", (*(str(one.layers) for one in pins.each), "")),
@@ -28,25 +26,15 @@ def print_pins(page: Page, pins: Pins) -> None:
     ]
     nothing = not pins.proven and not any(one.proven or one.why_not for one in pins.each)
     remarks = [*(_remark(one) for one in pins.each), "" if pins.proven else NOT_PROVEN]
-    if nothing:  # said once, below
-        remarks = [""] * len(names)
-    page.headings(width, columns)
-    for index, (name, remark) in enumerate(zip(names, remarks, strict=True)):
-        figures = "".join(column.place(column.cells[index]) for column in columns)
-        if len(name) > width:
-            page.line(name)
-            name = ""
-        _print_line(page, name.ljust(width), figures, remark, "bold" if index == len(pins.each) else "")
+    table = Table(page, [*(one.pin for one in pins.each), "all pins"], columns, LONGEST)
+    for index, remark in enumerate(remarks):
+        said = "" if nothing else remark  # once, below
+        beside = len(said) <= table.room(index)
+        table.line(index, "bold" if index == len(pins.each) else "", Span(said if beside else "", "dim"))
+        if not beside:
+            page.paragraph(said, 4, "dim")
     if nothing:
         page.paragraph("Prices are differences of the plans found; none is proven.", style="dim")
-
-
-def _print_line(page: Page, name: str, figures: str, remark: str, style: str) -> None:
-    """The remark beside the figures where there is room, else below."""
-    beside = len(name) + len(figures) + 2 + len(remark) <= page.width
-    page.line(Span(name, style), Span(figures, style), "  ", Span(remark if beside else "", "dim"))
-    if not beside:
-        page.paragraph(remark, 4, "dim")
 
 
 def _remark(pin: PinPrice) -> str:

@@ -11,14 +11,19 @@ from parplan.report.page import Page, Span
 
 __all__ = ["print_prediction"]
 
+ON_THE_CLOCK = "of the device done last; lines above need not add up to it"
+LEAST = 1e-3  # part of the step below which what is in no layer's line goes without saying
+
+ROUNDING = 0.005  # shares are printed in percent
+
 
 def print_prediction(page: Page, decision: Decision) -> None:
     """Print step time, parts, speedup and memory."""
     step = decision.prediction
     scale = units.step(step.step_s)
-    page.section("Predicted step")
+    page.section("Predicted step", ON_THE_CLOCK if decision.proof.one_pass else "")
     _print_line(page, "step", scale.text(step.step_s), "", _headline(decision), "bold")
-    for name, value, remark in _parts(step):
+    for name, value, remark in _parts(step, _delivered(decision)):
         share = units.percent(value / step.step_s) if value > 0 else ""
         _print_line(page, name, scale.text(value), share, remark)
     if step.high_s > step.low_s:
@@ -47,10 +52,19 @@ def _headline(decision: Decision) -> str:
     return ", ".join(parts)
 
 
-def _parts(step: Prediction) -> Iterator[tuple[str, float, str]]:
+def _delivered(decision: Decision) -> str:
+    """What of the transfers is in no layer's line, where all lines add up to the step: results on their way back."""
+    step, known_s = decision.prediction, sum(layer.transfer_s for layer in decision.layers)
+    rest_s = step.transfer_s - known_s
+    if decision.proof.one_pass or rest_s <= LEAST * step.step_s:
+        return ""
+    return f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above"
+
+
+def _parts(step: Prediction, delivered: str) -> Iterator[tuple[str, float, str]]:
     yield "forward", step.forward_s, ""
     yield "backward", step.backward_s, ""
-    yield "transfer", step.transfer_s, ""
+    yield "transfer", step.transfer_s, delivered
     yield "reduce", step.exposed_reduce_s, _hidden(step)
     if step.update_s > 0:
         yield "update", step.update_s, "the optimizer's, of what each device holds"
@@ -63,9 +77,12 @@ def _hidden(step: Prediction) -> str:
     if step.reduce_s <= 0:
         return ""
     links = units.time(step.reduce_s).text(step.reduce_s)
-    hidden = max(0.0, step.reduce_s - step.exposed_reduce_s)
-    most = f", at most {units.percent(step.most_hidden)} can be" if step.most_hidden < 1 else ""
-    return f"of {links} on the links; {units.percent(hidden / step.reduce_s)} is hidden behind backward{most}"
+    share = max(0.0, step.reduce_s - step.exposed_reduce_s) / step.reduce_s
+    # Sums of devices that are done early are waited for by nobody, whatever else hides them.
+    elsewhere = share > step.most_hidden + ROUNDING
+    most = f", at most {units.percent(step.most_hidden)} can be" if step.most_hidden < 1 and not elsewhere else ""
+    behind = "backward and other devices' work" if elsewhere else "backward"
+    return f"of {links} on the links; {units.percent(share)} is hidden behind {behind}{most}"
 
 
 def _print_memory(page: Page, decision: Decision) -> None:

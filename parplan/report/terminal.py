@@ -7,10 +7,12 @@ Every figure has its unit, every time its source; what is not known is said.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from parplan.cluster import Cluster
-from parplan.planner.decision import Decision
+from parplan.planner.decision import Decision, LayerFacts
 from parplan.report import units
 from parplan.report.batches import print_batches
 from parplan.report.beside import print_beside
@@ -29,7 +31,7 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     """Print the report on `console`; `all_layers` unfolds repeated blocks."""
     page = Page(console)
     _print_head(page, decision)
-    mixed = print_layers(page, decision.layers, all_layers)
+    mixed = print_layers(page, _as_updated(decision), all_layers)
     print_origin(page, decision, mixed)
     print_prediction(page, decision)
     if decision.beside is not None:
@@ -43,6 +45,15 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     print_baselines(page, decision)
     print_proof(page, decision)
     print_seconds(page, decision.seconds)
+
+
+def _as_updated(decision: Decision) -> list[LayerFacts]:
+    """The layers, with update periods only where they mean something: those in front of the passes run once."""
+    once = () if decision.passes is None else decision.passes.in_front
+    return [
+        replace(layer, strategy=replace(layer.strategy, update_period=None)) if layer.name in once else layer
+        for layer in decision.layers
+    ]
 
 
 def _print_head(page: Page, decision: Decision) -> None:

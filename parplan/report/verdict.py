@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parplan.planner.decision import Baseline, Decision, Proof, Seconds
 from parplan.report import units
-from parplan.report.page import Column, Page, Span
+from parplan.report.page import Column, Page, Span, Table
 
 __all__ = ["print_baselines", "print_proof", "print_seconds"]
 
@@ -18,14 +18,10 @@ def print_baselines(page: Page, decision: Decision) -> None:
     plan = Baseline("this plan", step.step_s, fullest(decision).used_bytes, True)
     rivals = (plan, *decision.baselines)
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
-    name_width = 2 + max(len(_label(rival)) for rival in rivals)
-    columns = _columns(rivals)
-    page.headings(name_width, columns)
+    table = Table(page, [_label(rival) for rival in rivals], _columns(rivals))
     least = min(device.memory_bytes for device in decision.cluster.devices)
     for index, rival in enumerate(rivals):
-        figures = "".join(column.place(column.cells[index]) for column in columns)
-        verdict = _verdict(rival, rival.limit_bytes or least)
-        _print_rival(page, f"  {_label(rival)}".ljust(name_width), figures, verdict, bold=index == 0)
+        _print_rival(page, table, index, f"  {_label(rival)}", _verdict(rival, rival.limit_bytes or least))
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
@@ -74,20 +70,19 @@ def _verdict(rival: Baseline, limit_bytes: int) -> str:
     return rival.why_not
 
 
-def _print_rival(page: Page, name: str, figures: str, verdict: str, bold: bool) -> None:
-    style = "bold" if bold else ""
-    beside = page.width - len(name) - len(figures) - 2
-    if len(verdict) <= beside:
-        page.line(Span(name, style), Span(figures, style), "  ", Span(verdict, "red"))
-        return
-    if figures.strip():
-        page.line(Span(name, style), Span(figures, style))
+def _print_rival(page: Page, table: Table, index: int, name: str, verdict: str) -> None:
+    """Figures with the verdict beside them where there is room, else below; without figures the verdict alone."""
+    style = "bold" if index == 0 else ""
+    if len(verdict) <= table.room(index):
+        table.line(index, style, Span(verdict, "red"))
+    elif table.figures(index).strip():
+        table.line(index, style)
         page.paragraph(verdict, 4, "red")
-        return
-    first, *rest = page.wrap(verdict, page.prose - len(name) - 2)
-    page.line(name, "  ", Span(first, "red"))
-    for line in rest:
-        page.line(" " * (len(name) + 2), Span(line, "red"))
+    else:
+        lead = name.ljust(table.name_width)
+        for line in page.wrap(verdict, page.prose - len(lead) - 2):
+            page.line(lead, "  ", Span(line, "red"))
+            lead = " " * len(lead)
 
 
 def print_proof(page: Page, decision: Decision) -> None:

@@ -1,30 +1,42 @@
-"""Local batch norm under torchrun: the buffers of the first replica are the model's, so the others are given them.
+"""Running statistics under torchrun, where every rank has its own copy of them and not every rank writes it.
 
-As with DistributedDataParallel this happens before the next forward, one message per group of ranks and type.
+Local batch norm: the buffers of the first replica are the model's, so the others are given them. As with
+DistributedDataParallel this happens before the next forward, one message per group of ranks and type. A module that is
+called again on other ranks goes on from what its first call left, so that is handed on right away.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Region
+from parplan.layout import Grid, Region
 from parplan.runtime.codes import written_buffers
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.parameters import Store
-from parplan.runtime.program import Compute, Program
+from parplan.runtime.program import Compute, Program, State
 from parplan.runtime.transport import block
 
-__all__ = ["BufferSync", "fresh_buffers"]
+__all__ = ["BufferSync", "Handover", "fresh_buffers"]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a buffer, by dotted name, that several replicas keep."""
+
+    name: str
+    region: Region
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Buffers that travel together."""
+    """Blocks that travel together."""
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
@@ -34,27 +46,36 @@ class BufferSync:
     """Brings the first replica's batch-norm statistics to the other replicas.
 
     Args:
-        graph, program: which layers write buffers, and where they run.
-        store: the module's buffers.
+        module: whose buffers they are.
     """
 
-    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: DistributedTransport) -> None:
+    def __init__(self, module: nn.Module, transport: DistributedTransport) -> None:
+        self._module = module
         self._transport = transport
-        self._groups: dict[_Kind, list[Tensor]] = defaultdict(list)
+        self._blocks: dict[_Block, None] = {}
+        self._groups: Mapping[_Kind, list[Tensor]] | None = None
         self._stale = False
-        steps = [step for step in program.forward if isinstance(step, Compute) and step.grid.replicas > 1]
-        for step in steps:
-            for column in range(step.grid.shards):
-                ranks = step.grid.column(column)
-                transport.group(ranks)
-                self._collect(graph, step, ranks, store)
 
-    def _collect(self, graph: LayerGraph, step: Compute, ranks: tuple[int, ...], store: Store) -> None:
+    def know(self, graph: LayerGraph, program: Program) -> None:
+        """A program writes buffers; every rank has to call this."""
+        for step in program.forward:
+            if isinstance(step, Compute) and step.grid.replicas > 1:
+                for column in range(step.grid.shards):
+                    self._collect(graph, step, step.grid.column(column))
+        self.forget()
+
+    def _collect(self, graph: LayerGraph, step: Compute, ranks: tuple[int, ...]) -> None:
         written = written_buffers(graph, step)
-        for state in step.states:
-            if state.name in written and self._transport.rank in ranks:
-                tensor = block(store.original(state.name), state.blocks[self._transport.rank])
-                self._groups[_Kind(ranks, tensor.dtype)].append(tensor)
+        own = [state for state in step.states if state.name in written]
+        if own:
+            self._transport.group(ranks)
+        if self._transport.rank in ranks:
+            found = (_Block(graph.buffers[s.name], s.blocks[self._transport.rank], ranks) for s in own)
+            self._blocks |= dict.fromkeys(found)
+
+    def forget(self) -> None:
+        """The module's tensors may be others from here on (`.double()`); which are to be shared stays known."""
+        self._groups = None
 
     def written(self) -> None:
         """A training forward has changed the statistics."""
@@ -66,11 +87,60 @@ class BufferSync:
         if not self._stale:
             return
         self._stale = False
+        self._groups = self._tensors() if self._groups is None else self._groups
         for kind, tensors in self._groups.items():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             self._transport.broadcast("sharing batch norm statistics", flat, kind.ranks[0], kind.ranks)
             for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def _tensors(self) -> Mapping[_Kind, list[Tensor]]:
+        groups: dict[_Kind, list[Tensor]] = defaultdict(list)
+        for known in self._blocks:
+            tensor = block(self._module.get_buffer(known.name), known.region)
+            groups[_Kind(known.ranks, tensor.dtype)].append(tensor)
+        return groups
+
+
+class Handover:
+    """Gives all ranks the statistics that a step wrote, where steps on other ranks use the same buffer.
+
+    Args:
+        graph, program: which steps use which buffers, and where.
+        store: the module's buffers.
+    """
+
+    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: DistributedTransport) -> None:
+        self._transport = transport
+        self._store = store
+        self._states: dict[int, list[State]] = {}
+        steps = [step for step in program.forward if isinstance(step, Compute)]
+        places: dict[str, set[Grid]] = defaultdict(set)
+        for step in steps:
+            for state in step.states:
+                places[state.name].add(step.grid)
+        for step in steps:
+            written = written_buffers(graph, step)
+            found = [state for state in step.states if state.name in written and len(places[state.name]) > 1]
+            if found:
+                self._states[id(step)] = found
+
+    @torch.no_grad()
+    def after(self, step: Compute) -> None:
+        """Every rank has to call this when a step has run, also those that the step is not on."""
+        for state in self._states.get(id(step), ()):
+            for device in step.grid.row(0):
+                self._give(state, device)
+
+    def _give(self, state: State, source: int) -> None:
+        rank, everyone = self._transport.rank, range(self._transport.processes)
+        with self._transport.on(rank):
+            # As batch norm itself does, without a trace in autograd: what was saved for the backward is not these.
+            held = block(self._store.original(state.name).data, state.blocks[source])
+            moving = held.contiguous()
+            self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
+            if rank != source:
+                held.copy_(moving)
 
 
 def fresh_buffers(graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:

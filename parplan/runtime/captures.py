@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
 from parplan.errors import PlanError
@@ -51,6 +52,7 @@ class Captures:
         self._transport = transport
         self._dim = options.dim
         self._captured: dict[Hashable, Captured] = {}
+        self._bound: set[Hashable] = set()  # kinds that are captured for every number of samples
         self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
@@ -58,33 +60,49 @@ class Captures:
     def clear(self) -> None:
         """Forget what was captured, but not the plan."""
         self._captured.clear()
+        self._bound.clear()
         self._traced.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
-        self.programs.sync = None
+        if self.programs.sync is not None:
+            self.programs.sync.forget()
 
     def find(self, call: Call, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind."""
         if self._own.replaced:
             self.clear()
         kind = self._kind(call, training)
+        if self.plan is not None and kind not in self._captured and kind not in self._bound:
+            # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others.
+            self._capture(call, training, self._supposed_batch(call), self.plan)
         if kind in self._captured:
             return self._captured[kind]
         batch = self._whole_batch(call)
         if (kind, batch) not in self._captured:
-            plan = self.plan or self._make_plan(call, batch)
-            graph = self._trace(call, training, batch)
-            known = self.programs.know(graph, plan)
-            if not _bound_to_batch(graph):
-                self._captured[kind] = known
-                return known
+            self._capture(call, training, batch, self.plan or self._make_plan(call, batch))
+        return self._captured[kind if kind in self._captured else (kind, batch)]
+
+    def _capture(self, call: Call, training: bool, batch: int | None, plan: Plan) -> None:
+        """A new graph, for one number of samples if it is bound to that."""
+        kind, graph = self._kind(call, training), self._trace(call, training, batch)
+        known = self.programs.know(graph, plan)
+        if _bound_to_batch(graph):
+            self._bound.add(kind)
             self._captured[kind, batch] = known
-        return self._captured[kind, batch]
+        else:
+            self._captured[kind] = known
+
+    def _supposed_batch(self, call: Call) -> int | None:
+        """Samples over all processes if each brings as many as this one."""
+        if call.batch is None:
+            return None
+        groups = self.programs.groups(self.plan) if self.plan is not None else None
+        return max(1, call.batch) * (self._transport.processes if groups is None else groups.replicas)
 
     def _kind(self, call: Call, training: bool) -> Hashable:
         """What has to agree for two calls to share a graph."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return (training, casts, self._own.trained, self._hooks.marks, call.signature)
+        return (self._own.modes(training), casts, self._own.trained, self._hooks.marks, call.signature)
 
     def _whole_batch(self, call: Call) -> int | None:
         """Samples over all processes, which all have to ask."""
@@ -111,8 +129,8 @@ class Captures:
     def _traced_at(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
         sharding = self.programs.sharding
         whole: AbstractContextManager[None] = sharding.whole_shapes() if sharding else nullcontext()
-        # What is made here also serves calls that record gradients.
-        with whole, torch.inference_mode(False):
+        # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
+        with whole, torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             return capture(self._module, args, kwargs, training=training, dim=self._dim)
 
@@ -147,3 +165,7 @@ def _bound_to_batch(graph: LayerGraph) -> bool:
         if value not in graph.batch_dims and graph.values[value].shape
     ]
     return graph.fixed_batch or bool(loose)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -20,6 +20,9 @@ __all__ = ["Codes", "written_buffers"]
 
 Function = Callable[..., tuple[Tensor, ...]]
 
+# Ops that write running statistics, their fourth and fifth argument, where the sixth says so.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
 
 class Codes:
     """The code of one program's compute steps.
@@ -120,11 +123,11 @@ class _Key:
 
 
 def written_buffers(graph: LayerGraph, step: Forward) -> frozenset[str]:
-    """Buffers that a step writes: the running statistics of batch norm in training."""
+    """Buffers that a step writes: the running statistics of batch and instance norm in training."""
     if not isinstance(step, Compute):
         return frozenset()
     nodes = [node for name in step.layers for node in graph.layers[name].nodes]
-    norms = [node for node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[5]]
+    norms = [node for node in nodes if node.target in _NORMS and node.args[5]]
     return frozenset(a.name for node in norms for a in node.args[3:5] if isinstance(a, fx.Node))
 
 

@@ -5,12 +5,14 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
-__all__ = ["Version", "keeps_graph", "version"]
+__all__ = ["Version", "keeps_graph", "recomputed_once", "version"]
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,12 @@ def version(tensor: Tensor) -> Version:
 def keeps_graph() -> bool:
     """Whether the backward that is running was asked to keep its graph (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def recomputed_once() -> AbstractContextManager[object]:
+    """A context in which a checkpoint (`use_reentrant=False`) computes its forward again once, not per backward call.
+
+    A torch without such groups computes it again for every one.
+    """
+    group = getattr(checkpoint, "GraphExecGroup", None)
+    return nullcontext() if group is None or group._get_current_group() is not None else group()

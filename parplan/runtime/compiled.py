@@ -7,7 +7,7 @@ every process brings its own samples and gets its own results, like `Distributed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
-from parplan.layout import Grid
 from parplan.plan import Plan
+from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
 from parplan.runtime.devices import Device, existing, logical, transport_for
@@ -32,7 +32,7 @@ from parplan.runtime.measured import MeasuredStep
 from parplan.runtime.measuring import Effort, Recorder, Subject, measure
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
-from parplan.runtime.sharding import same_start
+from parplan.runtime.sharding import Sharding, same_start
 from parplan.runtime.train_step import (
     StagedStep,
     arguments,
@@ -41,11 +41,12 @@ from parplan.runtime.train_step import (
     moments,
     sample_axes,
 )
+from parplan.runtime.wrapped import Wrapped
 
 __all__ = ["Compiled"]
 
 
-class Compiled(nn.Module):
+class Compiled(Wrapped):
     """`module`, run by the plan that `planner` makes for it.
 
     Args:
@@ -87,7 +88,7 @@ class Compiled(nn.Module):
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         _one_of("batch_norm", batch_norm, "global", "local")
         _one_of("scalars", scalars, "whole", "per_replica")
         _one_of("inputs", inputs, "own", "group")
@@ -95,10 +96,6 @@ class Compiled(nn.Module):
             raise PlanError(
                 'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
             )
-        # Not a submodule: names would get a prefix.
-        object.__setattr__(self, "module", module)
-        self.module: nn.Module
-        self.training = module.training
         self.program: Program | None = None
         self.foresee: Callable[[LayerGraph, Plan], Expected] | None = None
         self.decision: Any = None
@@ -125,6 +122,7 @@ class Compiled(nn.Module):
         self._programs = self._captures.programs
         if isinstance(self._transport, DistributedTransport):
             same_start(module, self._transport)
+        self._built = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments.
@@ -182,6 +180,11 @@ class Compiled(nn.Module):
         early = captured.early_periods
         if not early:
             return None
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            raise RuntimeFailure(
+                "hooks of the compiled model itself see whole batches, which there are none of where weights are "
+                "updated between passes; put them on model.module, or take update_period out of the plan"
+            )
         if any(tensor.requires_grad for tensor in call.tensors):
             raise RuntimeFailure(
                 "an input needs a gradient, which there is none of where weights are updated between passes; give it "
@@ -195,17 +198,16 @@ class Compiled(nn.Module):
         step = StagedStep(
             executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
         )
-        loss = step.run(program.staged, self._inputs(call, graph), found)
-        self._after(graph)
-        return loss
+        self._begins(graph)
+        return step.run(program.staged, self._inputs(call, graph), found)
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
         executor = self._ready(call, captured)
         if recorder is not None:
             executor = recorder.executor(executor)
+        self._begins(captured.graph)
         results = executor(self._inputs(call, captured.graph))
-        self._after(captured.graph)
         return self._nested(captured.graph, executor.program, results)
 
     def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
@@ -215,10 +217,7 @@ class Compiled(nn.Module):
 
     def _ready(self, call: Call, captured: Captured) -> Executor:
         """What runs a graph for these samples, with the ranks' buffers in step."""
-        samples = self._agree(call, captured)
-        if captured.shares or self._transport.processes == 1:
-            call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
-        executor = self._programs.executor(captured, samples)
+        executor = self._programs.executor(captured, agree(self._transport, call, captured))
         self.program = executor.program
         if self._programs.sync is not None:
             self._programs.sync.run()
@@ -303,30 +302,15 @@ class Compiled(nn.Module):
         """Where the first logical device of this process lives."""
         return self._transport.physical(self._transport.owned[0])
 
-    def _agree(self, call: Call, captured: Captured) -> tuple[int, ...]:
-        """Samples per process; and a seed for what devices draw together, rank 0's for all."""
-        own = call.batch if call.batch is not None else 1
-        seed = int(torch.randint(1 << 62, ()).item()) if captured.draws.any else 0
-        if isinstance(self._transport, DistributedTransport):
-            if not captured.shares:
-                return (own,) * self._transport.processes
-            agreed = self._transport.gather(own, seed)
-            captured.draws.seed = agreed[0][1]
-            sizes = tuple(size for size, _ in agreed)
-            if captured.groups is not None:
-                _same_in_rows(captured.groups, sizes, call)
-            return sizes
-        captured.draws.seed = seed
-        return (own,)
-
-    # -- results --
-
     @torch.no_grad()
-    def _after(self, graph: LayerGraph) -> None:
+    def _begins(self, graph: LayerGraph) -> None:
+        """Count a forward; before it runs, as layers do, and as a checkpoint may end one early."""
         for name, step in graph.counters.items():
             self.module.get_buffer(graph.buffers[name]).add_(step)
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
+
+    # -- results --
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
@@ -340,71 +324,13 @@ class Compiled(nn.Module):
 
     # -- a module like the one it holds --
 
-    def train(self, mode: bool = True) -> Compiled:
-        """Set the module's mode."""
-        self.training = mode
-        self.module.train(mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The plain model's state, with its names; under torchrun full tensors, gathered by all ranks together."""
-        sharding = self._programs.sharding
-        if sharding is None:
-            return self.module.state_dict(*args, **kwargs)
-        # As a part of a larger model it adds to that model's state, under a prefix.
-        whole, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
-        own = sharding.gather(self.module.state_dict(*args, **kwargs))
-        if whole is None and not prefix:
-            return own
-        whole = whole if whole is not None else {}
-        whole.update({prefix + name: value for name, value in own.items()})
-        return whole
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a plain model's state, of full tensors; each rank keeps its blocks."""
-        state = self._programs.sharding.cut(state_dict) if self._programs.sharding else state_dict
-        return self.module.load_state_dict(state, strict, assign)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load as a part of a larger model, which has its state under `prefix`."""
-        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        try:
-            assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            found = self.load_state_dict(own, strict=False, assign=assign)
-        except RuntimeError as error:
-            error_msgs.append(str(error))
-            return
-        missing_keys += [prefix + name for name in found.missing_keys]
-        unexpected_keys += [prefix + name for name in found.unexpected_keys if strict]
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The module's modules, by their own names."""
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module's children."""
-        return self.module.named_children()
-
-    def __getattr__(self, name: str) -> Any:
-        """The module's attribute, for what a compiled model does not have itself."""
-        if "module" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.module, name)
+    @property
+    def _slices(self) -> Sharding | None:
+        return self._programs.sharding
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
         """Move or convert the module; what was captured no longer fits."""
-        self.module._apply(fn, recurse)
+        super()._apply(fn, recurse)
         self._captures.clear()
         self._latest = self._example = None
         return self
@@ -436,20 +362,6 @@ class Compiled(nn.Module):
 def _one_of(name: str, value: str, *known: str) -> None:
     if value not in known:
         raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
-
-
-def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:
-    """Refuse groups that cannot have brought the same samples, and gradients that no rank has the whole of."""
-    for row in range(groups.replicas):
-        found = {rank: sizes[rank] for rank in groups.row(row)}
-        if len(set(found.values())) > 1:
-            told = ", ".join(f"rank {rank}: {size}" for rank, size in found.items())
-            raise RuntimeFailure(
-                f'with inputs="group" the shards of one replica bring the same samples, these brought {told}; let them '
-                "read the same ones (parplan.PlanSampler with same_within_group=True)"
-            )
-    if any(tensor.requires_grad for tensor in call.tensors):
-        raise RuntimeFailure('an input needs a gradient, of which each rank has a part only; compile with inputs="own"')
 
 
 def _placed(call: Call) -> list[Tensor | None]:

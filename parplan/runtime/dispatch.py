@@ -115,11 +115,12 @@ class _Autocast:
 
 @dataclass(frozen=True)
 class CallersModes:
-    """What torch keeps per thread and a device's thread has to take over: gradients, inference, autocast."""
+    """What torch keeps per thread and a device's thread has to take over: gradients, inference, autocast, streams."""
 
     gradients: bool
     inference: bool
     autocast: tuple[_Autocast, ...]
+    streams: tuple[torch.cuda.Stream, ...]
 
     @staticmethod
     def here() -> CallersModes:
@@ -128,7 +129,7 @@ class CallersModes:
         casts = tuple(_Autocast(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         # A thread starts without autocast.
         active = tuple(cast for cast in casts if cast.enabled)
-        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active)
+        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active, _streams())
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -139,4 +140,16 @@ class CallersModes:
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for cast in self.autocast:
                 stack.enter_context(torch.autocast(cast.kind, dtype=cast.dtype))
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
             yield
+
+
+def _streams() -> tuple[torch.cuda.Stream, ...]:
+    """This thread's CUDA streams that a new thread would not have: last that of its current device."""
+    if not torch.cuda.is_initialized():
+        return ()
+    here = torch.cuda.current_device()
+    others = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()) if index != here]
+    chosen = (stream for stream in others if stream != torch.cuda.default_stream(stream.device))
+    return (*chosen, torch.cuda.current_stream(here))

@@ -16,8 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
+from parplan.runtime.buffers import Handover
 from parplan.runtime.codes import Codes, written_buffers
+from parplan.runtime.compat import recomputed_once
 from parplan.runtime.dispatch import Dispatch, Inline
+from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws, draws_any
 from parplan.runtime.hooks import HookCalls
 from parplan.runtime.parameters import Store
@@ -75,7 +78,11 @@ class Executor:
         self._drawing = {id(step) for step in program.forward if isinstance(step, Compute) and draws_any(graph, step)}
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
+        self._statistics = frozenset[str]().union(*self._written)
         self._last_reads = _last_reads(program)
+        self._handover: Handover | None = None
+        if isinstance(transport, DistributedTransport):
+            self._handover = Handover(graph, program, store, transport)
         for bucket in program.buckets:
             for group in bucket.groups:
                 transport.group(group)
@@ -108,6 +115,11 @@ class Executor:
         """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
         self.dispatch.each(self.owned(step.grid.devices), work, in_turn=not backward and id(step) in self._drawing)
 
+    def done(self, step: Compute) -> None:
+        """A step has run in all processes."""
+        if self._handover is not None:
+            self._handover.after(step)
+
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""
         return [device for device in devices if device in self.transport.owned]
@@ -115,9 +127,13 @@ class Executor:
     def states(self, step: Compute, device: int) -> list[Tensor]:
         """Parameters and buffers for a compute step; only the first replica writes the module's buffers."""
         spare = self.transport.processes == 1 and step.grid.position(device)[0] > 0
-        written = self._written[self._indices[id(step)]] if spare else ()
-        found = [self.store.get(state, device) for state in step.states]
-        return [t.clone() if s.name in written else t for s, t in zip(step.states, found, strict=True)]
+        found = [(state.name, self.store.get(state, device)) for state in step.states]
+        if spare:
+            written = self._written[self._indices[id(step)]]
+            return [tensor.clone() if name in written else tensor for name, tensor in found]
+        # Norms write statistics without a trace in autograd: a later call of the module does not spoil an earlier one's
+        # backward, which has saved them and does not read them.
+        return [tensor.data if name in self._statistics else tensor for name, tensor in found]
 
     def write_back(self, step: Compute, device: int) -> None:
         """Bring home the buffers that a step wrote on its first replica."""
@@ -152,6 +168,7 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))
         results = run.forward(list(tensors[: len(run._inputs)]), record=True)
         ctx.mark_non_differentiable(
             *(tensor for tensor in results if not (tensor.is_floating_point() or tensor.is_complex()))
@@ -161,4 +178,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.run.backward(gradients))
+        with recomputed_once():
+            # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first
+            # step that needs it, where others wait for what this one has yet to send.
+            _ = ctx.saved_tensors
+            return (None, *ctx.run.backward(gradients))

@@ -35,6 +35,7 @@ class Expected:
     Args:
         layers: by name.
         transfers: by the value that moves, its moves to all readers together.
+        labels: the layer each of these values comes from and those that read it, `pool5 -> fc6`.
         reduce_s: the part of the gradient sums that does not overlap with the backward.
         update_s: the optimizer's update.
         overhead_s: the runtime's own time.
@@ -44,6 +45,7 @@ class Expected:
 
     layers: Mapping[str, ExpectedLayer] = field(default_factory=dict)
     transfers: Mapping[str, Both] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     reduce_s: float = 0.0
     update_s: float = 0.0
     overhead_s: float = 0.0

@@ -19,6 +19,7 @@ from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.layout import split_evenly
 from parplan.runtime.dispatch import CallersModes
+from parplan.runtime.streams import sent
 
 __all__ = ["broadcast", "gather", "parallel_apply", "reduce", "scatter"]
 
@@ -46,7 +47,7 @@ def _scatter_leaf(leaf: Any, places: list[torch.device], dim: int) -> list[Any]:
     if not -leaf.dim() <= dim < leaf.dim():
         return [leaf.to(place) for place in places]
     chunks = leaf.split(list(split_evenly(leaf.shape[dim], len(places))), dim)
-    return [chunk.to(place, non_blocking=True) for chunk, place in zip(chunks, places, strict=True)]
+    return [sent(chunk, place) for chunk, place in zip(chunks, places, strict=True)]
 
 
 def gather(results: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
@@ -74,7 +75,7 @@ def gather(results: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
 def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
-    moved = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in column]
+    moved = [sent(tensor, device) for tensor in column]
     return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim)
 
 
@@ -90,7 +91,7 @@ def broadcast(values: Any, devices: Devices) -> list[Any]:
 
 
 def _copy(tensor: Tensor, place: torch.device) -> Tensor:
-    return tensor.view_as(tensor) if tensor.device == place else tensor.to(place, non_blocking=True)
+    return tensor.view_as(tensor) if tensor.device == place else sent(tensor, place)
 
 
 def reduce(values: Sequence[Any], device: torch.device | str) -> Any:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parplan.graph.holdings import Bucket
 from parplan.layout import Range, Region
 from parplan.runtime.parameters import Store
-from parplan.runtime.program import Bucket, State
+from parplan.runtime.program import State
 from parplan.runtime.transport import Pending, Transport, block
 
 __all__ = ["Gradients"]
@@ -39,6 +40,17 @@ class _Sum:
     pending: Pending
 
 
+def _base(*terms: _Term) -> _Term | None:
+    """The term that the other is added to: ours to write to, contiguous if one is."""
+    usable = [term for term in terms if term.own and _dense(term.gradient)]
+    return min(usable, key=lambda term: not term.gradient.is_contiguous(), default=None)
+
+
+def _dense(gradient: Tensor) -> bool:
+    """Whether its elements lie apart in memory; those of a linear layer's weights may be transposed."""
+    return gradient.is_contiguous() or (gradient.dim() == 2 and gradient.t().is_contiguous())
+
+
 class Gradients:
     """Gathers the parameter gradients of one backward.
 
@@ -56,12 +68,14 @@ class Gradients:
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
         terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
-        if terms and terms[-1].own and terms[-1].block == term.block and terms[-1].gradient.is_contiguous():
-            # Steps that use a block one after another (passes) need no more memory than one of them.
-            with self._transport.on(device):
-                terms[-1].gradient.add_(gradient)
-        else:
+        base = _base(terms[-1], term) if terms and terms[-1].block == term.block else None
+        if base is None:
             terms.append(term)
+            return
+        # Steps that use a block one after another (passes, shared weights) need no more memory than two of them.
+        with self._transport.on(device):
+            base.gradient.add_(gradient if base is terms[-1] else terms[-1].gradient)
+        terms[-1] = base
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parplan.layout import Piece
-from parplan.runtime.streams import Streams
+from parplan.runtime.streams import Streams, sent
 from parplan.runtime.transport import Exchange, Held, assemble, assembly, block
 
 __all__ = ["LocalTransport"]
@@ -26,11 +26,12 @@ class _Arrived:
     """Copies that were enqueued; only the receiving streams still have to wait."""
 
     parts: Held
+    marks: Mapping[int, torch.cuda.Event | None]
     streams: Streams
 
     def wait(self) -> Held:
         for device, tensor in self.parts.items():
-            self.streams.compute_after_copy(device, tensor)
+            self.streams.compute_after_copy(device, tensor, self.marks[device])
         return self.parts
 
 
@@ -82,7 +83,7 @@ class LocalTransport:
             with self._streams.copying(device):
                 like = torch.empty(shape, dtype=exchange.dtype, device=self._devices[device])
                 parts[device] = assemble(plan, lambda piece: self._fetch(piece, tensors), like)
-        return _Arrived(parts, self._streams)
+        return self._arrived(parts)
 
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors behind each other."""
@@ -94,32 +95,37 @@ class LocalTransport:
         for device in group:
             self._streams.copy_after_compute(device, first)
         with self._streams.copying(first):
-            total = flats[first].clone()
+            total = self._moved(flats[first], first, first).clone()
             for device in others:
                 total.add_(self._moved(flats[device], device, first))
-        return _Arrived({first: total}, self._streams)
+        return self._arrived({first: total})
+
+    def _arrived(self, parts: Held) -> _Arrived:
+        return _Arrived(parts, {device: self._streams.copied(device) for device in parts}, self._streams)
 
     def _fetch(self, piece: Piece, tensors: Mapping[int, Tensor]) -> Tensor:
         return self._moved(block(tensors[piece.source], piece.source_region), piece.source, piece.target)
 
     def _moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """`tensor` where `target` lives, for the stream that it copies on."""
         place = self._devices[target]
-        if tensor.device == place:
-            return tensor
         if tensor.is_cuda and place.type == "cpu":
             with self._streams.computing(source):
-                return tensor.to(place)
+                return sent(tensor, place)
+        # Also on one GPU: devices that share it have streams of their own.
         self._streams.used_here(tensor)
+        if tensor.device == place:
+            return tensor
         if tensor.is_cuda and place.type == "cuda" and not self._reach(tensor.device, place):
             return self._staged(tensor, source, target)
-        return tensor.to(place, non_blocking=place.type == "cuda")
+        return sent(tensor, place)
 
     def _staged(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """By way of pinned host memory: the host waits for the first half of the way."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with self._streams.computing(source):
             host.copy_(tensor)
-        return host.to(self._devices[target], non_blocking=True)
+        return sent(host, self._devices[target])
 
     def _reach(self, source: torch.device, target: torch.device) -> bool:
         pair = (source.index or 0, target.index or 0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from parplan.errors import PlanError
+from parplan.graph.holdings import bucket_heads, buckets, holdings
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.stages import Stage, stages
 from parplan.plan import Strategy
-from parplan.runtime.holdings import buckets, holdings
-from parplan.runtime.ordering import backward, bucket_heads, forward, staged
+from parplan.runtime.ordering import backward, forward, staged
 from parplan.runtime.passes import passes_of, update_periods
 from parplan.runtime.placing import Placing
 from parplan.runtime.program import Program

@@ -173,8 +173,10 @@ class MeasuredStep:
         for transfer in self.transfers:
             times = known.pop(transfer.value, None)
             lines.append(Line(Part.TRANSFER, transfer.label, times, transfer.times, spread=_spread(transfer)))
+        labels = self.expected.labels if self.expected is not None else {}
         unmoved = [(value, times) for value, times in known.items() if times.forward_s + times.backward_s > 0]
-        return lines + [Line(Part.TRANSFER, f"{value} (not moved)", times, Both()) for value, times in unmoved]
+        named = [(f"{labels.get(value, value)} (not moved)", times) for value, times in unmoved]
+        return lines + [Line(Part.TRANSFER, label, times, Both()) for label, times in named]
 
     def _whole_lines(self) -> list[Line]:
         expected = self.expected

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.holdings import Bucket
 from parplan.layout import Range
 from parplan.runtime.passes import Pass, local_ranges
 from parplan.runtime.placing import Placed
-from parplan.runtime.program import Bucket, Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
+from parplan.runtime.program import Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
 
-__all__ = ["backward", "bucket_heads", "forward", "staged"]
+__all__ = ["backward", "forward", "staged"]
 
 
 def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Forward]:
@@ -139,13 +139,3 @@ def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[i
         first = min(i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
         found.setdefault(first, []).append(number)
     return found
-
-
-def bucket_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:
-    """The first layer of each bucket, at which a segment is split so that the bucket can leave early."""
-    order = list(graph.layers)
-    heads = set()
-    for bucket in buckets:
-        using = (i for i, name in enumerate(order) if set(graph.layers[name].parameters) & set(bucket.parameters))
-        heads.add(order[min(using)])
-    return heads

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, Region
 from parplan.runtime.compat import Version, version
 from parplan.runtime.program import Compute, Program, State, shape_of
+from parplan.runtime.streams import sent
 from parplan.runtime.transport import Transport, block
 
 __all__ = ["Store"]
@@ -114,19 +116,21 @@ class Store:
                 stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
         for way, group in stale.items():
             blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
-            flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(way.target, non_blocking=True)
+            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), way.target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies[wanted] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
 
     def write_back(self, state: State, device: int) -> None:
-        """Bring a buffer that `device` wrote in its own memory home to the module."""
+        """Bring a buffer that `device` wrote home to the module, or tell its copies that it was written there."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name)
         if original.device != wanted.place:
             written = self._copies[wanted].tensor
             block(original, wanted.block).copy_(written)
             self._copies[wanted] = _Copy(written, version(original))
+        else:
+            increment_version(original)
 
     def _want(self, state: State, device: int) -> _Wanted:
         blocks = state.blocks[device]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
 
 import torch
 
+from parplan.graph.holdings import Bucket
 from parplan.layout import Grid, Layout, Range, Region, region
 from parplan.runtime.transport import Exchange
 
@@ -201,19 +201,6 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients are summed together, as one flat tensor per device.
-
-    Args:
-        parameters: placeholders, in the order their gradients become ready.
-        groups: devices that hold the same blocks of all of them.
-    """
-
-    parameters: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
 class Reduce:
     """Start the gradient sums of one bucket; they are waited for at the end of the backward."""
 
@@ -291,12 +278,6 @@ class Program:
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers, in forward order."""
         return tuple(step for step in self.forward if isinstance(step, Transfer))
-
-    @property
-    def moved_elements(self) -> int:
-        """Elements that go from one device to another in the forward."""
-        pieces = [piece for transfer in self.transfers for piece in transfer.exchange.pieces]
-        return sum(prod(shape_of(p.source_region)) for p in pieces if p.source != p.target)
 
     def text(self) -> str:
         """The program as a table, one step per line."""

@@ -179,7 +179,8 @@ class Programs:
         distributed = isinstance(self._transport, DistributedTransport)
         store = Store(self._module, graph, program, self._transport, sharded=distributed)
         if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
-            self.sync = self.sync or BufferSync(graph, program, store, self._transport)
+            self.sync = self.sync or BufferSync(self._module, self._transport)
+            self.sync.know(graph, program)
         return Executor(
             graph,
             captured.strategies,

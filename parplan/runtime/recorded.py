@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parplan.graph.holdings import Bucket
 from parplan.runtime.gradients import Gradients
 from parplan.runtime.parameters import Store
-from parplan.runtime.program import Bucket, Program
+from parplan.runtime.program import Program
 from parplan.runtime.run import Run
 from parplan.runtime.timeline import REST, Activity, Kind, Timeline
 from parplan.runtime.transport import Exchange, Held, Pending, Transport

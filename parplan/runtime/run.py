@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
-AGAIN = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
-    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
-    "retain_graph=True if you need to backward through the graph a second time."
-)
-
 
 @dataclass(frozen=True)
 class _Recorded:
@@ -91,6 +85,7 @@ class Run:
             else:
                 executor.draws.turn = step.turn or 0
                 executor.each(step, partial(self._compute, step, parts=parts, record=record))
+                executor.done(step)
             for slot in executor.last_reads(step):
                 if slot not in self._kept:
                     parts.drop(slot)
@@ -159,15 +154,16 @@ class Run:
             )
 
     def _update_buffers(self, parts: Parts) -> None:
-        for buffer, slot in self._program.updates.items():
-            self._executor.store.original(buffer).copy_(parts.get(slot)[self._executor.deliver_from])
+        found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
+        if found:
+            self._transport.show()
+        for buffer, held in found.items():
+            self._executor.store.original(buffer).copy_(held[self._executor.deliver_from])
 
     # -- backward --
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
-        if self._done:
-            raise RuntimeError(AGAIN)
         self._done = not keeps_graph()
         grads = Parts(self._transport)
         sums = self._sums()

@@ -95,8 +95,8 @@ class StagedRun(Run):
         results = [parts.get(slot)[self._executor.deliver_from] for slot in one.outputs]
         self._transport.show()
         pulls = pull(number, results)
-        self._transport.begin()
         self._take_outputs(one.outputs, pulls, grads)
+        self._transport.begin()
         for slot in one.outputs:
             parts.drop(slot)
         self._go_back(one.backward, grads, sums)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "sent"]
 
 
 class Streams:
@@ -49,13 +49,22 @@ class Streams:
             if target in self._copy and device in self._compute:
                 self._copy[target].wait_stream(self._compute[device])
 
-    def compute_after_copy(self, device: int, tensor: Tensor) -> None:
-        """What `device` computes next sees its copies so far; `tensor` came with them."""
-        if device in self._copy:
-            self._compute[device].wait_stream(self._copy[device])
+    def copied(self, device: int) -> torch.cuda.Event | None:
+        """A mark behind what `device` was told to copy so far; those who wait for it need not wait for later copies."""
+        return self._copy[device].record_event() if device in self._copy else None
+
+    def compute_after_copy(self, device: int, tensor: Tensor, mark: torch.cuda.Event | None) -> None:
+        """What `device` computes next sees its copies up to `mark`; `tensor` came with them."""
+        if mark is not None:
+            self._compute[device].wait_event(mark)
             tensor.record_stream(self._compute[device])
 
     def used_here(self, tensor: Tensor) -> None:
         """`tensor` is read by the current stream of its device (that of a copy between devices, too)."""
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def sent(tensor: Tensor, place: torch.device) -> Tensor:
+    """`tensor` on `place`; the host waits only for copies to its own memory, which it may read at once."""
+    return tensor.to(place, non_blocking=place.type == "cuda")

@@ -12,7 +12,7 @@ from parplan.runtime.measured import Figure, MeasuredLayer, MeasuredTransfer
 from parplan.runtime.program import Compute, Join, Program
 from parplan.runtime.timeline import Activity, Kind, StepTimes
 
-__all__ = ["Summary", "figure"]
+__all__ = ["INPUTS", "RESULTS", "Summary", "figure"]
 
 INPUTS, RESULTS = "(inputs)", "(results)"
 

@@ -16,7 +16,8 @@ over all samples. So a loss has to be a mean over samples, as torch's are by def
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,9 +183,34 @@ class StagedStep:
         leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
         with torch.enable_grad():
             weighed = checked_loss(self.loss_fn(self.nested(leaves), self._cut(ranges))) * share
-            weighed.backward()
+            with self._apart():
+                weighed.backward()
         self.losses.append(weighed.detach())
         return [leaf.grad for leaf in leaves]
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """While it lasts, the loss may give gradients to parameters of its own, but not to the model's.
+
+        Raises:
+            RuntimeFailure: it does. They would be this process's alone, of some passes and not of others.
+        """
+        trainable = self.executor.store.trainable
+        known = {name: parameter.grad for name, parameter in trainable.items()}
+        for parameter in trainable.values():
+            parameter.grad = None
+        try:
+            yield
+            taken = [name for name, parameter in trainable.items() if parameter.grad is not None]
+        finally:
+            for name, parameter in trainable.items():
+                parameter.grad = known[name]
+        if taken:
+            raise RuntimeFailure(
+                f"loss_fn takes the gradient of {self.executor.graph.parameters[taken[0]]} itself (a penalty on "
+                "weights?), which cannot be told apart by passes; use the optimizer's weight_decay, or take "
+                "update_period out of the plan"
+            )
 
     def _cut(self, ranges: Sequence[Range]) -> Any:
         """The targets of one pass's samples."""
@@ -214,9 +240,11 @@ class StagedStep:
         kept = [parameter.grad for parameter in waiting]
         for parameter in waiting:
             parameter.grad = None
-        self.optimizer.step()
-        for parameter, gradient in zip(waiting, kept, strict=True):
-            parameter.grad = gradient
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(waiting, kept, strict=True):
+                parameter.grad = gradient
         self.updated.update(now)
 
 

@@ -123,8 +123,11 @@ def test_without_gpu_lines_the_solver_decides(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_verify(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named like its file, as `analyze` and `run-report` name it."""
     assert main(["verify", small]) == 0
-    assert "PASSED" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("layers-some: ")
+    assert "PASSED" in out
 
 
 def test_run_report(small: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parplan.cost_models.store import ProfileStore
+from tests.processes import forkserver
 
 
 @pytest.fixture(name="store")
@@ -21,6 +21,4 @@ def _store(tmp_path: Path) -> Iterator[ProfileStore]:
 @pytest.fixture(name="processes", scope="session")
 def _processes() -> ForkServerContext:
     """New processes, which start without importing everything again."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.cost_models.store_writers"])
-    return context
+    return forkserver()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from parplan.cluster import MOST_DEVICES
 from parplan.cost_models.asked import DEFAULT_GPU, Asked, Hosts, find_cluster, hosts_of
-from parplan.cost_models.presets import MOST_GPUS, cluster_preset
+from parplan.cost_models.presets import cluster_preset
 from parplan.errors import ClusterError
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "clusters" / "two-islands.toml"
@@ -40,7 +41,7 @@ def test_numbers_and_hosts(text: int | str, expected: Hosts) -> None:
         ("-3", "at least 1 device"),
         ("0x8", "at least 1 device"),
         ("2x0", "at least 1 device"),
-        (MOST_GPUS + 1, f"--gpus {MOST_GPUS + 1}: parplan plans for up to {MOST_GPUS} devices"),
+        (MOST_DEVICES + 1, f"--gpus {MOST_DEVICES + 1}: parplan plans for up to {MOST_DEVICES} devices"),
         ("1000x1000", "up to"),
     ],
 )

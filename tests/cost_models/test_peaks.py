@@ -34,6 +34,8 @@ def test_two_processes(tmp_path: Path) -> None:
         ("convnet, batch norm", "data-parallel", "sgd"),
         ("mlp, deep", "sharded", "momentum"),
         ("alexnet-like", "hybrid", "adam"),
+        ("tied words", "sharded", "adam"),  # both cut the table, each along its own axis: it stays whole
+        ("tied words", "hybrid", "momentum"),
     ]
     cases = {f"{name}, {plan}": partial(check, name, plan, optimizer) for name, plan, optimizer in chosen}
     assert run_cases(cases, 2, tmp_path) == dict.fromkeys(cases, "")

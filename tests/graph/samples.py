@@ -112,11 +112,12 @@ _UNARY = """abs alias atan celu clone contiguous cos cosh detach elu erf exp exp
     ones_like relu relu6 selu sigmoid sign silu sin sinh softplus softshrink square tan tanh zeros_like ceil floor round
     trunc _to_copy logical_not detach_ empty_like"""
 _POSITIVE = "log log10 log1p log2 reciprocal rsqrt sqrt"
-_BINARY = """add.Tensor atan2 div.Tensor eq.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor maximum minimum mul.Tensor
+_BINARY = """max.other min.other
+    add.Tensor atan2 div.Tensor eq.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor maximum minimum mul.Tensor
     ne.Tensor rsub.Tensor sub.Tensor"""
 _SCALAR = """add.Scalar clamp_max clamp_min div.Scalar eq.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar
     ne.Scalar remainder.Scalar rsub.Scalar sub.Scalar"""
-_BOOLEAN = "logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor"
+_BOOLEAN = "__and__.Tensor __or__.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor"
 
 IMAGE = {1: "n c 8", 2: "n c 8 6", 3: "n c 4 6 4"}
 KERNEL = {1: "3", 2: "3 2", 3: "2 3 2"}
@@ -269,6 +270,12 @@ SAMPLES: dict[str, list[Call]] = {
     "_log_softmax": [call(X, 2, False)],
     "cumsum": [call(X, 1)],
     "flip": [call(X, [0]), call(X, [1, -1])],
+    "roll": [call(X, [1], [0]), call(X, [1, -2], [1, -1]), call(X, [1])],
+    "cumprod": [call(X, 1)],
+    "tril": [call(T("a b b")), call(X, 1)],
+    "triu": [call(T("a b b")), call(X, -1)],
+    "fill.Scalar": [call(X, 2.0)],
+    "fill.Tensor": [call(X, T(""))],
     "glu": [call(T("a b*2 c"), 1), call(T("a b 4"))],
     "repeat_interleave.self_int": [call(X, 2, 1), call(X, 3, 0), call(X, 2)],
     "prelu": [call(T("n c 4"), T("c")), call(X, T("1")), call(T("n c"), T("c")), call(T("n c 1"), T("c"))],
@@ -344,6 +351,7 @@ SAMPLES: dict[str, list[Call]] = {
     "multi_margin_loss": [call(CLASSES, TARGETS, 1, 1.0, None, 0), call(CLASSES, TARGETS, 1, 1.0, T("k", "unit."), 0)],
     "multilabel_margin_loss": [call(CLASSES, T("n k", "index:k"), 0)],
     "cosine_embedding_loss": [call(T("n f"), T("n f"), T("n", "sign"), 0.1, 0)],
+    "cosine_similarity": [call(X, X), call(X, T("1 b c"), -1), call(X, T("b c"), 2), call(T("a b"), T("a b"), 1, 1e-6)],
     "triplet_margin_loss": [call(T("n f"), T("n f"), T("n f"), 1.0, 2.0, 1e-6, False, 0)],
 
     "view": [call(X, [S("a*b"), S("c")]), call(T("a*b c"), [S("a"), S("b"), S("c")]), call(X, [S("a"), -1]),
@@ -362,6 +370,26 @@ SAMPLES: dict[str, list[Call]] = {
     "t": [call(T("a b")), call(T("a"))],
     "cat": [call([X, T("a d c")], 1), call([X, X], -1)],
     "stack": [call([X, X], 1), call([X, T("a b c")], -1)],
+    "unbind.int": [call(T("a 3 b"), 1), call(T("2 a b"))],
+    "index.Tensor": [
+        call(X, [None, T("5", "index:b"), T("5", "index:c")]),
+        call(T("v f"), [T("b t", "index:v")]),
+        call(X, [T("b 1", "index:a"), T("c", "index:b")]),
+        call(X, [None, None, T("b t", "index:c")]),
+        call(X, [T("t", "index:a"), None, T("t", "index:c")]),
+        call(X, [T("a", "bool")]),
+        call(T("a", "index:a"), [T("a", "index:a")]),
+    ],
+    "index_select": [call(X, 1, T("t", "index:b")), call(X, -1, T("", "index:c"))],
+    "gather": [call(X, 1, T("a t c", "index:b")), call(X, 2, T("a 1 t", "index:c"))],
+    "slice_scatter": [
+        call(X, T("a 1 c"), 1, 1, 2),
+        call(X, X, 0, 0, 2**63 - 1),
+        call(X, X, 0),
+        call(X, X, 0, 0, S("a")),
+    ],
+    "select_scatter": [call(X, T("a c"), 1, 0), call(X, T("b c"), 0, -1)],
+    "repeat": [call(X, [1, 2, 1]), call(T("a b"), [2, 1, 1])],
     "select.int": [call(X, 1, 0), call(X, 0, -1)],
     "slice.Tensor": [call(X, 1, 1), call(X, 0, 0, 2**63 - 1), call(X, 2, 0, 1), call(X, 0, 0, 2**63 - 1, 2)],
     "narrow": [call(X, 1, 0, 1), call(X, 0, 0, S("a"))],

@@ -284,3 +284,8 @@ def test_what_cannot_be_captured_is_refused_with_its_line(make: Callable[[], nn.
     with pytest.raises(CaptureError, match=message):
         capture(model, (torch.zeros(4, 4),))
     assert not model.training
+
+
+def test_keyword_arguments_given_as_one_dict_are_told_apart() -> None:
+    with pytest.raises(CaptureError, match=r"a dict among them is one argument: keyword arguments go into kwargs="):
+        capture(WrongShape(), ({"x": torch.zeros(4, 3)},))

@@ -54,7 +54,6 @@ def test_a_deadline_gives_parts_and_a_little_when_it_is_over(monkeypatch: pytest
     monkeypatch.setattr(case_module, "now_s", lambda: times[0])
     deadline = Deadline(10.0)
     assert deadline.part_s(0.5) == 5.0
-    assert deadline.part_s(0.5, most_s=2.0) == 2.0
     times[0] = 8.0
     assert deadline.part_s(0.5) == 1.0
     deadline.extend(4.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from parplan.planner.strategies import strategies
 from parplan.planner.verifier import check
 from parplan.planner.what_if import WhatIf
 from tests.planner.graphs import classifier, counted, perceptron
+from tests.planner.oracle import brute_force
 
 SLOW = "k20"
 
@@ -45,8 +45,7 @@ def small_memory(cluster: Cluster, nbytes: int) -> Cluster:
 def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, devices)
     formulation = formulated(graph, cluster, rules == "strict")
-    costs = [evaluate(formulation.problem, c) for c in product(*(range(n) for n in formulation.problem.sizes))]
-    best = min(found.objective for found in costs if found.feasible)
+    best = brute_force(formulation.problem).objective
     decision = decided(graph, cluster, Request(rules=rules))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)

@@ -24,7 +24,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from examples.alexnet import build
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.cluster_file import load_cluster
 from parplan.cost_models.presets import cluster_preset
@@ -40,18 +39,13 @@ from parplan.planner.formulate import formulate
 from parplan.planner.problem import Status, evaluate
 from parplan.planner.solve import solve
 from parplan.planner.strategies import cluster_blocks, strategies
+from tests.planner.test_timeline import alexnet
 
 ISLANDS = Path(__file__).resolve().parents[2] / "examples" / "clusters" / "two-islands.toml"
 CONVOLUTIONS = tuple(f"conv{number}" for number in range(1, 6))
 GPUS = (2, 4, 8)
 FEW, MANY = 128, 2048  # images per GPU
 ROOM = 1 << 40  # bytes: more than a K20 has, for batches that only arithmetic can run
-
-
-@cache
-def alexnet(batch: int) -> LayerGraph:
-    """AlexNet at a batch; captured once."""
-    return capture(build(), (torch.zeros(8, 3, 224, 224),)) if batch == 8 else at_batch(alexnet(8), batch)
 
 
 def paper(gpus: int, room: bool = False) -> Cluster:
@@ -72,6 +66,12 @@ def decided(graph: LayerGraph, cluster: Cluster, optimizer: str = "momentum", ov
     found = decide(graph, cluster, costs, Request(optimizer=optimizer))
     assert found.proof.gap <= 1e-6
     return found
+
+
+@cache
+def on_paper(each: int, gpus: int, optimizer: str = "momentum", overlap: float | None = None) -> Decision:
+    """AlexNet at so many images per GPU, of which a K20 holds `FEW`; decided once."""
+    return decided(alexnet(each * gpus), paper(gpus, room=each > FEW), optimizer, overlap)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def all_sharded(decision: Decision, names: Sequence[str]) -> bool:
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("gpus", GPUS)
 def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus: int, optimizer: str) -> None:
-    found = decided(alexnet(FEW * gpus), paper(gpus), optimizer)
+    found = on_paper(FEW, gpus, optimizer)
     assert all_replicated(found, CONVOLUTIONS)
     assert all_sharded(found, ("fc6", "fc7"))
     plain = next(rival for rival in found.baselines if rival.name == "pure data parallel")
@@ -128,14 +128,15 @@ def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus:
 
 @pytest.mark.parametrize("gpus", GPUS)
 def test_at_16_times_the_batch_nothing_is_sharded(gpus: int) -> None:
-    found = decided(alexnet(MANY * gpus), paper(gpus, room=True))
+    found = on_paper(MANY, gpus)
     assert all_replicated(found, [name for name, layer in alexnet(8).layers.items() if layer.parameters])
 
 
 @pytest.mark.parametrize("each", [FEW, MANY])
 def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
-    file, graph = load_cluster(ISLANDS).with_memory(ROOM), alexnet(each * 8)
-    assert decided(graph, file).plan == decided(graph, paper(8, room=True)).plan
+    file = load_cluster(ISLANDS)
+    cluster = file.with_memory(ROOM) if each > FEW else file
+    assert decided(alexnet(each * 8), cluster).plan == on_paper(each, 8).plan
 
 
 @pytest.mark.parametrize("gpus", GPUS)
@@ -151,10 +152,10 @@ def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: s
 @pytest.mark.parametrize("gpus", GPUS)
 def test_they_hang_on_there_being_some_of_both(gpus: int) -> None:
     """With all of the sums hidden, replicas tie at 128; with nothing hidden shards save their update at any batch."""
-    hidden = decided(alexnet(FEW * gpus), paper(gpus), overlap=1.0)
+    hidden = on_paper(FEW, gpus, overlap=1.0)
     plain = next(rival for rival in hidden.baselines if rival.name == "pure data parallel")
     assert plain.step_s == pytest.approx(hidden.prediction.step_s, rel=0.005)
-    assert all_sharded(decided(alexnet(MANY * gpus), paper(gpus, room=True), overlap=0.0), ("fc6", "fc7"))
+    assert all_sharded(on_paper(MANY, gpus, overlap=0.0), ("fc6", "fc7"))
 
 
 def copies(found: Optimum) -> list[float]:

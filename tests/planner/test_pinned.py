@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from parplan.planner.solve import solve
 from parplan.planner.strategies import strategies
 from parplan.planner.verifier import check
 from tests.planner.graphs import classifier, perceptron
+from tests.planner.oracle import from_the_best
 
 SLOW = "k20"
 
@@ -115,14 +116,11 @@ def best_by_trying(graph: LayerGraph, cluster: Cluster, pins: Sequence[Pin], rul
     weighted = [name for name, layer in graph.layers.items() if layer.parameters]
     periods = {say(pins, name, "update_period") for name in weighted} - {None}
     formulation = formulate(graph, cluster, RooflineCosts(graph, cluster), options, strict=rules == "strict")
-    best = np.inf
-    for choice in product(*map(range, formulation.problem.sizes)):
+    for choice in from_the_best(formulation.problem):
         chosen = [own[k].strategy for own, k in zip(formulation.options, choice, strict=False)]
-        if not legal_periods(chosen, periods):  # type: ignore[arg-type]
-            continue
-        found = evaluate(formulation.problem, choice)
-        best = min(best, found.objective if found.feasible else np.inf)
-    return best
+        if legal_periods(chosen, periods):  # type: ignore[arg-type]
+            return evaluate(formulation.problem, choice).objective
+    return np.inf
 
 
 def drawn(graph: LayerGraph, devices: int, seed: int) -> list[Pin]:

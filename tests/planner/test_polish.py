@@ -20,7 +20,7 @@ from parplan.planner.decide import Request, decide
 from parplan.planner.pin_search import questions
 from parplan.planner.pinned import Pinned, pinned
 from parplan.planner.player import EFFORT, Effort, Player
-from parplan.planner.polish import polished
+from parplan.planner.polish import _Polish, polished
 from parplan.planner.verifier import check
 from tests.planner.graphs import perceptron
 from tests.planner.test_timeline import alexnet, hybrid
@@ -71,9 +71,18 @@ def test_a_plan_in_one_pass_is_the_solvers() -> None:
     assert polished(case, first.formulation, first.plan, FREE, Effort()) is first.plan
 
 
-def test_without_effort_nothing_changes() -> None:
+def test_without_effort_nothing_changes_and_nothing_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking what could be tried takes longer than trying it, in a deep network."""
     case = case_of(alexnet(256), cluster_preset("k20", 2))
-    assert polished(case, prices(case).formulation, worse(2), FREE, Effort(0)) == worse(2)
+    formulation, ranked = prices(case).formulation, list[str]()
+
+    def changes(polish: _Polish, choice: tuple[int, ...], name: str) -> list[tuple[int, ...]]:
+        ranked.append(name)
+        return []
+
+    monkeypatch.setattr(_Polish, "changes", changes)
+    assert polished(case, formulation, worse(2), FREE, Effort(0)) == worse(2)
+    assert ranked == []
 
 
 def test_effort_counts_what_is_known_already() -> None:

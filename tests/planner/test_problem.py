@@ -11,6 +11,7 @@ import pytest
 from benchmarks.instances import random_problem
 from parplan.errors import ParplanError
 from parplan.planner.problem import Edge, Linear, Node, Problem, Usage, evaluate
+from tests.planner.oracle import objectives
 
 
 def _array(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -54,6 +55,17 @@ def test_overlap_is_what_a_clock_shows() -> None:
             compared += 1
             assert found.objective == pytest.approx(_clock(problem, choice), rel=1e-12, abs=1e-12)
     assert compared > 100
+
+
+def test_all_choices_at_once_cost_and_break_what_each_alone_does() -> None:
+    rng, seen = np.random.default_rng(1), set()
+    for _ in range(60):
+        problem = random_problem(rng, most=4)
+        one_by_one = [evaluate(problem, choice) for choice in np.ndindex(*problem.sizes)]
+        wanted = [found.objective if found.feasible else np.inf for found in one_by_one]
+        assert objectives(problem) == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+        seen |= {(found.feasible, bool(np.isfinite(found.objective))) for found in one_by_one}
+    assert len(seen) == 3
 
 
 def test_peaks_count_what_is_live_together() -> None:

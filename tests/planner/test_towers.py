@@ -29,7 +29,7 @@ from parplan.planner.side_by_side import notes_on
 from parplan.planner.solve import solve
 from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.planner.timeline import simulate
-from parplan.planner.towers import Towers, search
+from parplan.planner.towers import Ground, Towers, search
 from parplan.planner.verifier import check
 from parplan.report.facts import to_dict
 from parplan.report.terminal import render
@@ -62,7 +62,7 @@ def one_after_another(graph: LayerGraph, cluster: Cluster, formulation: Formulat
 def searched(graph: LayerGraph, cluster: Cluster, simulator: Simulator, limit_s: float = 60.0) -> Towers | None:
     formulation = formulated(graph, cluster)
     start = one_after_another(graph, cluster, formulation)
-    return search(graph, cluster, simulator.costs, start, formulation, simulator.step_s, limit_s)
+    return search(Ground(graph, cluster, simulator.costs, simulator.step_s), start, formulation, limit_s)
 
 
 def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None) -> Decision:
@@ -194,7 +194,8 @@ def test_the_search_stops_at_its_effort_and_says_so() -> None:
     simulator = Simulator(graph, cluster, RooflineCosts(graph, cluster))
     formulation = formulated(graph, cluster)
     start = one_after_another(graph, cluster, formulation)
-    found = search(graph, cluster, simulator.costs, start, formulation, simulator.step_s, 60.0, effort=0.0)
+    ground = Ground(graph, cluster, simulator.costs, simulator.step_s)
+    found = search(ground, start, formulation, 60.0, effort=0.0)
     assert found is not None
     assert (found.plan, found.left, found.timed_out) == (None, 1, False)
     (note,) = notes_on(found)

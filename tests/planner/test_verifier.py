@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
+from torch import nn
 
 from parplan.errors import PlanError, RuleError
+from parplan.graph.axis_table import unknown_ops
+from parplan.graph.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
+from parplan.planner.reasons import only_way
 from parplan.planner.verifier import bends, check
 from tests.planner.graphs import classifier, perceptron
+
+
+class Distances(nn.Module):
+    """An op that no axis is known of, and one that is taken apart as ever."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.cdist(x, x))
+
 
 DATA = Strategy(4, 1, None, (0, 1, 2, 3))
 TWO = Strategy(2, 1, None, (0, 1))
@@ -48,6 +61,14 @@ def test_replicas_of_a_layer_that_mixes_samples_are_refused() -> None:
     graph = classifier()
     with pytest.raises(RuleError, match=r"loss: its samples depend on each other.*R1"):
         check(plan_of(graph, {"loss": TWO}), graph)
+
+
+def test_an_op_that_parplan_does_not_know_is_named() -> None:
+    graph = capture(Distances(), (torch.randn(12, 6),))
+    assert {name: unknown_ops(layer.nodes) for name, layer in graph.layers.items()} == {"cdist": ("aten.cdist",)}
+    with pytest.raises(RuleError, match=r"cdist: parplan does not know how aten\.cdist treats samples.*R1"):
+        check(plan_of(graph, {"cdist": TWO}), graph)
+    assert "aten.cdist" in only_way(graph.layers["cdist"])
 
 
 def test_a_plan_for_another_model_is_refused_by_layer_names() -> None:

@@ -57,8 +57,18 @@ def test_what_can_be_hidden_is_told_where_it_is_not_all() -> None:
     text = " ".join(" ".join(lines(decision)).split())
     assert "hidden behind backward" in text
     assert "can be" not in text
-    half = replace(decision, prediction=replace(decision.prediction, most_hidden=0.5))
-    assert "hidden behind backward, at most 50 % can be" in " ".join(" ".join(lines(half)).split())
+    step = decision.prediction
+    half = replace(decision, prediction=replace(step, most_hidden=0.5, exposed_reduce_s=0.5 * step.reduce_s))
+    assert "50 % is hidden behind backward, at most 50 % can be" in " ".join(" ".join(lines(half)).split())
+
+
+def test_more_than_can_be_hidden_is_hidden_behind_other_devices() -> None:
+    """On the clock the step waits for the device that is done last; sums of the others may end when they like."""
+    step = alexnet().prediction
+    most = replace(alexnet(), prediction=replace(step, most_hidden=0.5, exposed_reduce_s=0.1 * step.reduce_s))
+    text = " ".join(" ".join(lines(most)).split())
+    assert "90 % is hidden behind backward and other devices' work" in text
+    assert "at most" not in text
 
 
 def test_the_range() -> None:
@@ -95,3 +105,20 @@ def test_where_transfers_come_from() -> None:
     assert "Transfers and reductions were measured here." in measured
     assert "nvlink 2 are unverified" not in measured
     assert "Transfers" not in printed(replace(alone(), links=Source.MEASURED), 80)
+
+
+def test_results_sent_back_are_in_no_layers_line_and_the_transfers_say_so() -> None:
+    decision = alexnet()
+    assert line(decision, "transfer").split()[-1] == "%"
+    step = decision.prediction
+    more = replace(step, transfer_s=step.transfer_s + 2e-3, step_s=step.step_s + 2e-3)
+    text = " ".join(" ".join(lines(replace(decision, prediction=more))).split())
+    assert "2.00 ms of it brings results back to all devices, in no line above" in text
+
+
+def test_a_step_by_the_clock_says_that_lines_need_not_add_up_to_it() -> None:
+    decision = alexnet()
+    heading = lines(decision, 80)[0]
+    assert heading == "Predicted step"
+    clocked = replace(decision, proof=replace(decision.proof, one_pass=True))
+    assert lines(clocked, 80)[0] == "Predicted step  of the device done last; lines above need not add up to it"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.capture import capture
@@ -23,6 +24,7 @@ from parplan.runtime.program import Compute
 from parplan.runtime.transport import Exchange
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
 from tests.runtime.nets import Adds, DropLinear, RandomNet, Tied, Towers, conv_net, mlp
+from tests.runtime.test_odd_nets import NormedTwice, norms_apart
 from tests.runtime.test_train_step import OPTIMIZERS, Case, plain_step, small
 from tests.runtime.test_train_step import hybrid as hybrid_case
 
@@ -61,8 +63,13 @@ def train(
     rank: int,
     plan: list[Step],
     scheme: Scheme = Scheme.GATHER,
+    again: bool = False,
 ) -> Compiled:
-    """Train beside the plain model: results, input gradients and, after each step, the state must agree."""
+    """Train beside the plain model: results, input gradients and, after each step, the state must agree.
+
+    Args:
+        again: both within a checkpoint, which computes the forward again for the backward.
+    """
     ranks = dist.get_world_size()
     plain = copy.deepcopy(net)
     model = Compiled(net, planner(rule, ranks, scheme))
@@ -71,7 +78,10 @@ def train(
         x = torch.randn(sum(step.sizes), *shape, dtype=torch.float64)
         mine = step.own(x, rank).clone().requires_grad_()
         whole = x.clone().requires_grad_()
-        result, wanted = model(mine), plain(whole)
+        if again:
+            result, wanted = (checkpoint(m, x, use_reentrant=False) for m, x in ((model, mine), (plain, whole)))
+        else:
+            result, wanted = model(mine), plain(whole)
         pull = torch.randn_like(wanted) / wanted.numel()
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -282,8 +292,7 @@ def cut(axis: str, ranks: int) -> Strategy:
 def towers(rank: int, ranks: int) -> None:
     """Layers on different ranks that wait for each other in both directions: must not hang."""
     places = {name: i % ranks for i, name in enumerate(("a1", "b1", "b2", "a2", "a3", "b3", "last"))}
-    table = {name: Strategy(devices=(place,)) for name, place in places.items()}
-    model = train(Towers().double(), table, (6,), rank, steps(ranks))
+    model = train(Towers().double(), towers_on(places), (6,), rank, steps(ranks))
     held = [name for name, parameter in model.named_parameters() if parameter.numel()]
     assert held == [
         f"{n}.{p}"
@@ -291,6 +300,33 @@ def towers(rank: int, ranks: int) -> None:
         if places[n] == rank
         for p in ("weight", "bias")
     ]
+
+
+def towers_on(places: Mapping[str, int]) -> dict[str, Strategy]:
+    """Each layer on one rank."""
+    return {name: Strategy(devices=(place,)) for name, place in places.items()}
+
+
+def checkpointed(rank: int, ranks: int) -> None:
+    """A checkpoint computes the forward again on all ranks together, however many steps each of them has."""
+    train(conv_net(), spread(ranks, "hybrid"), (3, 8, 8), rank, steps(ranks), again=True)
+    places = dict.fromkeys(("a1", "a2", "b1", "b2", "a3"), 0) | {"b3": 1, "last": ranks - 1}
+    train(Towers().double(), towers_on(places), (6,), rank, steps(ranks), again=True)
+
+
+def steps_that_fail(rank: int, ranks: int) -> None:
+    """An error in every rank's loss, in the middle of a step: the steps after it are as if it had not been."""
+    case, net = hybrid_case(ranks, Scheme.INTERLEAVE, {"4": ranks, "6": ranks // 2}), small()
+    plain, model = copy.deepcopy(net), Compiled(net, planner(case.plan.layers, ranks, Scheme.INTERLEAVE))
+    opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+    x, y = torch.randn(4 * ranks, 3, 8, 8, dtype=torch.float64), torch.randn(4 * ranks, 8, dtype=torch.float64)
+    own = slice(4 * rank, 4 * rank + 4)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model.train_step(x[own], y[own], lambda out, target: 1 / 0, opts[0])  # type: ignore[arg-type,return-value]
+        model.train_step(x[own], y[own], nn.functional.mse_loss, opts[0])
+        plain_step(case, plain, x, y, nn.functional.mse_loss, opts[1])
+        same_state(model, plain)
 
 
 class WithLoss(nn.Module):
@@ -346,6 +382,29 @@ def local_batch_norm(rank: int, ranks: int) -> None:
     same_state(model, ddp.module)
 
 
+def converted_local_norm(rank: int, ranks: int) -> None:
+    """Evaluated right after the model was converted, every rank has the first one's statistics."""
+    model = Compiled(conv_net(), planner(spread(ranks, "data"), ranks), batch_norm="local")
+    model(torch.randn(4, 3, 8, 8, dtype=torch.float64) + rank)
+    model.float().double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    dist.broadcast(x, 0)
+    results = whole_of(model(x)).chunk(ranks)
+    for other in results[1:]:
+        same(other, results[0], "evaluation")
+
+
+def running_statistics(rank: int, ranks: int) -> None:
+    """Of modules that not all ranks run, or that run elsewhere when they are called again."""
+    for table in norms_apart(ranks):
+        net = NormedTwice()
+        plain = copy.deepcopy(net)
+        model = train(net, table, (6,), rank, steps(ranks, uneven=False))
+        plain.load_state_dict(model.state_dict())
+        x = torch.randn(2 * ranks, 6, dtype=torch.float64)
+        same(model.eval()(x[2 * rank : 2 * rank + 2]), plain.eval()(x)[2 * rank : 2 * rank + 2], "evaluation")
+
+
 class OwnLoss(nn.Module):
     """A model that returns its loss alone."""
 
@@ -376,6 +435,36 @@ def bound_to_the_batch(rank: int, ranks: int) -> None:
     """A rank whose own share stays the same captures again when another rank's changes."""
     plan = [Step((2,) * ranks), Step((2,) * (ranks - 1) + (5,)), Step((2,) * ranks)]
     train(Centred(), spread(ranks, "data"), (6,), rank, plan)
+
+
+class Pooled(nn.Module):
+    """A mean over the steps of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, steps, 6) to (N, 4)."""
+        result: Tensor = self.net(x).mean(1)
+        return result
+
+
+def lengths(rank: int, ranks: int) -> None:
+    """Replicas whose sequences differ in length, as padding to a batch's longest gives them: ranks capture alone."""
+    net = Pooled()
+    plain, model = copy.deepcopy(net), Compiled(net, planner(spread(ranks, "data"), ranks))
+    for long in (3, 5, 3):
+        model.zero_grad()
+        plain.zero_grad()
+        xs = [torch.randn(2, 3 if one == 0 else long, 6, dtype=torch.float64) for one in range(ranks)]
+        model(xs[rank]).sum().backward()
+        for x in xs:
+            (plain(x).sum() / ranks).backward()
+        for (name, parameter), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert twin.grad is not None
+            same(parameter.grad, twin.grad, name)
 
 
 def frozen(rank: int, ranks: int) -> None:
@@ -472,7 +561,8 @@ CASES = {
     case.__name__: case
     for case in (
         moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, lone_train_steps,
-        group_train_steps, group_inputs, save_and_load, wrapped_part, tied, towers, loss_inside, local_batch_norm,
-        bound_to_the_batch, frozen, own_losses, draws,
+        checkpointed, steps_that_fail, group_train_steps, group_inputs, save_and_load, wrapped_part, tied, towers,
+        loss_inside, local_batch_norm, converted_local_norm, running_statistics, bound_to_the_batch, lengths, frozen,
+        own_losses, draws,
     )
 }  # fmt: skip

@@ -1,11 +1,12 @@
 """Start a few gloo processes, run cases in each, and bring back what failed.
 
-Starting processes costs seconds, so one start runs many cases; each case is a test of its own in the report.
+Starting processes takes time, so one start runs many cases; each case is a test of its own in the report.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import multiprocessing as mp
+
+from tests.processes import forkserver
 
 __all__ = ["run_cases"]
 
@@ -32,13 +35,16 @@ def free_port() -> int:
 
 def run_cases(cases: Mapping[str, Case], ranks: int, folder: Path) -> dict[str, str]:
     """Run every case on `ranks` processes; what went wrong by case and rank, empty when nothing did."""
-    given = (dict(cases), ranks, free_port(), str(folder))
-    mp.start_processes(_work, given, ranks, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
+    forkserver()
+    given = (dict(cases), ranks, free_port(), str(folder), dict(os.environ))
+    mp.start_processes(_work, given, ranks, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
     reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     return {name: "\n".join(f"rank {r}: {e[name]}" for r, e in enumerate(reports) if e.get(name)) for name in cases}
 
 
-def _work(rank: int, cases: dict[str, Case], ranks: int, port: int, folder: str) -> None:
+def _work(rank: int, cases: dict[str, Case], ranks: int, port: int, folder: str, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     address = f"tcp://localhost:{port}"
     dist.init_process_group("gloo", address, timedelta(seconds=TIMEOUT_S), rank=rank, world_size=ranks)

@@ -12,24 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
+from parplan.runtime import captures
 from parplan.runtime.compiled import Compiled
 from tests.runtime.helpers import Rule, compiled, differences, outcome, planner, spread
 from tests.runtime.nets import ConvNet, Nested, Tied, Towers, conv_net, mlp
 
 NETS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv_net, "tied": lambda: Tied().double()}
 SHAPES = {"mlp": (6,), "conv": (3, 8, 8), "tied": (8,)}
-KINDS = ("data", "out-features", "in-features", "out-channels", "in-channels", "channels", "hybrid", "one")
+LINEAR = ("data", "out-features", "in-features", "hybrid")
+KINDS = {"mlp": LINEAR, "conv": (*LINEAR, "out-channels", "in-channels", "channels"), "tied": LINEAR}
+PLANS = [(net, kind, devices) for net in NETS for kind in KINDS[net] for devices in (2, 3, 4)]
 
 
 def batch(net: str, samples: int) -> Tensor:
     return torch.randn(samples, *SHAPES[net], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(("net", "kind", "devices"), [*PLANS, *((net, "one", 2) for net in NETS)])
 def test_a_step_gives_the_plain_models_numbers(net: str, kind: str, devices: int) -> None:
     plain = NETS[net]()
     model = compiled(plain, spread(devices, kind), devices)
@@ -100,6 +102,32 @@ def test_local_batch_norm_is_that_of_each_replica() -> None:
     torch.testing.assert_close(model(x), wanted, rtol=1e-9, atol=1e-9)
     for name, buffer in halves[0].named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing leaves equal settings that are other objects (a convolution's stride): nothing was changed."""
+    seen: list[object] = []
+
+    def counted(*args: Any, **kwargs: Any) -> LayerGraph:
+        seen.append(args)
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(captures, "capture", counted)
+    model = compiled(nn.Conv2d(3, 4, 3, stride=2, padding=1).double(), spread(2, "data"), 2)
+    for samples in (4, 4, 2):
+        model(torch.randn(samples, 3, 8, 8, dtype=torch.float64))
+    assert len(seen) == 1
+
+
+def test_parts_are_found_and_applied_to_as_in_the_module() -> None:
+    plain = nn.BatchNorm2d(3).double()
+    model = Compiled(plain, planner(spread(2, "data"), 2), devices=["cpu"] * 2)
+    assert model.get_parameter("weight") is plain.weight
+    assert model.get_buffer("running_mean") is plain.running_mean
+    assert model.get_submodule("") is plain
+    seen: list[nn.Module] = []
+    assert model.apply(seen.append) is model
+    assert seen == [plain]
 
 
 def test_names_and_state_are_the_modules_own() -> None:

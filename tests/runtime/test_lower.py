@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from parplan.errors import PlanError
+from parplan.graph import holdings as holdings_module
 from parplan.graph.capture import capture
+from parplan.graph.holdings import holdings
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.plan import Strategy
-from parplan.runtime import holdings as holdings_module
-from parplan.runtime.holdings import holdings
 from parplan.runtime.lower import lower
 from parplan.runtime.program import Program
 from parplan.runtime.setting import Setting

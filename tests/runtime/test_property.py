@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ class Drawn:
 
 
 def drawn(seed: int) -> Drawn:
+    """As if drawn afresh: nobody else goes on with the same generator, and `check` copies the network."""
+    known = _captured(seed)
+    return replace(known, draw=copy.deepcopy(known.draw))
+
+
+@cache
+def _captured(seed: int) -> Drawn:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     net = RandomNet(draw)

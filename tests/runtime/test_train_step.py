@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -248,6 +249,77 @@ def test_what_cannot_train_is_refused(name: str, periods: dict[str, int]) -> Non
     x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
     with pytest.raises(RuntimeFailure, match=text):
         model.train_step(x, y, loss_fn, make(model))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_takes_the_models_parameters_is_refused_where_passes_are_updated_apart() -> None:
+    """A penalty on weights would be counted for some updates and not for others."""
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+
+    def penalised(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda out, target: functional.mse_loss(out, target) + model.get_parameter("6.weight").square().sum()
+
+    whole, net = hybrid(2, Scheme.BROADCAST, {}), small()
+    plain = copy.deepcopy(net)
+    model = Compiled(net, lambda _: whole.plan, devices=["cpu"] * 2)
+    opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+    model.train_step(x, y, penalised(model), opts[0])
+    penalised(plain)(plain(x), y).backward()
+    opts[1].step()
+    same_parameters(model.module, plain)
+    early = Compiled(net, lambda _: hybrid(2, Scheme.BROADCAST, {"4": 1}).plan, devices=["cpu"] * 2)
+    with pytest.raises(RuntimeFailure, match=r"the gradient of 6\.weight itself.*weight_decay"):
+        early.train_step(x, y, penalised(early), opts[0])
+    early.train_step(x, y, functional.mse_loss, opts[0])
+
+
+def test_hooks_on_whole_batches_are_refused_where_passes_are_updated_apart() -> None:
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    model = Compiled(small(), lambda _: hybrid(2, Scheme.BROADCAST, {"4": 1}).plan, devices=["cpu"] * 2)
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeFailure, match=r"put them on model\.module"):
+        model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
+    handle.remove()
+    model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_step_that_was_broken_off_leaves_nothing_behind(threads: bool) -> None:
+    case, net = hybrid(2, Scheme.INTERLEAVE, {"4": 1, "6": 1}), small()
+    plain, model = copy.deepcopy(net), Compiled(net, lambda _: case.plan, devices=["cpu"] * 2, threads=threads)
+    opts = [OPTIMIZERS["momentum"](m) for m in (model, plain)]
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+
+    def stopped(out: Tensor, target: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.train_step(x, y, stopped, opts[0])
+    loss = model.train_step(x, y, functional.mse_loss, opts[0])
+    assert float(loss) == pytest.approx(plain_step(case, plain, x, y, functional.mse_loss, opts[1]), rel=1e-9)
+    same_parameters(model.module, plain)
+
+
+class Stops(torch.optim.SGD):
+    """An optimizer whose second step fails."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 2:
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+def test_gradients_of_a_learned_loss_outlive_an_optimizer_that_fails() -> None:
+    case, net = hybrid(2, Scheme.BROADCAST, {"4": 1, "6": 1}), small()
+    model = Compiled(net, lambda _: case.plan, devices=["cpu"] * 2)
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    optimizer = Stops([*model.parameters(), scale], lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        model.train_step(x, y, lambda out, target: scale * functional.mse_loss(out, target), optimizer)
+    assert scale.grad is not None
 
 
 def test_a_period_that_does_not_divide_the_passes_is_refused() -> None:

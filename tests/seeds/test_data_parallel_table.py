@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.seeds import data_parallel_table as example
 from parplan.errors import PlanError
 from parplan.graph.capture import capture
+from parplan.graph.holdings import ALONE_BYTES
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.dispatch import Inline, Threads
-from parplan.runtime.holdings import ALONE_BYTES
 from parplan.runtime.local import LocalTransport
 from parplan.runtime.lower import lower
 from parplan.runtime.parameters import Store

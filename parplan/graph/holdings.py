@@ -1,7 +1,8 @@
 """Which block of every parameter each device holds, and which gradients are summed together.
 
 Layers that share a parameter may cut it differently. Blocks that are equal or apart can be held as they are; where two
-layers' blocks overlap, the parameter stays whole on every device that uses it.
+layers' blocks overlap, the parameter stays whole on every device that uses it. The runtime holds and sums by this, and
+memory is predicted by it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, Region, region
 from parplan.plan import Strategy
-from parplan.runtime.program import Bucket, shape_of
 
-__all__ = ["ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "buckets", "holdings", "used_block", "within"]
+__all__ = [
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "bucket_heads", "buckets", "holdings", "used_block",
+    "within",
+]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -66,6 +69,19 @@ def _overlap(a: Region, b: Region) -> bool:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together, as one flat tensor per device.
+
+    Args:
+        parameters: placeholders, in the order their gradients become ready.
+        groups: devices that hold the same blocks of all of them.
+    """
+
+    parameters: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class _Kind:
     """Gradients that can share a flat tensor: those that one step of the optimizer, maybe one of several, needs."""
 
@@ -99,7 +115,7 @@ def buckets(
             continue
         spec = graph.values[parameter]
         kind = _Kind(groups, spec.dtype, periods.get(parameter, 0))
-        size = max(prod(shape_of(block)) for block in held[parameter].values()) * spec.dtype.itemsize
+        size = max(prod(map(len, block)) for block in held[parameter].values()) * spec.dtype.itemsize
         if size >= ALONE_BYTES:
             filled.append(Bucket((parameter,), groups))
             continue
@@ -128,3 +144,13 @@ def _groups(held: Mapping[int, Region]) -> tuple[tuple[int, ...], ...]:
 
 def _crosses(groups: Sequence[Sequence[int]], memories: Sequence[int]) -> bool:
     return any(len({memories[device] for device in group}) > 1 for group in groups)
+
+
+def bucket_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:
+    """The first layer of each bucket, at which a segment is split so that the bucket can leave early."""
+    order = list(graph.layers)
+    heads = set()
+    for bucket in buckets:
+        using = (i for i, name in enumerate(order) if set(graph.layers[name].parameters) & set(bucket.parameters))
+        heads.add(order[min(using)])
+    return heads

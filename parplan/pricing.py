@@ -1,0 +1,119 @@
+"""A captured graph, priced and planned for given devices: what `analyze`, `compile` and `verify` have in common.
+
+Costs are the best there are: measured now, kept from before, or estimated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from parplan.cluster import Cluster
+from parplan.cost_models.conditions import here
+from parplan.cost_models.costs import CostModel
+from parplan.cost_models.here import this_cluster
+from parplan.cost_models.measuring import measure_parts
+from parplan.cost_models.roofline import RooflineCosts, rate_notes
+from parplan.cost_models.store import ProfileStore
+from parplan.errors import CaptureError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.resized import at_batch
+from parplan.look_back import Foreseen, foresee
+from parplan.plan import Plan
+from parplan.planner.batches import Cases, best_batch
+from parplan.planner.decide import Progress, Request, decide, sketch
+from parplan.planner.decision import Decision, Prediction
+from parplan.profiler.known import known_costs
+from parplan.profiler.session import requests_by_devices
+
+__all__ = ["Pricing", "on_devices"]
+
+# Longest that measuring takes; what is left is interpolated, and the report says so.
+MEASURE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What graphs are planned for, and how.
+
+    Args:
+        device: one of the cluster's, where they are here.
+        measure: time on it what is not known.
+    """
+
+    cluster: Cluster
+    request: Request
+    device: torch.device | None = None
+    measure: bool = False
+    progress: Progress | None = None
+
+    def decided(self, graph: LayerGraph, request: Request | None = None) -> Decision:
+        """The plan with all that is to be said of it; `request` instead of its own."""
+        asked = request or self.request
+        costs, notes = self._costs(graph)
+        return decide(graph, self.cluster, costs, replace(asked, notes=(*asked.notes, *notes)), self.progress)
+
+    def decided_at_best_batch(self, graph: LayerGraph) -> Decision:
+        """The decision at the batch that promises most, of one captured graph at several.
+
+        Raises:
+            CaptureError: the model is not the same at every batch.
+        """
+        try:
+            at_batch(graph, 2 * (graph.batch or 1))
+        except CaptureError as error:
+            reason = str(error).partition(";")[0]
+            raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
+        cases = Cases(
+            lambda batch, asked: self._sketched(at_batch(graph, batch), asked),
+            lambda batch, asked: self.decided(at_batch(graph, batch), asked),
+        )
+        return best_batch(cases, self.cluster, self.request, graph.batch)
+
+    def foreseen(self, graph: LayerGraph, plan: Plan) -> Foreseen:
+        """What `plan` is predicted to take."""
+        costs, _ = self._costs(graph)
+        return foresee(graph, plan, self.cluster, costs)
+
+    def _sketched(self, graph: LayerGraph, request: Request) -> Prediction:
+        costs, _ = self._costs(graph)
+        return sketch(graph, self.cluster, costs, request)
+
+    def _costs(self, graph: LayerGraph) -> tuple[CostModel, tuple[str, ...]]:
+        """The best costs there are, and what the reader must know about them."""
+        precision, optimizer = self.request.precision, self.request.optimizer
+        measured = self._measured(graph, self.device) if self.measure and self.device is not None else ()
+        known = known_costs(graph, self.cluster, device=self.device, precision=precision, optimizer=optimizer)
+        return known.costs, (*rate_notes(self.cluster, precision), *known.notes, *measured)
+
+    def _measured(self, graph: LayerGraph, device: torch.device) -> tuple[str, ...]:
+        """Measure, in this process, what the user's store lacks of the parts a plan could use."""
+        cluster, progress = self.cluster, self.progress
+        if progress is not None:
+            progress.phase("measure")
+        wanted = [request for own in requests_by_devices(graph, cluster).values() for request in own]
+        with ProfileStore() as store:
+            outcome = measure_parts(
+                graph,
+                RooflineCosts(graph, cluster),
+                wanted,
+                device,
+                store.under(here(device, 1)),
+                time_cap_s=MEASURE_S,
+                on_progress=progress.advance if progress is not None else None,
+            )
+        notes = []
+        if cluster.count > 1 and device.type == "cpu":
+            notes.append(
+                f"Measured one device at a time; `parplan profile --devices {cluster.count}` measures devices that "
+                "work at once, and their links."
+            )
+        if outcome.left:
+            notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
+        return (*notes, *(f"Not measured: {why}" for why in outcome.failed[:3]))
+
+
+def on_devices(count: int, device: torch.device, request: Request) -> Pricing:
+    """For `count` devices like `device`, which is here."""
+    return Pricing(this_cluster(count, device), request, device)
