@@ -17,6 +17,9 @@ from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
 from tests.runtime.ranks import free_port, run_cases
 
+# The first test waits for all cases of two groups of processes.
+pytestmark = pytest.mark.timeout(900)
+
 Reports = dict[int, dict[str, str]]
 
 
