@@ -14,24 +14,24 @@ WORTH_IT = 0.03
 
 def advice(step_s: float, rivals: Sequence[Baseline]) -> str:
     """What to do, given the step of the plan and what the usual ways would take."""
-    by_name = {rival.name: rival for rival in rivals}
-    one, data = by_name.get("one device"), by_name.get("pure data parallel")
-    if one is not None and one.fits and one.step_s is not None and one.step_s <= step_s * (1 + WORTH_IT):
-        which = f", a {one.on}" if one.on else ""
+    legal = {rival.name: rival.step_s for rival in rivals if rival.fits and rival.step_s is not None}
+    where = {rival.name: rival.on for rival in rivals}
+    near = {name for name, own_s in legal.items() if own_s <= (1 + WORTH_IT) * min(step_s, *legal.values())}
+    if (one := "one device") in near:
+        which = f", a {where[one]}" if where[one] else ""
         return f"Use one device{which}: more of them do not make this step faster."
-    if data is not None and data.fits and data.step_s is not None and data.step_s <= step_s * (1 + WORTH_IT):
-        where = f" on {data.on}" if data.on else ""
-        return f"Use plain data parallel{where}: it is {_closeness(data.step_s / step_s)} and needs no planning."
-    legal = [rival for rival in rivals if rival.fits and rival.step_s is not None]
+    if (data := "pure data parallel") in near:
+        which = f" on {where[data]}" if where[data] else ""
+        return f"Use plain data parallel{which}: it is {_closeness(legal[data] / step_s)} and needs no planning."
     if not legal:
         return "Use this plan: none of the usual ways is legal and fits these devices."
-    best = min(legal, key=lambda rival: rival.step_s or 0.0)
-    ratio = (best.step_s or 0.0) / step_s
+    best = min(legal, key=lambda name: legal[name])
+    ratio = legal[best] / step_s
     if ratio < 1 - WORTH_IT:
-        return f"Do not use this plan: {best.name} is {1 / ratio:.2f}x as fast."
+        return f"Do not use this plan: {best} is {1 / ratio:.2f}x as fast."
     if ratio <= 1 + WORTH_IT:
-        return f"Use this plan: written by hand it would be {best.name}, which comes within {WORTH_IT:.0%} of it."
-    return f"Use this plan: {ratio:.2f}x as fast as {best.name}, the best of the usual ways."
+        return f"Use this plan: written by hand it would be {best}, which comes within {WORTH_IT:.0%} of it."
+    return f"Use this plan: {ratio:.2f}x as fast as {best}, the best of the usual ways."
 
 
 def _closeness(ratio: float) -> str:

@@ -123,6 +123,15 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
     assert advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
 
 
+@pytest.mark.parametrize("habit", ["one device", "pure data parallel"])
+def test_a_habit_that_another_one_beats_is_not_advised(habit: str) -> None:
+    """Where pins or a given plan are slower than both."""
+    rivals = (Baseline(habit, 2.0, 1, True), Baseline("pure model parallel", 1.0, 1, True))
+    assert advice(4.0, rivals) == "Do not use this plan: pure model parallel is 4.00x as fast."
+    too_large = replace(rivals[1], fits=False)
+    assert advice(4.0, (rivals[0], too_large)).startswith(f"Use {habit.replace('pure', 'plain')}")
+
+
 def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     mine = Plan(graph.model, graph.fingerprint, 1000, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
