@@ -52,6 +52,7 @@ class MemoryModel:
         graph, on_cpu: as given.
         optimizer: what it keeps beside every parameter, and needs to update one.
         moments: the time points at which memory is counted.
+        users: the layers that use each parameter, in order, by placeholder.
     """
 
     def __init__(self, graph: LayerGraph, optimizer: str, on_cpu: bool = False) -> None:
@@ -65,7 +66,7 @@ class MemoryModel:
         for lifetime in (*self._times.values, *self._times.gradients):
             self._owned[lifetime.layer].append(lifetime)
         self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
-        self._owners = _first_users(graph)
+        self.users = _users(graph)
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
@@ -130,8 +131,7 @@ class MemoryModel:
         return [name for name in self._own_parameters(local) if self.graph.values[name].requires_grad]
 
     def _own_parameters(self, local: LocalLayer) -> list[str]:
-        names = self.graph.parameters
-        return [name for name in local.layer.parameters if self._owners[names[name]] == local.layer.name]
+        return [name for name in local.layer.parameters if self.users[name][0] == local.layer.name]
 
     def _stored(self, local: LocalLayer) -> list[str]:
         return [*self._own_parameters(local), *local.layer.buffers]
@@ -245,13 +245,12 @@ def _merged(held: Iterable[Held]) -> tuple[Held, ...]:
     return tuple(Held(*interval, nbytes) for interval, nbytes in sorted(amounts.items()) if nbytes > 0)
 
 
-def _first_users(graph: LayerGraph) -> dict[str, str]:
-    """The first layer that uses each parameter, by the parameter's dotted name."""
-    owners: dict[str, str] = {}
+def _users(graph: LayerGraph) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = defaultdict(list)
     for layer in graph.layers.values():
-        for placeholder in layer.parameters:
-            owners.setdefault(graph.parameters[placeholder], layer.name)
-    return owners
+        for parameter in layer.parameters:
+            users[parameter].append(layer.name)
+    return dict(users)
 
 
 def _workspace_bytes(calls: Iterable[OpCall], outputs: Iterable[str]) -> int:

@@ -18,7 +18,6 @@ from math import ceil, prod
 from parplan.cost_models.costs import Held
 from parplan.cost_models.memory import MemoryModel
 from parplan.cost_models.plan_runs import Move, block_on, outside, plan_runs
-from parplan.graph.holdings import holdings
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Layout, Piece, Range, Region, pieces
 from parplan.plan import Strategy
@@ -56,8 +55,6 @@ class _Plan:
         self._index = {name: index for index, name in enumerate(graph.layers)}
         self._runs = plan_runs(graph, strategies, devices)
         self._inner = {name: model.own(self._local(name)) for name in graph.layers}
-        self._users = {p: [n for n, one in graph.layers.items() if p in one.parameters] for p in graph.parameters}
-        self._holdings = holdings(graph, strategies)
 
     def _local(self, name: str) -> LocalLayer:
         strategy = self._strategies[name]
@@ -71,7 +68,7 @@ class _Plan:
         for name, strategy in self._strategies.items():
             if device in strategy.devices:
                 yield from (Held(2 * one.start + 1, 2 * one.end, one.nbytes) for one in self._inner[name])
-        for parameter, users in self._users.items():
+        for parameter, users in self._model.users.items():
             if len(users) > 1:
                 yield from self._shared(parameter, users, device)
         for value in filter(None, self._graph.user_inputs):
@@ -91,7 +88,7 @@ class _Plan:
         """Layers that use one parameter may cut it differently: `own` counts what the first needs of it, and of its
         gradient what the last needs, but a device holds what all of its layers need."""
         moments, spec, optimizer = self._moments, self._graph.values[parameter], self._model.optimizer
-        block = self._holdings[parameter].get(device, (Range(0, 0),))
+        block = self._runs.holdings[parameter].get(device, (Range(0, 0),))
         real = self._model.allocated(prod(map(len, block)) * spec.dtype.itemsize)
         counted = [self._counted(parameter, name, device) for name in users]
         if all(nbytes == real for nbytes in counted):
@@ -191,13 +188,12 @@ class _Plan:
             yield Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
 
     def _messages(self, device: int) -> Iterator[Held]:
-        layers, values = self._graph.layers, self._graph.values
+        values = self._graph.values
         for message in self._runs.messages:
-            users = [name for name, layer in layers.items() if set(layer.parameters) & set(message)]
-            held = [(values[p].dtype.itemsize, self._holdings[p].get(device)) for p in message]
+            held = [(values[p].dtype.itemsize, self._runs.holdings[p].get(device)) for p in message]
             if len(message) > 1:
                 nbytes = sum(size * prod(map(len, block)) for size, block in held if block is not None)
-                launched = self._moments.backward(self._index[users[0]])
+                launched = self._moments.backward(min(self._index[self._model.users[p][0]] for p in message))
                 # The CPU's memory is kept from step to step.
                 start, end = (0, self._moments.end) if self._model.on_cpu else (launched, self._moments.update())
                 yield Held(2 * start, 2 * end, nbytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parplan.graph.holdings import bucket_heads, buckets, holdings
+from parplan.graph.holdings import Holdings, bucket_heads, buckets, holdings
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Grid, Layout, Region, region
 from parplan.plan import Strategy
@@ -37,12 +37,14 @@ class PlanRuns:
         leaving: values that are read outside the run that makes them.
         moves: of values, in the order they are asked for.
         messages: parameters whose gradients travel in one message.
+        holdings: block of every parameter that each device holds.
     """
 
     first: tuple[int, ...]
     leaving: frozenset[str]
     moves: tuple[Move, ...]
     messages: tuple[tuple[str, ...], ...]
+    holdings: Holdings
 
 
 def block_on(shape: tuple[int, ...], layout: Layout, device: int) -> Region:
@@ -72,7 +74,8 @@ class _Runs:
         self.first: list[int] = []
         self.leaving: set[str] = set()
         self.moves: dict[tuple[str, Layout], Move] = {}
-        messages = buckets(graph, holdings(graph, strategies), range(devices), {})
+        self.holdings = holdings(graph, strategies)
+        messages = buckets(graph, self.holdings, range(devices), {})
         self.messages = tuple(message.parameters for message in messages)
         self.heads = bucket_heads(graph, messages)
         self.run = _Run()
@@ -132,4 +135,6 @@ def plan_runs(graph: LayerGraph, strategies: Mapping[str, Strategy], devices: in
     for value in dict.fromkeys(graph.user_outputs):
         if isinstance(value, str) and value in graph.producer:
             runs.read(value, outside(graph, devices, value), len(graph.layers))
-    return PlanRuns(tuple(runs.first), frozenset(runs.leaving), tuple(runs.moves.values()), runs.messages)
+    return PlanRuns(
+        tuple(runs.first), frozenset(runs.leaving), tuple(runs.moves.values()), runs.messages, runs.holdings
+    )

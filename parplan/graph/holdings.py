@@ -20,8 +20,8 @@ from parplan.layout import Range, Region, region
 from parplan.plan import Strategy
 
 __all__ = [
-    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "bucket_heads", "buckets", "holdings", "used_block",
-    "within",
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "holdings",
+    "used_block", "within",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
