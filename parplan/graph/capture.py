@@ -10,24 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.axis_table import unknown_ops
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
 from parplan.graph.hooks import Site, marked_hooks
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
-from parplan.graph.layers import build_layers, owner_of
+from parplan.graph.layer_graph import Constant, Layer, LayerGraph, TensorSpec, Unplaced
+from parplan.graph.layers import LayerSet, build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.missing_devices import missing_devices
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
+from parplan.graph.sample_indices import SampleIndex, grown_dims, sample_indices
 from parplan.graph.user_line import user_line
 
 __all__ = ["batch_of", "capture"]
@@ -58,10 +61,11 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
     exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
-    samples, changes = call.alike, BatchChanges()
+    samples, changes, bound = call.alike, BatchChanges(), _WholeBatch()
     if check_batch and call.batch is not None:
-        samples, changes = _compare(call, exported)
-    return _assemble(call, exported, samples, changes)
+        samples, changes, twice = _compare(call, exported)
+        bound = _whole_batch(exported, twice, call.batch)
+    return _assemble(call, exported, samples, changes, bound)
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -108,8 +112,33 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
         ) from error
 
 
-def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges]:
-    """Which leaves hold samples, and what changes with their number.
+@dataclass(frozen=True)
+class _WholeBatch:
+    """What needs the whole batch.
+
+    Args:
+        indices: ops that take positions along samples from inputs.
+        grown: per result (leaf, by number) the dimensions that grow with the batch.
+    """
+
+    indices: tuple[SampleIndex, ...] = ()
+    grown: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+
+def _whole_batch(exported: ExportedProgram, twice: ExportedProgram | None, batch: int) -> _WholeBatch:
+    """Compare two captures at different batch sizes; `twice` is None where there is no other."""
+    one, other = exported.graph_module, twice.graph_module if twice is not None else None
+    users = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    specs, leaves = exported.graph_signature.output_specs, one.graph.output_node().args[0]
+    twins = other.graph.output_node().args[0] if other is not None else (None,) * len(leaves)
+    pairs = zip(specs, leaves, twins, strict=True)
+    results = [(leaf, twin) for spec, leaf, twin in pairs if spec.kind is OutputKind.USER_OUTPUT]
+    grown = {i: grown_dims(leaf, twin, batch) for i, (leaf, twin) in enumerate(results) if isinstance(leaf, fx.Node)}
+    return _WholeBatch(sample_indices(one, other, users, batch), grown)
+
+
+def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
+    """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
     samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
@@ -121,8 +150,8 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
             twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training, {})
         except CaptureError:
             continue
-        return samples, batch_changes(exported.graph_module, twice.graph_module)
-    return call.alike, everything_changes(exported.graph_module)
+        return samples, batch_changes(exported.graph_module, twice.graph_module), twice
+    return call.alike, everything_changes(exported.graph_module), None
 
 
 def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
@@ -210,7 +239,11 @@ def _inputs(program: ExportedProgram) -> _Inputs:
 
 
 def _assemble(
-    call: _Call, exported: ExportedProgram, sample_leaves: frozenset[int], changes: BatchChanges
+    call: _Call,
+    exported: ExportedProgram,
+    sample_leaves: frozenset[int],
+    changes: BatchChanges,
+    bound: _WholeBatch,
 ) -> LayerGraph:
     model = call.model
     functional = functionalise(exported)
@@ -240,8 +273,28 @@ def _assemble(
         counters=graph.counters,
         training=call.training,
         sites=call.sites,
+        sample_indices=bound.indices,
+        unplaced=_unplaced(graph.outputs, bound.grown, built),
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
+
+
+def _unplaced(
+    results: Sequence[str | Constant], grown: Mapping[int, frozenset[int]], built: LayerSet
+) -> tuple[Unplaced, ...]:
+    """Results that grow with the batch otherwise than along one dimension which is known to hold the samples."""
+    found = []
+    for number, value in enumerate(results):
+        if isinstance(value, str) and grown.get(number, frozenset()) not in (
+            {built.batch_dims.get(value)},
+            frozenset(),
+        ):
+            maker = built.producer.get(value, value)
+            above = nx.ancestors(built.digraph, maker) | {maker} if maker in built.layers else set()
+            lost = [name for name in built.layers if name in above and built.layers[name].batch is None]
+            unknown = [op for name in lost for op in unknown_ops(built.layers[name].nodes)]
+            found.append(Unplaced(number, maker, tuple(dict.fromkeys(unknown))))
+    return tuple(found)
 
 
 def _trainable(call: _Call, inputs: _Inputs, parameters: Mapping[str, str]) -> set[str]:

@@ -33,7 +33,7 @@ class JointAxis:
     first_only: set[str] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
     units: int = 0
-    crossed: bool = False
+    crossed: set[str] = field(default_factory=set)  # tensors that have it twice
 
     @property
     def open(self) -> bool:
@@ -132,7 +132,7 @@ def _enter(joint: JointAxis, place: Place) -> None:
         place.dim,
         place.outer,
     ):
-        joint.crossed = True
+        joint.crossed.add(place.tensor)
     joint.dims[place.tensor], joint.outer[place.tensor] = place.dim, place.outer
 
 
@@ -171,7 +171,11 @@ def layer_axes(
     batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
     out_dims = (
-        {t: d for t, d in batches[0].dims.items() if t in outputs and batches[0].outer[t] == 1}
+        {
+            t: d
+            for t, d in batches[0].dims.items()
+            if t in outputs and batches[0].outer[t] == 1 and t not in batches[0].crossed
+        }
         if len(batches) == 1
         else {}
     )

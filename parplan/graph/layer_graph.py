@@ -16,10 +16,11 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.graph.sample_indices import SampleIndex
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Layer", "LayerGraph", "TensorSpec"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class LayerGraph:
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        sample_indices: ops that take positions along samples from an input.
+        unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
@@ -157,6 +160,8 @@ class LayerGraph:
     training: bool
     fixed_batch: bool = False
     sites: Mapping[str, Any] = field(default_factory=dict)
+    sample_indices: tuple[SampleIndex, ...] = ()
+    unplaced: tuple[Unplaced, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -179,6 +184,21 @@ class LayerGraph:
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A result whose samples are not known to lie along a dimension.
+
+    Args:
+        result: leaf of what the model returns, by number.
+        layer: makes it.
+        unknown: ops of the layers behind which samples are lost that have no row in the axis table.
+    """
+
+    result: int
+    layer: str
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.own_samples import check_own_samples
 from parplan.runtime.programs import Captured, Options, Programs
 from parplan.runtime.tensors import OwnTensors
 from parplan.runtime.transport import Transport
@@ -132,7 +133,10 @@ class Captures:
         # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with whole, torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            return capture(self._module, args, kwargs, training=training, dim=self._dim)
+            graph = capture(self._module, args, kwargs, training=training, dim=self._dim)
+        if self._transport.processes > 1 and not self.programs.grouped:
+            check_own_samples(graph)
+        return graph
 
     def _make_plan(self, call: Call, batch: int | None) -> Plan:
         # Every rank captures, at the same time; only one plans.

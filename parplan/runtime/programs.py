@@ -24,6 +24,7 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
 from parplan.runtime.lower import lower
+from parplan.runtime.own_samples import check_own_samples
 from parplan.runtime.parameters import Store
 from parplan.runtime.passes import early_periods
 from parplan.runtime.program import Program
@@ -110,11 +111,18 @@ class Programs:
         """How many logical devices there are, over all processes."""
         return len(self._memories)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether some processes bring the same samples."""
+        return self._options.groups
+
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
         draws = Draws(graph, strategies)
         known = Captured(graph, strategies, plan.scheme, draws, True, self.groups(plan))
+        if known.groups is not None and known.groups.replicas > 1:
+            check_own_samples(graph)
         supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
         if isinstance(self._transport, DistributedTransport):
             self._hold(graph, supposed)
