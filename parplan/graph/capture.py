@@ -10,28 +10,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
-from parplan.graph.axis_table import unknown_ops
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.batched_lookup import gather_batched_lookups
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
 from parplan.graph.hooks import Site, marked_hooks
-from parplan.graph.layer_graph import Constant, Layer, LayerGraph, TensorSpec, Unplaced
-from parplan.graph.layers import LayerSet, build_layers, owner_of
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
+from parplan.graph.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.missing_devices import missing_devices
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
-from parplan.graph.sample_indices import SampleIndex, grown_dims, sample_indices
 from parplan.graph.user_line import user_line
+from parplan.graph.whole_batch import WholeBatch, unplaced, whole_batch
 
 __all__ = ["batch_of", "capture"]
 
@@ -61,10 +61,10 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
     exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
-    samples, changes, bound = call.alike, BatchChanges(), _WholeBatch()
+    samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
     if check_batch and call.batch is not None:
         samples, changes, twice = _compare(call, exported)
-        bound = _whole_batch(exported, twice, call.batch)
+        bound = whole_batch(exported, twice, call.batch)
     return _assemble(call, exported, samples, changes, bound)
 
 
@@ -112,31 +112,6 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
         ) from error
 
 
-@dataclass(frozen=True)
-class _WholeBatch:
-    """What needs the whole batch.
-
-    Args:
-        indices: ops that take positions along samples from inputs.
-        grown: per result (leaf, by number) the dimensions that grow with the batch.
-    """
-
-    indices: tuple[SampleIndex, ...] = ()
-    grown: Mapping[int, frozenset[int]] = field(default_factory=dict)
-
-
-def _whole_batch(exported: ExportedProgram, twice: ExportedProgram | None, batch: int) -> _WholeBatch:
-    """Compare two captures at different batch sizes; `twice` is None where there is no other."""
-    one, other = exported.graph_module, twice.graph_module if twice is not None else None
-    users = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    specs, leaves = exported.graph_signature.output_specs, one.graph.output_node().args[0]
-    twins = other.graph.output_node().args[0] if other is not None else (None,) * len(leaves)
-    pairs = zip(specs, leaves, twins, strict=True)
-    results = [(leaf, twin) for spec, leaf, twin in pairs if spec.kind is OutputKind.USER_OUTPUT]
-    grown = {i: grown_dims(leaf, twin, batch) for i, (leaf, twin) in enumerate(results) if isinstance(leaf, fx.Node)}
-    return _WholeBatch(sample_indices(one, other, users, batch), grown)
-
-
 def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
     """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
@@ -162,7 +137,7 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
     try:
         _refuse_averages(model)
         with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
-            return torch.export.export(model, args, kwargs, strict=False)
+            exported = torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -170,6 +145,8 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
     finally:
         for module, mode in modes.items():
             module.training = mode
+    gather_batched_lookups(exported.graph)
+    return exported
 
 
 def _refuse_averages(model: nn.Module) -> None:
@@ -243,7 +220,7 @@ def _assemble(
     exported: ExportedProgram,
     sample_leaves: frozenset[int],
     changes: BatchChanges,
-    bound: _WholeBatch,
+    bound: WholeBatch,
 ) -> LayerGraph:
     model = call.model
     functional = functionalise(exported)
@@ -253,7 +230,14 @@ def _assemble(
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
-    built = build_layers(graph.graph, leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    built, flattened = build_layers(graph.graph, *given), dict[str, int]()
+    if built.merged:
+        kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
+        replaced = unflatten_between_layers(graph.graph, built, places, kept)
+        flattened = dict(replaced.values())
+        graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
+        built = build_layers(graph.graph, *given)
     return LayerGraph(
         model=type(model).__name__,
         digraph=built.digraph,
@@ -273,28 +257,11 @@ def _assemble(
         counters=graph.counters,
         training=call.training,
         sites=call.sites,
+        flattened=flattened,
         sample_indices=bound.indices,
-        unplaced=_unplaced(graph.outputs, bound.grown, built),
+        unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
-
-
-def _unplaced(
-    results: Sequence[str | Constant], grown: Mapping[int, frozenset[int]], built: LayerSet
-) -> tuple[Unplaced, ...]:
-    """Results that grow with the batch otherwise than along one dimension which is known to hold the samples."""
-    found = []
-    for number, value in enumerate(results):
-        if isinstance(value, str) and grown.get(number, frozenset()) not in (
-            {built.batch_dims.get(value)},
-            frozenset(),
-        ):
-            maker = built.producer.get(value, value)
-            above = nx.ancestors(built.digraph, maker) | {maker} if maker in built.layers else set()
-            lost = [name for name in built.layers if name in above and built.layers[name].batch is None]
-            unknown = [op for name in lost for op in unknown_ops(built.layers[name].nodes)]
-            found.append(Unplaced(number, maker, tuple(dict.fromkeys(unknown))))
-    return tuple(found)
 
 
 def _trainable(call: _Call, inputs: _Inputs, parameters: Mapping[str, str]) -> set[str]:

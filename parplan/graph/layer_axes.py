@@ -43,12 +43,16 @@ class JointAxis:
 
 @dataclass(frozen=True)
 class LayerAxes:
-    """The batch axis (if samples can be spread), the others, and where samples are in the outputs."""
+    """The batch axis (if samples can be spread), the others, and where samples are in the outputs.
+
+    `merged` says that in an output they are merged behind another axis.
+    """
 
     batch: Axis | None
     mixed: bool
     others: tuple[Axis, ...]
     batch_dims: Mapping[str, int]
+    merged: bool
 
 
 class _Union:
@@ -179,13 +183,14 @@ def layer_axes(
         if len(batches) == 1
         else {}
     )
+    merged = any(axis.outer.get(output, 1) > 1 for axis in batches for output in outputs)
     others = []
     for axis in joint:
         units = _units(axis, sizes)
         usable = axis.open and Cut.MIXED not in axis.cuts and not (axis.partial & taken)
         if axis not in batches and usable and units > 1 and axis.partial <= set(outputs):
             others.append(_named(axis, units, kind, sizes, outputs))
-    return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims)
+    return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims, merged)
 
 
 def _keep_whole_outside(axis: JointAxis, inside: set[str]) -> None:

@@ -136,6 +136,7 @@ class LayerGraph:
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        flattened: results of which a dimension is flattened with the next one when they are handed out.
         sample_indices: ops that take positions along samples from an input.
         unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
@@ -160,6 +161,7 @@ class LayerGraph:
     training: bool
     fixed_batch: bool = False
     sites: Mapping[str, Any] = field(default_factory=dict)
+    flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
 

@@ -79,8 +79,13 @@ class Captures:
         if kind in self._captured:
             return self._captured[kind]
         batch = self._whole_batch(call)
+        if self.plan is None:
+            self._make_plan(call, batch)
+            # Which processes bring the same samples is known only now.
+            batch = self._whole_batch(call) if self.programs.grouped else batch
+        assert self.plan is not None
         if (kind, batch) not in self._captured:
-            self._capture(call, training, batch, self.plan or self._make_plan(call, batch))
+            self._capture(call, training, batch, self.plan)
         return self._captured[kind if kind in self._captured else (kind, batch)]
 
     def _capture(self, call: Call, training: bool, batch: int | None, plan: Plan) -> None:
@@ -138,7 +143,7 @@ class Captures:
             check_own_samples(graph)
         return graph
 
-    def _make_plan(self, call: Call, batch: int | None) -> Plan:
+    def _make_plan(self, call: Call, batch: int | None) -> None:
         # Every rank captures, at the same time; only one plans.
         graph = self._trace(call, True, batch)
         self._traced[self._kind(call, True), batch] = graph
@@ -156,7 +161,6 @@ class Captures:
                 f"start as many, or make a plan for {count}"
             )
         self.plan = plan
-        return plan
 
 
 def _bound_to_batch(graph: LayerGraph) -> bool:
