@@ -183,6 +183,11 @@ class LayerGraph:
         """Number of parameters, tied ones counted once."""
         return sum(self.values[name].elements for name in self.parameters)
 
+    def as_returned(self, value: str, result: torch.Tensor) -> torch.Tensor:
+        """A result in the shape in which the model returns it."""
+        dim = self.flattened.get(value)
+        return result if dim is None else result.flatten(dim, dim + 1)
+
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)

@@ -315,7 +315,7 @@ class Compiled(Wrapped):
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
         leaves = [
-            leaf.value if isinstance(leaf, Constant) else _flat(graph, leaf, next(tensors))
+            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
             for leaf in graph.user_outputs
         ]
         return pytree.tree_unflatten(leaves, graph.out_spec)
@@ -365,12 +365,6 @@ class Compiled(Wrapped):
 def _one_of(name: str, value: str, *known: str) -> None:
     if value not in known:
         raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
-
-
-def _flat(graph: LayerGraph, value: str, result: Tensor) -> Tensor:
-    """A result in the shape that the model gives it."""
-    dim = graph.flattened.get(value)
-    return result if dim is None else result.flatten(dim, dim + 1)
 
 
 def _placed(call: Call) -> list[Tensor | None]:
