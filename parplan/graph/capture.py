@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.bags import join_bags
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.batched_lookup import gather_batched_lookups
 from parplan.graph.canonical import canonicalise
@@ -146,6 +147,7 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
         for module, mode in modes.items():
             module.training = mode
     gather_batched_lookups(exported.graph)
+    join_bags(exported.graph)
     return exported
 
 
