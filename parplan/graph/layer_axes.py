@@ -16,6 +16,7 @@ from math import gcd
 from torch import fx
 
 from parplan.graph.axis_table import axes_of, is_tensor, shape_of
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Axis
 from parplan.graph.op_axes import Cut, OpAxis, Place
 
@@ -174,6 +175,8 @@ def layer_axes(
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
     batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
+    if mixed and not any(op_name(node) == "batch_norm" for node in nodes):
+        batch, mixed = None, False  # of no other op do replicas exchange statistics
     out_dims = (
         {
             t: d
