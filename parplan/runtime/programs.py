@@ -61,6 +61,7 @@ class Captured:
     Attributes:
         draws: random numbers that devices draw together.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
     """
 
@@ -70,6 +71,7 @@ class Captured:
     draws: Draws
     shares: bool
     groups: Grid | None = None
+    moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
 
     @cached_property
@@ -126,7 +128,8 @@ class Programs:
         supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
         if isinstance(self._transport, DistributedTransport):
             self._hold(graph, supposed)
-        known.shares = bool(supposed.transfers) or draws.any or known.groups is not None
+        known.moves = bool(supposed.transfers)
+        known.shares = known.moves or draws.any or known.groups is not None
         return known
 
     def groups(self, plan: Plan) -> Grid | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.errors import CaptureError
+from parplan.errors import CaptureError, RuntimeFailure
 from parplan.graph.capture import capture
 from parplan.plan import Scheme
 from parplan.runtime.compiled import Compiled
@@ -195,7 +195,21 @@ def refused(rank: int, ranks: int) -> None:
     same(alike(x, neighbour), net(x, neighbour), "the same batch on all ranks")
 
 
+def shared(rank: int, ranks: int) -> None:
+    """An input without samples is each process's own where only gradients are exchanged, else the same for all."""
+    net = Does(lambda m, x, scale: m.out(m.fc(x) * scale)).double()
+    x, own = inputs(0, 3), torch.tensor([1.0 + rank], dtype=torch.float64)
+    apart = Compiled(copy.deepcopy(net), planner(spread(ranks, "data"), ranks))
+    same(apart(x, own), net(x, own), "its own scale")
+    cut = Compiled(copy.deepcopy(net), planner(spread(ranks, "out-features"), ranks))
+    both = torch.ones(1, dtype=torch.float64)
+    same(cut(x, both), net(x, both), "one scale for all")
+    with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and differs between processes"):
+        cut(x, own)
+    same(cut(x, both), net(x, both), "one scale for all, again")
+
+
 @pytest.mark.slow
 def test_processes_get_their_own_results(tmp_path: Path) -> None:
-    reports = run_cases({case.__name__: case for case in (merged, words, refused)}, 2, tmp_path)
+    reports = run_cases({case.__name__: case for case in (merged, words, refused, shared)}, 2, tmp_path)
     assert not any(reports.values()), "\n".join(reports.values())
