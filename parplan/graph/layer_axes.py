@@ -158,6 +158,7 @@ def layer_axes(
     fixed: Sequence[str],
     batch_dims: Mapping[str, int],
     kind: str,
+    batch_size: int = 1,
 ) -> LayerAxes:
     """Axes of the layer made of `nodes`.
 
@@ -166,6 +167,7 @@ def layer_axes(
         fixed: its parameters and buffers: they hold no samples.
         batch_dims: where samples lie in the values it takes in.
         kind: the layer's kind, which helps to name axes.
+        batch_size: samples there are. A dimension that is no multiple of it ([batch / 2, 2]) does not hold samples.
     """
     joint = joint_axes(nodes)
     sizes = _sizes(nodes)
@@ -175,13 +177,18 @@ def layer_axes(
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
     batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
+    if batch is not None and batch.units % batch_size:
+        batch, mixed = None, False
     if mixed and not any(op_name(node) == "batch_norm" for node in nodes):
         batch, mixed = None, False  # of no other op do replicas exchange statistics
     out_dims = (
         {
             t: d
             for t, d in batches[0].dims.items()
-            if t in outputs and batches[0].outer[t] == 1 and t not in batches[0].crossed
+            if t in outputs
+            and batches[0].outer[t] == 1
+            and t not in batches[0].crossed
+            and sizes[t][d] % batch_size == 0
         }
         if len(batches) == 1
         else {}

@@ -14,7 +14,7 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from parplan.graph.axis_table import is_tensor
+from parplan.graph.axis_table import is_tensor, shape_of
 from parplan.graph.kinds import is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer
@@ -64,9 +64,11 @@ def build_layers(
     """
     names: Counter[str] = Counter()
     layers: dict[str, Layer] = {}
+    sizes = [shape_of(node)[batch_dims[node.name]] for node in graph.nodes if node.name in batch_dims]
+    batch_size = sizes[0] if sizes else 1
     samples, reached, made, merged = dict(batch_dims), set(batch_dims), set[str](), False
     for run in _runs(graph, leaves, parameters):
-        layer, inside = _layer(run, names, parameters, buffers, samples, batch_bound)
+        layer, inside = _layer(run, names, parameters, buffers, samples, batch_bound, batch_size)
         merged = merged or inside
         layer = replace(layer, constant=reached.isdisjoint(layer.inputs))
         samples |= _met(layer, made - samples.keys())
@@ -171,6 +173,7 @@ def _layer(
     buffers: frozenset[str],
     samples: dict[str, int],
     batch_bound: frozenset[Owner],
+    batch_size: int,
 ) -> tuple[Layer, bool]:
     """A layer, and whether samples are merged behind another axis in what leaves it."""
     inside = {node.name for node in run.nodes}
@@ -180,7 +183,7 @@ def _layer(
     own = tuple(name for name in outside if name in parameters)
     state = tuple(name for name in outside if name in buffers)
     kind = kind_of(run.nodes)
-    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind)
+    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
     spread = axes.batch is not None and run.owner not in batch_bound
     layer = Layer(

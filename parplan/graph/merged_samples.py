@@ -29,6 +29,8 @@ def sample_places(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, Plac
         samples: dimension of the samples, by user input.
     """
     places = {name: Place(name, dim) for name, dim in samples.items()}
+    inputs = [node for node in graph.nodes if node.name in samples]
+    batch = shape_of(inputs[0])[samples[inputs[0].name]] if inputs else 1
     for node in graph.nodes:
         if node.op != "call_function" or not any(operand.name in places for operand in node.all_input_nodes):
             continue
@@ -39,7 +41,8 @@ def sample_places(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, Plac
             for outer in {outer for place in read if (outer := _outer(axis, place, sizes)) is not None}:
                 for tensor in axis.dims.keys() - {operand.name for operand in node.all_input_nodes}:
                     found.setdefault(tensor, set()).add(Place(tensor, axis.dims[tensor], axis.outer.get(tensor, outer)))
-        places.update({tensor: place for tensor, (place, *more) in found.items() if not more})
+        whole = {tensor: place for tensor, (place, *more) in found.items() if not more}
+        places.update({t: p for t, p in whole.items() if sizes[t][p.dim] // p.outer % batch == 0})
     return places
 
 
