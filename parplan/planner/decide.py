@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import PinError, PlanError
+from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.advice import advice
@@ -19,6 +19,7 @@ from parplan.planner.clock_reasons import reasons_on_the_clock
 from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
 from parplan.planner.facts import layer_facts, overfull, prediction, reasons_in_one_pass
 from parplan.planner.formulate import formulate
+from parplan.planner.infeasible import nearest_to_fitting
 from parplan.planner.pin_prices import with_pins
 from parplan.planner.pin_search import questions
 from parplan.planner.pinned import Pinned
@@ -61,10 +62,12 @@ def decide(
     case = _case(graph, cluster, costs, request, progress)
     asked = questions(request.pins, graph, cluster)
     one_pass = solved(case, asked)
-    rivals = baselines(graph, cluster, one_pass.formulation, one_pass.plan, _rival_solver(case))
+    rivals = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, _rival_solver(case))
     found = taken(case, one_pass, asked.whole, rivals)
     rivals = tuple(rival_in_passes(rival, case) for rival in rivals)
     decision = _decision(case, one_pass, found, rivals, asked.whole, begin)
+    if request.plan is None and overfull(cluster, decision.prediction):
+        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction))
     return with_pins(case, decision, one_pass, asked) if request.pins else decision
 
 
