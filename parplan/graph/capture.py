@@ -116,13 +116,17 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
     """
     first, *others = sorted(call.alike)
     without = [call.alike - {other} for other in others]
-    for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
-        try:
-            twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training, {})
-        except CaptureError:
-            continue
-        return samples, batch_changes(exported.graph_module, twice.graph_module)
-    return call.alike, everything_changes(exported.graph_module)
+    batch, reasons = call.batch or 0, []
+    # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
+    for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
+        for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+            try:
+                other = _export(call.model, call.resized(samples, other_batch), call.training, {})
+            except CaptureError as error:
+                reasons.append(f"for {other_batch}: {error}")
+                continue
+            return samples, batch_changes(exported.graph_module, other.graph_module)
+    return call.alike, everything_changes(exported.graph_module, reasons[0])
 
 
 def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
@@ -240,6 +244,7 @@ def _assemble(
         counters=graph.counters,
         training=call.training,
         sites=call.sites,
+        one_batch=changes.one_batch,
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 

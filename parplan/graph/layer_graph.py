@@ -135,6 +135,7 @@ class LayerGraph:
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
@@ -156,6 +157,7 @@ class LayerGraph:
     counters: Mapping[str, int]
     training: bool
     fixed_batch: bool = False
+    one_batch: str = ""
     sites: Mapping[str, Any] = field(default_factory=dict)
 
     @property

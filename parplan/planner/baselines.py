@@ -59,7 +59,9 @@ def baselines(
         families.append([_data_parallel(graph, place, plan) for place in places])
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
-    return tuple(_fastest([_baseline(habit, costs, formulation, plan, solve) for habit in family]) for family in families)
+    return tuple(
+        _fastest([_baseline(habit, costs, formulation, plan, solve) for habit in family]) for family in families
+    )
 
 
 def _single(cluster: Cluster) -> list[_Place]:

@@ -172,7 +172,13 @@ def _decision(
         advice=advice(step.step_s, rivals),
         proof=proof,
         seconds=_seconds(request, one_pass.costs_s, begin),
-        notes=(*request.notes, *notes_on(found.towers), *cut_off, *overfull(case.cluster, step)),
+        notes=(
+            *request.notes,
+            *_one_batch(case.graph),
+            *notes_on(found.towers),
+            *cut_off,
+            *overfull(case.cluster, step),
+        ),
         times_from=request.times_from,
         links=case.costs.step.links,
         passes=scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None,
@@ -188,6 +194,14 @@ def _cut_off(case: Case) -> list[str]:
         f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, or "
         "on another machine, there may be another one."
     ]
+
+
+def _one_batch(graph: LayerGraph) -> list[str]:
+    """The reason why no layer was offered replicas, where the model was captured at one batch size only."""
+    if not graph.one_batch:
+        return []
+    reason = " ".join(graph.one_batch.split())
+    return [f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}"]
 
 
 def _proof(found: Taken, solution: Solution, given: bool) -> Proof:

@@ -238,3 +238,9 @@ def test_baselines_are_held_to_the_same_memory_as_the_plan() -> None:
         assert baseline.memory_bytes == max(peaks)
         tight = decided(graph, cluster.with_memory(max(peaks) - 1))
         assert [one.fits for one in tight.baselines if one.name == baseline.name] == [False]
+
+
+def test_a_model_of_one_batch_size_is_told_why_it_has_no_replicas() -> None:
+    graph = replace(classifier(), one_batch="for 32: Net cannot be captured: RuntimeError: shape '[16, 4]' is invalid")
+    notes = decided(graph, cluster_preset(SLOW, 2)).notes
+    assert [note for note in notes if "No layer can have replicas" in note and "shape '[16, 4]' is invalid" in note]
