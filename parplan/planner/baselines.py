@@ -50,8 +50,8 @@ def baselines(
     """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid.
 
     Where there are several kinds of devices, each on the devices it is fastest on: those of one kind, or all.
-    `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the plan
-    itself, so that a baseline which would run out of memory is never said to fit.
+    `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the
+    plan itself, so that a baseline which would run out of memory is never said to fit.
     """
     families = [[_one_device(place) for place in _single(cluster)]]
     if cluster.count > 1:

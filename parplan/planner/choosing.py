@@ -33,7 +33,7 @@ MAIN, AGAIN, HIDDEN = 0.7, 0.5, 0.5
 """Parts of the time left for the proof, for each solve after one whose plan did not fit, and for plans in passes."""
 
 ATTEMPTS = 4
-"""How often the memory of a plan is compared with the limits and, but for the last time, lower limits are solved for."""
+"""How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
 
 NEAR = 1.03
 """A plan in passes up to this much slower than the best is improved, too: it may become the best."""

@@ -159,7 +159,7 @@ def _decision(
     beside = side_by_side(case.graph, plan, layers, found.towers)
     layers = along(layers, beside)
     layers = _with_reasons(case, found, pinned, layers)
-    several = case.cluster.count > 1
+    several, over = case.cluster.count > 1, overfull(case.cluster, step)
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
@@ -177,7 +177,7 @@ def _decision(
             *_one_batch(case.graph),
             *notes_on(found.towers),
             *cut_off,
-            *overfull(case.cluster, step),
+            *over,
         ),
         times_from=request.times_from,
         links=case.costs.step.links,

@@ -34,8 +34,8 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
     pairs = enumerate(zip(step.memory_bytes, limits, strict=True))
     number, (needed, limit) = max(pairs, key=lambda pair: pair[1][0] / pair[1][1])
     return (
-        f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number}, "
-        f"which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
+        f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
+        f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
     )
 
 

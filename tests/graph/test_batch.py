@@ -203,7 +203,8 @@ class OneSize(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).view(8, 2, 2)
+        y: Tensor = self.fc(x)
+        return y.view(8, 2, 2)
 
 
 def test_a_model_of_one_batch_size_keeps_the_reason() -> None:
