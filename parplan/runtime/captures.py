@@ -64,6 +64,7 @@ class Captures:
         self._traced.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
+        self.programs.copies.clear()
         if self.programs.sync is not None:
             self.programs.sync.forget()
 
