@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
-from parplan.errors import PlanError
+from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture import capture
 from parplan.graph.hooks import HookWatch
 from parplan.graph.layer_graph import LayerGraph
@@ -71,6 +71,7 @@ class Captures:
     def find(self, call: Call, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind."""
         if self._own.replaced:
+            _check_parameters(self._module)
             self.clear()
         kind = self._kind(call, training)
         if self.plan is not None and kind not in self._captured and kind not in self._bound:
@@ -154,6 +155,16 @@ class Captures:
             )
         self.plan = plan
         return plan
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse tensors that stand in for parameters during one call."""
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeFailure(
+                f"{name} is a plain tensor during this call, as torch.func.functional_call makes it; a compiled model "
+                "runs with its own parameters: use the plain model there, `module` of the compiled one"
+            )
 
 
 def _bound_to_batch(graph: LayerGraph) -> bool:
