@@ -26,6 +26,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.missing_devices import missing_devices
+from parplan.graph.opaque import opaque_calls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
 from parplan.graph.user_line import user_line
@@ -136,7 +137,7 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
+        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque_calls():
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
