@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS", "BackwardHook", "intercepted_functions", "memory_of", "overload_name", "pytree", "schema_of",
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "intercepted_functions", "memory_of", "overload_name", "pytree",
+    "schema_of", "unrecorded",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -80,3 +84,17 @@ def intercepted_functions(handler: Handler) -> Iterator[None]:
     finally:
         method.__code__ = code
         _handlers.pop()
+
+
+@contextmanager
+def unrecorded(traced: FakeTensor) -> Iterator[None]:
+    """While it lasts, ops on tensors like `traced`, one of a running export, compute shapes and leave no record."""
+    held = []
+    while torch._C._len_torch_function_stack() > 0:
+        held.append(_pop_mode())
+    try:
+        with _disable_current_modes(), traced.fake_mode:
+            yield
+    finally:
+        for mode in reversed(held):
+            _push_mode(mode)

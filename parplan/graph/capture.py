@@ -21,12 +21,13 @@ from parplan.errors import CaptureError
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
+from parplan.graph.functions import known_sites
 from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.missing_devices import missing_devices
-from parplan.graph.opaque import opaque_calls
+from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
 from parplan.graph.user_line import user_line
@@ -58,7 +59,7 @@ def capture(
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
-    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
+    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites, call.opaque)
     samples, changes = call.alike, BatchChanges()
     if check_batch and call.batch is not None:
         samples, changes = _compare(call, exported)
@@ -81,6 +82,7 @@ class _Call:
     dim: int
     training: bool
     sites: dict[str, Site] = field(default_factory=dict)
+    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
 
     @property
     def alike(self) -> frozenset[int]:
@@ -121,23 +123,27 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
     # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
     for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
         for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+            opaque = OpaqueCalls()
             try:
-                other = _export(call.model, call.resized(samples, other_batch), call.training, {})
+                other = _export(call.model, call.resized(samples, other_batch), call.training, {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
-            return samples, batch_changes(exported.graph_module, other.graph_module)
+            changes = batch_changes(exported.graph_module, other.graph_module)
+            return samples, changes | call.opaque.changes(exported.graph_module, opaque)
     return call.alike, everything_changes(exported.graph_module, reasons[0])
 
 
-def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
+def _export(
+    model: nn.Module, call: Any, training: bool, sites: dict[str, Site], opaque: OpaqueCalls
+) -> ExportedProgram:
     args, kwargs = call
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque_calls():
+        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque.intercepted(model):
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
@@ -218,7 +224,10 @@ def _assemble(
     call: _Call, exported: ExportedProgram, sample_leaves: frozenset[int], changes: BatchChanges
 ) -> LayerGraph:
     model = call.model
-    functional = functionalise(exported)
+    call.opaque.settle(exported)
+    with known_sites(call.opaque.sites):
+        functional = functionalise(exported)
+    call.opaque.mark(functional.program.graph)
     program = functional.program
     inputs = _inputs(program)
     graph = canonicalise(functional, _shared(model, inputs.parameters))
@@ -263,7 +272,7 @@ def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     owner = owner_of(layer.nodes[0])
     if layer.batch is None:
         # `flatten` names no sizes, what it becomes without in-place changes does.
-        return owner in changes.all or (not layer.constant and any(map(names_sizes, layer.nodes)))
+        return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
     # A value that grows with the batch although no sample reaches it keeps its captured size.
     return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 

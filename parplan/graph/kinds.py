@@ -13,7 +13,8 @@ __all__ = ["is_loss_op", "kind_of", "op_name"]
 # First match wins, so a layer is named after the heaviest thing in it.
 # fmt: off
 _WORDS: tuple[tuple[str, str], ...] = (
-    ("hooks", "pre_hooks hooks"),
+    ("hooks", "pre_hooks hooks gradient_hook"),
+    ("function", "custom_function"),
     ("loss", """cross_entropy nll_loss mse_loss l1_loss huber_loss binary_cross_entropy kl_div soft_margin
      hinge_embedding
      margin_ranking cosine_embedding poisson_nll multi_margin multilabel_margin triplet_margin

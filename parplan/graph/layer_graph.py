@@ -77,7 +77,8 @@ class Layer:
         parameters: placeholders of parameters it uses.
         buffers: placeholders of buffers it uses.
         batch: the batch axis where samples can be spread over replicas, else None.
-        constant: no sample reaches it (positions, masks): every device may compute it redundantly.
+        reached: whether samples reach it (not: positions, masks).
+        constant: no sample reaches it, and every device may compute it redundantly.
         mixes_batch: training batch norm: replicas must share statistics to keep the numbers.
         axes: the other axes it may be cut along.
     """
@@ -90,6 +91,7 @@ class Layer:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     batch: Axis | None = None
+    reached: bool = True
     constant: bool = False
     mixes_batch: bool = False
     axes: tuple[Axis, ...] = ()

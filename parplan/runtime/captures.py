@@ -104,7 +104,8 @@ class Captures:
     def _kind(self, call: Call, training: bool) -> Hashable:
         """What has to agree for two calls to share a graph."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return (self._own.modes(training), casts, self._own.trained, self._hooks.marks, call.signature)
+        modes = (self._own.modes(training), torch.is_grad_enabled())
+        return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
 
     def _whole_batch(self, call: Call) -> int | None:
         """Samples over all processes, which all have to ask."""
@@ -172,7 +173,7 @@ def _bound_to_batch(graph: LayerGraph) -> bool:
     loose = [
         value
         for layer in graph.layers.values()
-        if layer.batch is None and not layer.constant
+        if layer.batch is None and layer.reached
         for value in layer.outputs
         if value not in graph.batch_dims and graph.values[value].shape
     ]
