@@ -7,36 +7,38 @@ its backward calls the hook. It runs on one device, as a hook may look across sa
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from parplan.compat import memory_of, schema_of
-from parplan.errors import CaptureError, RuntimeFailure
-from parplan.graph.axis_table import OWN_ROWS, Call, is_tensor
+from parplan.errors import RuntimeFailure
+from parplan.graph.axis_table import OWN_ROWS, Call, shape_of
+from parplan.graph.hook_code import HookCode
 from parplan.graph.op_axes import OpAxis
 
-__all__ = ["GRADIENT_HOOK", "Handle", "HookSite", "gradient_hook", "route_through_hooks"]
-
-aten = torch.ops.aten
+__all__ = ["GRADIENT_HOOK", "Handle", "HookSite", "gradient_hook"]
 
 
 @torch.library.custom_op("parplan::gradient_hook", mutates_args=())
-def gradient_hook(tensor: Tensor, site: str) -> Tensor:
-    """The tensor, unchanged; where a step runs, the hook is called with its gradient (`HookSite.attach`)."""
+def gradient_hook(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor:
+    """The tensor, unchanged; where a step runs, the hook is called with its gradient (`HookSite.attach`).
+
+    `values` are tensors of the forward that the hook reads.
+    """
     return tensor.clone()
 
 
 @gradient_hook.register_fake
-def _(tensor: Tensor, site: str) -> Tensor:
+def _(tensor: Tensor, values: Sequence[Tensor], site: str) -> Tensor:
     return torch.empty_like(tensor)
 
 
-gradient_hook.register_autograd(lambda ctx, gradient: (gradient, None))
+gradient_hook.register_autograd(
+    lambda ctx, gradient: (gradient, [None] * ctx.values, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "values", len(inputs[1])),
+)
 
 GRADIENT_HOOK = torch.ops.parplan.gradient_hook.default
 
@@ -45,8 +47,11 @@ torch.fx.node.has_side_effect(GRADIENT_HOOK)
 
 
 def _axes(call: Call) -> tuple[OpAxis, ...]:
-    (source,) = call.tensors()
-    return tuple(OpAxis({source.name: dim, call.outputs[0]: dim}) for dim in range(len(call.out_shape)))
+    found = []
+    for dim, size in enumerate(call.out_shape):
+        alike = [t.name for t in call.tensors() if len(shape_of(t)) > dim and shape_of(t)[dim] == size]
+        found.append(OpAxis(dict.fromkeys((*alike, call.outputs[0]), dim)))
+    return tuple(found)
 
 
 OWN_ROWS[GRADIENT_HOOK] = _axes
@@ -57,13 +62,13 @@ class HookSite:
     """A hook that a captured forward registers.
 
     Attributes:
-        hook: the user's function of a gradient.
+        hook: the user's function of a gradient, or of the tensors that it reads and a gradient.
         line: where it is registered.
         removed: whether the forward has removed it again.
         captured: whether the capture is over, after which it can no longer be removed.
     """
 
-    hook: Callable[[Tensor], Tensor | None]
+    hook: HookCode
     line: str
     removed: bool = False
     captured: bool = False
@@ -72,18 +77,19 @@ class HookSite:
     repeatable: bool = False
     random: bool = False
 
-    def attach(self, tensor: Tensor) -> Tensor:
-        """The tensor with its hook."""
+    def attach(self, tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
+        """The tensor with its hook, which reads `values`."""
         hooked = tensor.view_as(tensor)
         if hooked.requires_grad:
-            hooked.register_hook(self._call)
-        return hooked
+            hook = self.hook.reading(values)
 
-    def _call(self, gradient: Tensor) -> Tensor:
-        """The gradient that goes on; the hook gets one of its own, as it may write to it or keep it."""
-        own = gradient.clone()
-        changed = self.hook(own)
-        return own if changed is None else changed
+            def call(gradient: Tensor) -> Tensor:
+                own = gradient.clone()  # the hook may write to it, or keep it
+                changed = hook(own)
+                return own if changed is None else changed
+
+            hooked.register_hook(call)
+        return hooked
 
 
 class Handle:
@@ -110,90 +116,3 @@ class Handle:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-
-# --- after a capture -------------------------------------------------------------------------
-
-
-def route_through_hooks(
-    graph: fx.Graph, sites: dict[str, Any], rename: Callable[[str, str], None] = lambda old, new: None
-) -> None:
-    """Put every hook's op directly behind the tensor it belongs to, with all uses of that tensor behind it.
-
-    Args:
-        rename: told of results of the graph that have another name now.
-
-    Raises:
-        CaptureError: the tensor is changed in place, so that there is no one gradient of it.
-    """
-    hooks: dict[fx.Node, list[fx.Node]] = {}
-    for node in list(graph.nodes):
-        if node.target is GRADIENT_HOOK:
-            if sites[node.args[1]].removed:
-                graph.erase_node(node)
-            else:
-                hooks.setdefault(_same_tensor(node.args[0]), []).append(node)
-    for source, own in hooks.items():
-        _check_unchanged(graph, source, sites[str(own[0].args[1])])
-        _route(source, own, rename)
-
-
-def _same_tensor(node: Any) -> fx.Node:
-    """The node that made a tensor object, in front of ops that hand their operand back as it is."""
-    while node.target in _IDENTITIES and _looks(node) == _looks(node.args[0]):
-        node = node.args[0]
-    same: fx.Node = node
-    return same
-
-
-_IDENTITIES = (
-    aten.contiguous.default, aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
-    aten.feature_alpha_dropout.default, aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout,
-    aten.type_as.default, aten.flatten.using_ints, aten.expand_as.default, aten.resolve_conj.default,
-)  # fmt: skip
-
-
-def _looks(node: Any) -> tuple[Any, ...]:
-    value = node.meta["val"]
-    return memory_of(value), value.shape, value.stride(), value.dtype
-
-
-def _check_unchanged(graph: fx.Graph, source: fx.Node, site: HookSite) -> None:
-    """Refuse changes in place of a hooked tensor after it was made, or views of what it was before."""
-    memory, after, changed = memory_of(source.meta["val"]), False, False
-    before: set[fx.Node] = set()
-    for node in graph.nodes:
-        own = is_tensor(node) and memory_of(node.meta["val"]) == memory
-        inplace = own and getattr(schema_of(node.target), "is_mutable", False)
-        changed |= inplace
-        late = after and (inplace or (changed and not before.isdisjoint(node.all_input_nodes)))
-        if late:
-            raise CaptureError(
-                f"a tensor with a hook is also changed in place, so it has several gradients\n  at {site.line}\n"
-                "  register the hook on a tensor that nothing changes, such as h = h.clone()"
-            )
-        after |= node is source
-        if own and not after:
-            before.add(node)
-
-
-def _route(source: fx.Node, hooks: Sequence[fx.Node], rename: Callable[[str, str], None]) -> None:
-    """Hooks run in the order they were registered, so the first one is the last that the tensor passes."""
-    users = [user for user in source.users if user not in hooks]
-    place = source
-    for node in reversed(hooks):
-        node.args = (place, *node.args[1:])
-        _last_beside(place).append(node)
-        place = node
-    for user in users:
-        user.replace_input_with(source, place)
-        if user.op == "output":
-            rename(source.name, place.name)
-
-
-def _last_beside(node: fx.Node) -> fx.Node:
-    """The last of a graph's arguments, or of the results of one op, where `node` is one of those; else `node`."""
-    alike = [node.target, node.args[:1]] if node.target is operator.getitem else None
-    while node.op == node.next.op == "placeholder" or alike == [node.next.target, node.next.args[:1]]:
-        node = node.next
-    return node

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 
 from parplan.compat import FakeTensor, intercepted_functions, memory_of, schema_of
@@ -24,7 +25,9 @@ from parplan.graph.batch_changes import BatchChanges
 from parplan.graph.function_probe import probe
 from parplan.graph.functional import rename_output
 from parplan.graph.functions import CUSTOM_FUNCTION, FunctionSite, custom_function, known_sites
-from parplan.graph.gradient_hooks import GRADIENT_HOOK, Handle, HookSite, gradient_hook, route_through_hooks
+from parplan.graph.gradient_hooks import GRADIENT_HOOK, Handle, HookSite, gradient_hook
+from parplan.graph.hook_code import HookCode
+from parplan.graph.hook_routing import route_through_hooks
 from parplan.graph.hooks import Template
 from parplan.graph.layers import Owner, owner_of
 from parplan.graph.sites import set_site
@@ -62,6 +65,8 @@ class OpaqueCalls:
             patches.enter_context(intercepted_functions(self._apply))
             patches.enter_context(known_sites(self.sites))
             patches.enter_context(mock.patch.object(Tensor, "register_hook", self._registering(Tensor.register_hook)))
+            enter = saved_tensors_hooks.__enter__
+            patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", self._entering(enter)))
             for owner, name in _REFUSED:
                 patches.enter_context(mock.patch.object(owner, name, self._refusing(owner, name)))
             yield
@@ -108,11 +113,22 @@ class OpaqueCalls:
                     "the forward registers a hook on a parameter, one more in every call",
                     "register it once, outside of the forward",
                 )
-            site = HookSite(hook, calling_line())
-            gradient_hook(tensor, self._named("hook", site))
+            site = HookSite(HookCode.of(hook), calling_line())
+            gradient_hook(tensor, site.hook.tensors, self._named("hook", site))
             return Handle(site)
 
         return register_hook
+
+    def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(hooks: saved_tensors_hooks) -> Any:
+            if not self._aside and not _is_torchs(hooks.pack_hook):
+                _refuse(
+                    "the forward changes what is saved for the backward (saved_tensors_hooks)",
+                    "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
+                )
+            return plain(hooks)
+
+        return enter
 
     def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
         plain, (what, remedy) = getattr(owner, name), _REFUSED[owner, name]
@@ -131,6 +147,11 @@ class OpaqueCalls:
         for site in self.sites.values():
             if isinstance(site, HookSite):
                 site.captured = True
+                if not site.hook.is_as_registered:
+                    raise CaptureError(
+                        f"what a hook reads is changed by the forward after it is registered\n  at {site.line}\n"
+                        "  bind it as an argument: functools.partial(hook, value)"
+                    )
         outer = set(exported.graph.nodes)
         for node in _opaque(exported.graph_module):
             site = self.sites[str(node.args[-1])]
@@ -168,8 +189,8 @@ def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for module in modules for node in module.graph.nodes if node.target in _OPS]
 
 
-def _is_torchs(cls: type) -> bool:
-    return cls.__module__.split(".")[0] == "torch"
+def _is_torchs(code: Any) -> bool:
+    return str(code.__module__).split(".")[0] == "torch"
 
 
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

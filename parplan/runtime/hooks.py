@@ -53,7 +53,7 @@ class HookCalls:
         self._sites: Mapping[str, Site] = graph.sites
         self._backward: dict[_Visit, BackwardHook] = {}
         nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
-        self._tensors = {str(node.args[1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
+        self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
         if self._sites:
             _check(graph, strategies, program)
 
@@ -61,7 +61,7 @@ class HookCalls:
         """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
         own = [node for node in code.graph.nodes if node.target is GRADIENT_HOOK] if self._tensors else []
         for node in own:
-            node.target, node.args = self._attaching(self._tensors[str(node.args[1])]), node.args[:1]
+            node.target, node.args = self._attaching(self._tensors[str(node.args[-1])]), node.args[:-1]
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
             visit = _Visit(str(node.args[-1]), row, turn)
@@ -70,9 +70,9 @@ class HookCalls:
         if marks or own:
             code.recompile()
 
-    def _attaching(self, site: HookSite) -> Callable[[Tensor], Tensor]:
-        def gradient_hook(tensor: Tensor) -> Tensor:
-            return site.attach(tensor)
+    def _attaching(self, site: HookSite) -> Callable[..., Tensor]:
+        def gradient_hook(tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
+            return site.attach(tensor, values)
 
         return gradient_hook
 

@@ -59,6 +59,44 @@ REGISTER: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def reads_a_mask(h: Tensor) -> None:
+    mask = h > 0
+    h.register_hook(lambda gradient: gradient * mask)
+
+
+def reads_what_has_a_hook(h: Tensor) -> None:
+    other = (h * 3).tanh()
+    other.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    shift = h.sigmoid()
+    h.register_hook(partial(lambda scale, gradient, shift=shift: gradient * scale + shift, other))
+    h.register_hook(lambda gradient: gradient - 1)
+
+
+READING = {
+    "a mask": reads_a_mask,
+    "its own tensor": lambda h: h.register_hook(lambda gradient: gradient * h),
+    "in a container": lambda h: h.register_hook(lambda gradient, kept={"h": [h * 2]}: gradient * kept["h"][0]),
+    "what has a hook": reads_what_has_a_hook,
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_hook_reads_tensors_of_the_forward_of_its_own_step(name: str) -> None:
+    agrees(Hooked(READING[name]), "data parallel")
+
+
+def test_a_hook_reads_what_the_forward_makes_between_its_tensor_and_the_registration() -> None:
+    class Net(Hooked):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.a(x).tanh()
+            used = self.b(h)
+            other, after = self.a(x * 2).sigmoid(), used + 1
+            h.register_hook(lambda gradient: gradient * other)
+            return self.c((h + used).relu_() + after), h
+
+    agrees(Net(lambda h: None), "data parallel")
+
+
 @pytest.mark.parametrize("plan", ["data parallel", "mixed"])
 @pytest.mark.parametrize("name", REGISTER)
 def test_a_hook_has_its_effect(name: str, plan: str) -> None:
@@ -139,7 +177,22 @@ def on_a_parameter(model: Any, h: Tensor) -> Tensor:
     return h
 
 
+def reads_a_draw(model: nn.Module, h: Tensor) -> Tensor:
+    mask = torch.dropout(h, 0.5, True)
+    h.register_hook(lambda gradient: gradient * mask)
+    return h
+
+
+def reads_what_changes(model: nn.Module, h: Tensor) -> Tensor:
+    scale = h * 2
+    h.register_hook(lambda gradient: gradient * scale)
+    scale = h * 3
+    return h
+
+
 REFUSED = {
+    "draw": (reads_a_draw, "that op cannot run twice"),
+    "reads what changes": (reads_what_changes, "is changed by the forward after it is registered"),
     "changed later": (changed_later, "also changed in place"),
     "viewed before": (viewed_before, "also changed in place"),
     "parameter": (on_a_parameter, "registers a hook on a parameter"),

@@ -36,10 +36,16 @@ def second_derivative(h: Tensor) -> Tensor:
     return gradient
 
 
+def packed(h: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda saved: saved.float()):
+        return h.tanh()
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "autograd.grad": (second_derivative, "autograd.grad"),
     "backward": (lambda h: h.sum().backward(), r"backward\(\)"),
     "retain_grad": (lambda h: h.retain_grad(), r"h\.retain_grad"),
+    "saved tensors": (packed, "saved_tensors_hooks"),
     "multi-grad hook": (
         lambda h: torch.autograd.graph.register_multi_grad_hook((h,), lambda g: None),
         "register_multi_grad_hook",
