@@ -171,9 +171,11 @@ def _doubled(tree: Any, seed: int) -> Any:
 
 
 def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> _Results:
+    # Tensors of their own: a forward may put hooks on them.
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
+    )
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    for leaf in inputs:
-        leaf.grad = None
     leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
     loss = _loss(leaves, seed)
     if loss.requires_grad:

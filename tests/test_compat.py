@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parplan.compat import HOOK_FIELDS, BackwardHook, memory_of, overload_name, pytree, schema_of
+from parplan.compat import HOOK_FIELDS, BackwardHook, intercepted_functions, memory_of, overload_name, pytree, schema_of
 
 
 def test_trees_come_apart_and_together() -> None:
@@ -68,3 +71,28 @@ def test_recurrent_layers_name_their_flat_weights() -> None:
     layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2)
     named = [getattr(layer, name) for name in layer._flat_weights_names]
     assert [id(weight) for weight in named] == [id(weight) for weight in layer._flat_weights]
+
+
+def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x + 1
+
+    held, x = Same.apply, torch.ones(1)
+    with intercepted_functions(lambda plain, cls, args, kwargs: (plain(cls, *args), cls, kwargs)):
+        result, cls, kwargs = held(x)  # type: ignore[no-untyped-call]
+    assert (result.item(), cls, kwargs) == (2.0, Same, {})
+    assert held(x).item() == 2.0  # type: ignore[no-untyped-call]
+
+
+def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", stop)
+    x = torch.ones(1, requires_grad=True)
+    calls: list[Callable[[], object]] = [x.backward, lambda: torch.autograd.backward(x)]
+    for call in (*calls, lambda: torch.autograd.grad(x * 2, x)):
+        with pytest.raises(LookupError):
+            call()  # type: ignore[no-untyped-call]

@@ -25,18 +25,30 @@ class BatchChanges:
         unexplained: those of them where the argument is not simply the shape of the result.
         resized: nodes whose result has another shape.
         results: whether the model returns a number that changes (`x.shape[0]`).
+        one_batch: the error of the capture at another batch size, where the model could be captured at one only.
     """
 
     all: frozenset[Owner] = frozenset()
     unexplained: frozenset[Owner] = frozenset()
     resized: frozenset[str] = frozenset()
     results: bool = False
+    one_batch: str = ""
+
+    def __or__(self, other: BatchChanges) -> BatchChanges:
+        """What changes in either."""
+        return BatchChanges(
+            self.all | other.all,
+            self.unexplained | other.unexplained,
+            self.resized | other.resized,
+            self.results or other.results,
+            self.one_batch or other.one_batch,
+        )
 
 
-def everything_changes(graph: fx.GraphModule) -> BatchChanges:
-    """For a model that cannot be captured at another batch size."""
+def everything_changes(graph: fx.GraphModule, one_batch: str = "") -> BatchChanges:
+    """Changes of a model that cannot be captured at another batch size (`one_batch`: why), or not to the same ops."""
     everything = frozenset(owner_of(node) for node in _calls(graph))
-    return BatchChanges(everything, everything, results=True)
+    return BatchChanges(everything, everything, results=True, one_batch=one_batch)
 
 
 def batch_changes(one: fx.GraphModule, other: fx.GraphModule) -> BatchChanges:

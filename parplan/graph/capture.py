@@ -23,12 +23,14 @@ from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_
 from parplan.graph.batched_lookup import gather_batched_lookups
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
+from parplan.graph.functions import known_sites
 from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.missing_devices import missing_devices
+from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
 from parplan.graph.user_line import user_line
@@ -61,7 +63,7 @@ def capture(
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
-    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
+    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites, call.opaque)
     samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
     if check_batch and call.batch is not None:
         samples, changes, twice = _compare(call, exported)
@@ -85,6 +87,7 @@ class _Call:
     dim: int
     training: bool
     sites: dict[str, Site] = field(default_factory=dict)
+    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
 
     @property
     def alike(self) -> frozenset[int]:
@@ -121,23 +124,31 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
     """
     first, *others = sorted(call.alike)
     without = [call.alike - {other} for other in others]
-    for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
-        try:
-            twice = _export(call.model, call.resized(samples, 2 * (call.batch or 0)), call.training, {})
-        except CaptureError:
-            continue
-        return samples, batch_changes(exported.graph_module, twice.graph_module), twice
-    return call.alike, everything_changes(exported.graph_module), None
+    batch, reasons = call.batch or 0, []
+    # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
+    for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
+        for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+            opaque = OpaqueCalls()
+            try:
+                other = _export(call.model, call.resized(samples, other_batch), call.training, {}, opaque)
+            except CaptureError as error:
+                reasons.append(f"for {other_batch}: {error}")
+                continue
+            changes = batch_changes(exported.graph_module, other.graph_module)
+            return samples, changes | call.opaque.changes(exported.graph_module, opaque), other
+    return call.alike, everything_changes(exported.graph_module, reasons[0]), None
 
 
-def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
+def _export(
+    model: nn.Module, call: Any, training: bool, sites: dict[str, Site], opaque: OpaqueCalls
+) -> ExportedProgram:
     args, kwargs = call
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
+        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque.intercepted(model):
             exported = torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
@@ -225,7 +236,10 @@ def _assemble(
     bound: WholeBatch,
 ) -> LayerGraph:
     model = call.model
-    functional = functionalise(exported)
+    call.opaque.settle(exported)
+    with known_sites(call.opaque.sites):
+        functional = functionalise(exported)
+    call.opaque.mark(functional.program.graph)
     program = functional.program
     inputs = _inputs(program)
     graph = canonicalise(functional, _shared(model, inputs.parameters))
@@ -259,6 +273,7 @@ def _assemble(
         counters=graph.counters,
         training=call.training,
         sites=call.sites,
+        one_batch=changes.one_batch,
         flattened=flattened,
         sample_indices=bound.indices,
         unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
@@ -279,7 +294,7 @@ def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     owner = owner_of(layer.nodes[0])
     if layer.batch is None:
         # `flatten` names no sizes, what it becomes without in-place changes does.
-        return owner in changes.all or (not layer.constant and any(map(names_sizes, layer.nodes)))
+        return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
     # A value that grows with the batch although no sample reaches it keeps its captured size.
     return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from parplan.compat import memory_of, overload_name, schema_of
 from parplan.graph.axis_table import is_tensor, row_of
 
-__all__ = ["Functional", "functionalise"]
+__all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def _inline_grad_regions(exported: ExportedProgram) -> None:
             with graph.inserting_before(node):
                 result = results[user.args[1]] if enabled else _detached(graph, results[user.args[1]], user)
             user.replace_all_uses_with(result)
-            _rename_output(exported, user.name, result.name)
+            rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
@@ -84,7 +85,8 @@ def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
     return detached
 
 
-def _rename_output(exported: ExportedProgram, old: str, new: str) -> None:
+def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
+    """Tell a program's signature that a result of its graph has another name."""
     for spec in exported.graph_signature.output_specs:
         if getattr(spec.arg, "name", None) == old:
             spec.arg.name = new
@@ -158,10 +160,15 @@ def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
 
 
 def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
-    """Whether every op is known and no view is taken of a value before its last change in place."""
+    """Whether every op is known and changes in place can be rewritten node by node."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node not in counters]
     if any(node.op == "get_attr" for node in graph.nodes) or not all(map(_is_known, calls)):
         return False
+    return _views_follow(graph, counters)
+
+
+def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
+    """Whether no view is taken of a value before its last change in place."""
     last_change: dict[int, int] = {}
     views: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(graph.nodes):
@@ -202,3 +209,12 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
             for user in later:
                 user.replace_input_with(changed, node)
     return steps
+
+
+def without_changes(graph: fx.Graph) -> bool:
+    """Rewrite the in-place ops of a graph; False, and nothing is done, where that takes more than other ops."""
+    changing = [node for node in graph.nodes if _is_inplace(node)]
+    if not _views_follow(graph) or any(_out_of_place(node.target) is None for node in changing):
+        return False
+    _rewrite(graph, {})
+    return True

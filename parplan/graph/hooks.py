@@ -90,12 +90,25 @@ class Template:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return Template({i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}, spec), tensors
 
+    def matches(self, other: Template) -> bool:
+        """Whether both are built alike and have the same leaves."""
+        if self.spec != other.spec or self.leaves.keys() != other.leaves.keys():
+            return False
+        return all(_is_same(leaf, other.leaves[place]) for place, leaf in self.leaves.items())
+
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """The nested values with these tensors."""
         rest = iter(tensors)
         count = len(tensors) + len(self.leaves)
         leaves = [self.leaves[i] if i in self.leaves else next(rest) for i in range(count)]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (RuntimeError, ValueError):  # arrays, which are compared element by element
+        return False
 
 
 @dataclass

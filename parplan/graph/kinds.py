@@ -13,7 +13,8 @@ __all__ = ["is_loss_op", "kind_of", "op_name"]
 # First match wins, so a layer is named after the heaviest thing in it.
 # fmt: off
 _WORDS: tuple[tuple[str, str], ...] = (
-    ("hooks", "pre_hooks hooks"),
+    ("hooks", "pre_hooks hooks gradient_hook"),
+    ("function", "custom_function"),
     ("loss", """binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
      cross_entropy_loss ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
      multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d nll_loss2d_forward
@@ -41,7 +42,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
 )
 # fmt: on
 # Kinds that decide what is legal are told by the whole name, the others by a part of it.
-_EXACT = ("hooks", "loss")
+_EXACT = ("function", "hooks", "loss")
 _KINDS = tuple((kind, tuple(words.split())) for kind, words in _WORDS)
 
 

@@ -78,7 +78,8 @@ class Layer:
         parameters: placeholders of parameters it uses.
         buffers: placeholders of buffers it uses.
         batch: the batch axis where samples can be spread over replicas, else None.
-        constant: no sample reaches it (positions, masks): every device may compute it redundantly.
+        reached: whether samples reach it (not: positions, masks).
+        constant: no sample reaches it, and every device may compute it redundantly.
         mixes_batch: training batch norm: replicas must share statistics to keep the numbers.
         axes: the other axes it may be cut along.
     """
@@ -91,6 +92,7 @@ class Layer:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     batch: Axis | None = None
+    reached: bool = True
     constant: bool = False
     mixes_batch: bool = False
     axes: tuple[Axis, ...] = ()
@@ -136,6 +138,7 @@ class LayerGraph:
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
         flattened: results of which a dimension is flattened with the next one when they are handed out.
         sample_indices: ops that take positions along samples from an input.
         unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
@@ -160,6 +163,7 @@ class LayerGraph:
     counters: Mapping[str, int]
     training: bool
     fixed_batch: bool = False
+    one_batch: str = ""
     sites: Mapping[str, Any] = field(default_factory=dict)
     flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()

@@ -18,6 +18,7 @@ from parplan.graph.axis_table import is_tensor, shape_of
 from parplan.graph.kinds import is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer
+from parplan.graph.sites import is_repeatable, site_of, why_whole
 
 __all__ = ["BOUNDARY", "LayerSet", "Owner", "build_layers", "owner_of"]
 
@@ -70,10 +71,11 @@ def build_layers(
     for run in _runs(graph, leaves, parameters):
         layer, inside = _layer(run, names, parameters, buffers, samples, batch_bound, batch_size)
         merged = merged or inside
-        layer = replace(layer, constant=reached.isdisjoint(layer.inputs))
+        is_reached = not reached.isdisjoint(layer.inputs)
+        layer = replace(layer, reached=is_reached, constant=not is_reached and is_repeatable(layer.nodes))
         samples |= _met(layer, made - samples.keys())
         made.update(layer.outputs)
-        reached |= set() if layer.constant else set(layer.outputs)
+        reached |= set(layer.outputs) if is_reached else set()
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
     return LayerSet(layers, _digraph(layers, producer), producer, samples, merged)
@@ -83,7 +85,7 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
     calls = [node for node in graph.nodes if node.op == "call_function"]
     for owner, group in groupby(calls, key=owner_of):
         nodes = tuple(group)
-        if owner.kind != "hooks" and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
+        if owner.kind not in _OWN_KINDS and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
             yield _Run(owner, True, nodes)
         else:
             for part in _functional_parts(nodes, parameters):
@@ -109,18 +111,23 @@ def owner_of(node: fx.Node) -> Owner:
     """Whose code a node comes from."""
     mark = _mark(node)
     stack = (mark or node).meta.get("nn_module_stack") or {}
+    own = kind_of([mark]) if mark else ""
     if not stack:
-        return Owner("", "", "hooks" if mark else "")
+        return Owner("", "", own)
     key, (path, kind) = list(stack.items())[-1]
-    kind = "hooks" if mark else kind
+    kind = own or kind
     call = "@" + key.rsplit("@", 1)[1] if "@" in key else ""
     return Owner(str(path).split("@")[0], call, str(kind))
 
 
 def _mark(node: fx.Node) -> fx.Node | None:
-    """The mark of a module's hooks that a node is, or takes a tensor from."""
+    """The op standing for code of the user's that a node is, or takes a tensor from."""
     source = node.args[0] if op_name(node) == "getitem" else node
-    return source if isinstance(source, fx.Node) and kind_of([source]) == "hooks" else None
+    return source if isinstance(source, fx.Node) and kind_of([source]) in _OWN_KINDS else None
+
+
+# Ops that stand for code of the user's, each a layer of its own in whatever module it is called.
+_OWN_KINDS = ("hooks", "function")
 
 
 def _is_one_layer(owner: Owner, nodes: Sequence[fx.Node], parameters: frozenset[str]) -> bool:
@@ -150,7 +157,11 @@ def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> l
 def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
     weighted = any(source.name in parameters for source in node.all_input_nodes)
     mixes = op_name(node) == "batch_norm"
-    return mixes or (weighted and kind_of([node]) not in ("add", "multiply", "other", "reshape")) or is_loss_op(node)
+    kind = kind_of([node])
+    return mixes or kind == "function" or is_loss_op(node) or (weighted and kind not in _LIGHT)
+
+
+_LIGHT = ("add", "multiply", "other", "reshape")
 
 
 def _getitems(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -185,7 +196,7 @@ def _layer(
     kind = kind_of(run.nodes)
     axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
-    spread = axes.batch is not None and run.owner not in batch_bound
+    spread = axes.batch is not None and run.owner not in batch_bound and not why_whole(run.nodes)
     layer = Layer(
         name=_name(run, names, kind),
         kind=kind,
@@ -196,7 +207,7 @@ def _layer(
         buffers=state,
         batch=axes.batch if spread else None,
         mixes_batch=axes.mixed and spread,
-        axes=() if kind in ("loss", "hooks") else axes.others,
+        axes=() if kind in ("loss", *_OWN_KINDS) else axes.others,
     )
     return layer, axes.merged
 
@@ -210,7 +221,8 @@ def _name(run: _Run, names: Counter[str], kind: str) -> str:
         base = run.owner.path + run.owner.call
     else:
         first = next(node for node in run.nodes if BOUNDARY not in node.meta)
-        own = kind if kind in ("attention", "loss") else op_name(first)
+        site = site_of(first)
+        own = site.name if site else kind if kind in ("attention", "loss") else op_name(first)
         base = ".".join(part for part in (run.owner.path + run.owner.call, own) if part)
     count = names[base]
     names[base] += 1

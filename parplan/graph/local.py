@@ -17,6 +17,7 @@ from parplan.compat import schema_of
 from parplan.graph import ops
 from parplan.graph.axis_table import Call, overload
 from parplan.graph.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.functions import CUSTOM_FUNCTION, function_of
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed import RNN_PACKED, run_packed
 from parplan.plan import Strategy
@@ -140,6 +141,8 @@ def _copy(
         args[_DROP_RATES[target]] = 0.0
     if target is RNN_PACKED:
         target = run_packed  # differentiable, where the op is only a name
+    if target is CUSTOM_FUNCTION:
+        target, args = function_of(node), args[:1]
     own = {**made, **_dropped(part, node, code, made)}
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])

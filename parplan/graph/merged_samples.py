@@ -72,7 +72,7 @@ def unflatten_between_layers(
     for node in [node for node in graph.nodes if node in layer_of]:
         place = places.get(node.name)
         readers = [user for user in node.users if layer_of.get(user) is not layer_of[node]]
-        hooked = any(layer_of[n].kind == "hooks" for n in (node, *readers) if n in layer_of)
+        hooked = any(layer_of[n].kind in ("hooks", "function") for n in (node, *readers) if n in layer_of)
         if place is None or place.outer == 1 or not readers or hooked or node.name in kept:
             continue
         shape = list(shape_of(node))

@@ -1,4 +1,4 @@
-"""The line of the user's own code that an exception comes from, without the frames of whoever called it."""
+"""The line of the user's own code that an exception or a call comes from, without the frames of whoever called it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["code_line", "user_line"]
+__all__ = ["calling_line", "code_line", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -17,7 +17,16 @@ def user_line(error: BaseException) -> str:
 
     The innermost line that is not installed, not Python's and not ours.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def calling_line() -> str:
+    """The user's line that is being run, in the form of `user_line`."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    frames = [frame for frame in stack if _is_own(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
 
 from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
@@ -44,12 +45,13 @@ class _Habit:
 
 
 def baselines(
-    graph: LayerGraph, cluster: Cluster, formulation: Formulation, plan: Plan, solve: Solve
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
 ) -> tuple[Baseline, ...]:
     """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid.
 
     Where there are several kinds of devices, each on the devices it is fastest on: those of one kind, or all.
-    `plan` gives model and batch; its layers are replaced.
+    `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the
+    plan itself, so that a baseline which would run out of memory is never said to fit.
     """
     families = [[_one_device(place) for place in _single(cluster)]]
     if cluster.count > 1:
@@ -57,7 +59,9 @@ def baselines(
         families.append([_data_parallel(graph, place, plan) for place in places])
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
-    return tuple(_fastest([_baseline(habit, formulation, plan, solve) for habit in family]) for family in families)
+    return tuple(
+        _fastest([_baseline(habit, costs, formulation, plan, solve) for habit in family]) for family in families
+    )
 
 
 def _single(cluster: Cluster) -> list[_Place]:
@@ -129,7 +133,7 @@ def _hybrid(graph: LayerGraph, formulation: Formulation, place: _Place, plan: Pl
     return _Habit("cuda-convnet2's hybrid", place, allowed, missing or data.why_not)
 
 
-def _baseline(habit: _Habit, formulation: Formulation, plan: Plan, solve: Solve) -> Baseline:
+def _baseline(habit: _Habit, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve) -> Baseline:
     if habit.why_not:
         return Baseline(habit.name, None, None, False, habit.why_not)
     kept = _kept(habit, formulation)
@@ -142,19 +146,15 @@ def _baseline(habit: _Habit, formulation: Formulation, plan: Plan, solve: Solve)
         return Baseline(habit.name, None, None, False, "no such plan was found")
     choice = [own[k] for own, k in zip(kept, solution.choice, strict=True)]
     found = evaluate(problem, choice)
-    own_plan = replace(plan, layers=_strategies(formulation, choice), rules="default")
-    peak, limit = max(zip(found.peaks, problem.limits, strict=True), key=lambda pair: pair[0] / pair[1])
+    layers = formulation.strategies(choice)
+    own_plan = replace(plan, layers=layers, rules="default")
+    # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
+    peaks = found.peaks if habit.alone else costs.peaks(layers) or found.peaks
+    peak, limit = max(zip(peaks, problem.limits, strict=True), key=lambda pair: pair[0] / pair[1])
     fits = peak <= limit
     return Baseline(
         habit.name, found.objective, int(peak), fits, plan=own_plan, on=habit.place.words, limit_bytes=int(limit)
     )
-
-
-def _strategies(formulation: Formulation, choice: Sequence[int]) -> Mapping[str, Strategy]:
-    return {
-        name: options[k].strategy
-        for name, options, k in zip(formulation.names, formulation.options, choice, strict=False)
-    }
 
 
 def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:

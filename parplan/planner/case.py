@@ -28,6 +28,9 @@ class Deadline:
     LEAST = 0.02
     """Part of the limit that a search gets even where nothing is left: enough for a first choice."""
 
+    UNUSED_S = 0.1
+    """Seconds before its limit at which a solve begins nothing new; one that ends there was ended by the limit."""
+
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.hit = False
@@ -47,7 +50,8 @@ class Deadline:
 
     def watched(self, found: Solution, limit_s: float) -> Solution:
         """A solution, after looking whether its time ended the solve."""
-        self.hit = self.hit or (found.status in (Status.FEASIBLE, Status.UNKNOWN) and found.seconds >= limit_s)
+        ended = found.status in (Status.FEASIBLE, Status.UNKNOWN) and found.seconds >= limit_s - self.UNUSED_S
+        self.hit = self.hit or ended
         return found
 
 

@@ -32,6 +32,9 @@ __all__ = ["Solved", "Taken", "choice_of", "solved", "solver", "taken"]
 MAIN, AGAIN, HIDDEN = 0.7, 0.5, 0.5
 """Parts of the time left for the proof, for each solve after one whose plan did not fit, and for plans in passes."""
 
+ATTEMPTS = 4
+"""How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
+
 NEAR = 1.03
 """A plan in passes up to this much slower than the best is improved, too: it may become the best."""
 
@@ -131,11 +134,12 @@ def solver(case: Case, formulation: Formulation, part: float) -> Solve:
 def _fitting(case: Case, formulation: Formulation, problem: Problem, solution: Solution, again: Solve) -> Solution:
     """A solution that fits with its transfers, which the solver only estimates: again with so much less memory.
 
-    The bound stays that of the first one, which nothing beats; if three more attempts find nothing, so does the plan.
+    The bound stays that of the first one, which nothing beats. Where no attempt finds a plan that fits, the first
+    solution is returned: another search may still find one, and `decide` refuses a plan that does not fit.
     """
     lowered = limits = problem.limits
     found = solution
-    for _ in range(3):
+    for _ in range(ATTEMPTS):
         peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
         if peaks is None:
             break

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from parplan.errors import ParplanError
 from parplan.planner.problem import FloatArray, Problem, Status
 from parplan.planner.solve_rows import Row
 from parplan.planner.solve_tree import edge_costs, group_lines
@@ -284,6 +285,11 @@ def _found(build: _Build, solver: cp_model.CpSolver, on_progress: Progress | Non
 
     code = _interruptible(solver, build.model, _listen(solver, build.unit, on_progress))
     names = {int(getattr(cp_model, s.value)): s for s in (Status.OPTIMAL, Status.FEASIBLE, Status.INFEASIBLE)}
+    if code == int(cp_model.MODEL_INVALID):
+        raise ParplanError(
+            f"the solver refused the problem as invalid: {build.model.validate() or 'no reason given'}; this is a bug "
+            "of parplan, please report it with the model and the command"
+        )
     status = names.get(code, Status.UNKNOWN)
     if status is Status.INFEASIBLE:
         return Found(status, None, np.inf)
@@ -321,11 +327,14 @@ def _interruptible(
 ) -> int:
     """Solve in a thread, so that Ctrl-C reaches Python; it stops the search and is raised again."""
     codes: list[int] = []
+    failed: list[BaseException] = []
     done = threading.Event()  # not join: an interrupted join may take a running thread for a stopped one (Python 3.11)
 
     def work() -> None:
         try:
             codes.append(int(solver.solve(model, callback)))
+        except BaseException as error:  # raised again in the caller's thread
+            failed.append(error)
         finally:
             done.set()
 
@@ -338,4 +347,6 @@ def _interruptible(
             solver.stop_search()
             done.wait(0.1)
         raise
+    if failed:
+        raise failed[0]
     return codes[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import PinError, PlanError
+from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.advice import advice
@@ -19,6 +19,7 @@ from parplan.planner.clock_reasons import reasons_on_the_clock
 from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
 from parplan.planner.facts import layer_facts, overfull, prediction, reasons_in_one_pass
 from parplan.planner.formulate import formulate
+from parplan.planner.infeasible import nearest_to_fitting
 from parplan.planner.pin_prices import with_pins
 from parplan.planner.pin_search import questions
 from parplan.planner.pinned import Pinned
@@ -61,10 +62,12 @@ def decide(
     case = _case(graph, cluster, costs, request, progress)
     asked = questions(request.pins, graph, cluster)
     one_pass = solved(case, asked)
-    rivals = baselines(graph, cluster, one_pass.formulation, one_pass.plan, _rival_solver(case))
+    rivals = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, _rival_solver(case))
     found = taken(case, one_pass, asked.whole, rivals)
     rivals = tuple(rival_in_passes(rival, case) for rival in rivals)
     decision = _decision(case, one_pass, found, rivals, asked.whole, begin)
+    if request.plan is None and overfull(cluster, decision.prediction):
+        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction))
     return with_pins(case, decision, one_pass, asked) if request.pins else decision
 
 
@@ -157,7 +160,7 @@ def _decision(
     beside = side_by_side(case.graph, plan, layers, found.towers)
     layers = along(layers, beside)
     layers = _with_reasons(case, found, pinned, layers)
-    several = case.cluster.count > 1
+    several, over = case.cluster.count > 1, overfull(case.cluster, step)
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
@@ -170,7 +173,13 @@ def _decision(
         advice=advice(step.step_s, rivals),
         proof=proof,
         seconds=_seconds(request, one_pass.costs_s, begin),
-        notes=(*request.notes, *notes_on(found.towers), *cut_off, *overfull(case.cluster, step)),
+        notes=(
+            *request.notes,
+            *_one_batch(case.graph),
+            *notes_on(found.towers),
+            *cut_off,
+            *over,
+        ),
         times_from=request.times_from,
         links=case.costs.step.links,
         passes=scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None,
@@ -186,6 +195,14 @@ def _cut_off(case: Case) -> list[str]:
         f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, or "
         "on another machine, there may be another one."
     ]
+
+
+def _one_batch(graph: LayerGraph) -> list[str]:
+    """The reason why no layer was offered replicas, where the model was captured at one batch size only."""
+    if not graph.one_batch:
+        return []
+    reason = " ".join(graph.one_batch.split())
+    return [f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}"]
 
 
 def _proof(found: Taken, solution: Solution, given: bool) -> Proof:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from parplan.cluster import Cluster
 from parplan.cost_models.costs import Moments
+from parplan.planner.decision import Prediction
 from parplan.planner.formulate import Formulation
 from parplan.planner.problem import Cause, Infeasibility, Solution
 
-__all__ = ["size_text", "why_not"]
+__all__ = ["nearest_to_fitting", "size_text", "why_not"]
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, "
@@ -24,6 +26,17 @@ def why_not(formulation: Formulation, solution: Solution) -> str:
     if found.cause is not Cause.MEMORY:
         return f"no plan obeys the rules: {found.message}; relax them with --rules default"
     return f"no plan fits: {_memory(formulation, found)}\n  {_REMEDIES}"
+
+
+def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
+    """The message of a search that ended with a plan which needs more memory than a device has, transfers included."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    pairs = enumerate(zip(step.memory_bytes, limits, strict=True))
+    number, (needed, limit) = max(pairs, key=lambda pair: pair[1][0] / pair[1][1])
+    return (
+        f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
+        f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
+    )
 
 
 def _memory(formulation: Formulation, found: Infeasibility) -> str:

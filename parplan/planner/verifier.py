@@ -5,6 +5,7 @@ from __future__ import annotations
 from parplan.errors import PlanError
 from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import why_whole
 from parplan.graph.stages import stages
 from parplan.plan import Plan
 from parplan.planner import rules
@@ -31,7 +32,8 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         units = batch_units(layer, plan.batch)
         units = units if graph.batch == plan.batch else units and plan.batch
         most = plan.devices // strategy.shards
-        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown_ops(layer.nodes))
+        unknown, why = unknown_ops(layer.nodes), why_whole(layer.nodes)
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown, why)
         rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:

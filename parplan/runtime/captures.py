@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
-from parplan.errors import PlanError
+from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture import capture
 from parplan.graph.hooks import HookWatch
 from parplan.graph.layer_graph import LayerGraph
@@ -65,12 +65,14 @@ class Captures:
         self._traced.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
+        self.programs.copies.clear()
         if self.programs.sync is not None:
             self.programs.sync.forget()
 
     def find(self, call: Call, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind."""
         if self._own.replaced:
+            _check_parameters(self._module)
             self.clear()
         kind = self._kind(call, training)
         if self.plan is not None and kind not in self._captured and kind not in self._bound:
@@ -108,7 +110,8 @@ class Captures:
     def _kind(self, call: Call, training: bool) -> Hashable:
         """What has to agree for two calls to share a graph."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return (self._own.modes(training), casts, self._own.trained, self._hooks.marks, call.signature)
+        modes = (self._own.modes(training), torch.is_grad_enabled())
+        return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
 
     def _whole_batch(self, call: Call) -> int | None:
         """Samples over all processes, which all have to ask."""
@@ -163,12 +166,22 @@ class Captures:
         self.plan = plan
 
 
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse tensors that stand in for parameters during one call."""
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeFailure(
+                f"{name} is a plain tensor during this call, as torch.func.functional_call makes it; a compiled model "
+                "runs with its own parameters: use the plain model there, `module` of the compiled one"
+            )
+
+
 def _bound_to_batch(graph: LayerGraph) -> bool:
     """Whether a graph holds for one number of samples only."""
     loose = [
         value
         for layer in graph.layers.values()
-        if layer.batch is None and not layer.constant
+        if layer.batch is None and layer.reached
         for value in layer.outputs
         if value not in graph.batch_dims and graph.values[value].shape
     ]

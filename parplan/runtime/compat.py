@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-__all__ = ["Version", "keeps_graph", "recomputed_once", "version"]
+__all__ = ["Version", "in_functional_transform", "keeps_graph", "recomputed_once", "version"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ def version(tensor: Tensor) -> Version:
 def keeps_graph() -> bool:
     """Whether the backward that is running was asked to keep its graph (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def in_functional_transform() -> bool:
+    """Whether the caller is inside a transform of torch.func (grad, vmap, jvp, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def recomputed_once() -> AbstractContextManager[object]:

@@ -21,6 +21,7 @@ from parplan.plan import Plan
 from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
+from parplan.runtime.compat import in_functional_transform
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport
@@ -124,12 +125,18 @@ class Compiled(Wrapped):
             same_start(module, self._transport)
         self._built = True
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a larger model that torch.compile has taken runs this part as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments.
 
         Raises:
-            RuntimeFailure: no samples, or another process failed.
+            RuntimeFailure: no samples, another process failed, or torch.func is at work.
         """
+        if in_functional_transform():
+            raise RuntimeFailure(
+                "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
+                "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
+            )
         if torch.compiler.is_exporting():
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
         return self._follow(Call.of(args, kwargs, self._dim))

@@ -7,7 +7,7 @@ failure of a collective ends as a RuntimeFailure that names the step; the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,6 +194,10 @@ class DistributedTransport:
         with explained("exchanging the numbers of samples", self.rank):
             dist.all_gather(found, own, group=self._group)
         return [tuple(entry.tolist()) for entry in found]
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """Which of the flags are set in at least one process."""
+        return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""

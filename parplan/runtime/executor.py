@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.runtime.buffers import Handover
@@ -26,7 +26,7 @@ from parplan.runtime.hooks import HookCalls
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Compute, Forward, Program
 from parplan.runtime.recorded import RecordedRun, RecordedTransport
-from parplan.runtime.run import Run
+from parplan.runtime.run import Run, memory
 from parplan.runtime.timeline import Timeline
 from parplan.runtime.transport import Transport
 
@@ -80,6 +80,7 @@ class Executor:
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._statistics = frozenset[str]().union(*self._written)
         self._last_reads = _last_reads(program)
+        self._state_results: frozenset[int] | None = None
         self._handover: Handover | None = None
         if isinstance(transport, DistributedTransport):
             self._handover = Handover(graph, program, store, transport)
@@ -123,6 +124,15 @@ class Executor:
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""
         return [device for device in devices if device in self.transport.owned]
+
+    def state_results(self, results: Sequence[Tensor]) -> frozenset[int]:
+        """Places of the results that are parameters or buffers, or views of them: the same in every call."""
+        if self._state_results is None:
+            place = self.deliver_from
+            steps = [step for step in self.program.forward if isinstance(step, Compute) and place in step.grid.devices]
+            states = {memory(self.store.get(state, place)) for step in steps for state in step.states}
+            self._state_results = frozenset(i for i, result in enumerate(results) if memory(result) in states)
+        return self._state_results
 
     def states(self, step: Compute, device: int) -> list[Tensor]:
         """Parameters and buffers for a compute step; only the first replica writes the module's buffers."""
@@ -176,10 +186,35 @@ class _Call(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        with recomputed_once():
+        differentiable = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad(), recomputed_once():
             # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first
             # step that needs it, where others wait for what this one has yet to send.
             _ = ctx.saved_tensors
-            return (None, *ctx.run.backward(gradients))
+            found = ctx.run.backward(gradients)
+        if differentiable:
+            # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same.
+            found = [None if one is None else _once_differentiable(one) for one in found]
+        return (None, *found)
+
+
+def _once_differentiable(gradient: Tensor) -> Tensor:
+    once: Tensor = _FirstOnly.apply(gradient, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    return once
+
+
+class _FirstOnly(torch.autograd.Function):
+    """A gradient that raises when it is differentiated again, rather than counting as a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, needs_gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise RuntimeFailure(
+            "second derivatives through a compiled model are refused (gradient penalties, Hessians: a gradient made "
+            "with create_graph=True was differentiated); compute that term with the plain model, `module` of the "
+            "compiled one"
+        )

@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 
 from parplan.compat import BackwardHook
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.hooks import MARKS, Site, Template, own_hooks
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute, Program
 
@@ -50,18 +52,29 @@ class HookCalls:
     def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._backward: dict[_Visit, BackwardHook] = {}
+        nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
+        self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
         if self._sites:
             _check(graph, strategies, program)
 
     def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
         """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
+        own = [node for node in code.graph.nodes if node.target is GRADIENT_HOOK] if self._tensors else []
+        for node in own:
+            node.target, node.args = self._attaching(self._tensors[str(node.args[-1])]), node.args[:-1]
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
             visit = _Visit(str(node.args[-1]), row, turn)
             node.target = self._calling(self._before if node.target is _PRE else self._after, visit)
             node.args = node.args[:-1]
-        if marks:
+        if marks or own:
             code.recompile()
+
+    def _attaching(self, site: HookSite) -> Callable[..., Tensor]:
+        def gradient_hook(tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
+            return site.attach(tensor, values)
+
+        return gradient_hook
 
     def _calling(self, mark: Callable[..., list[Tensor]], visit: _Visit) -> Callable[..., list[Tensor]]:
         def call_hooks(*tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ through pinned host memory where they cannot.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -69,6 +69,10 @@ class LocalTransport:
     def end(self) -> None:
         """The same: nothing is sent."""
         self.show()
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """The flags: there is one process."""
+        return list(flags)
 
     def group(self, devices: Sequence[int]) -> None:
         """Nothing to make ready in one process."""

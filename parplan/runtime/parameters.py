@@ -1,13 +1,15 @@
 """What each device holds of the module's parameters and buffers.
 
 In one process the user's module keeps its tensors: a device in the same memory works on views of them, a device in
-another memory on copies that are refreshed, all in one message, when the originals were written. Under torchrun each
-process's module holds just what its rank needs.
+another memory on copies that are refreshed, all in one message, when the originals were written. Writes through
+`.data`, which torch does not count, are found by a checksum wherever no counted write has made the copies anew. Under
+torchrun each process's module holds just what its rank needs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,25 +23,63 @@ from parplan.runtime.program import Compute, Program, State, shape_of
 from parplan.runtime.streams import sent
 from parplan.runtime.transport import Transport, block
 
-__all__ = ["Store"]
+__all__ = ["Copies", "Store"]
 
 
-@dataclass(frozen=True)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_SCATTER = -7046029254386353131  # an odd number whose multiples have bits all over (2**64 / golden ratio, signed)
+
+CHUNK = 2**22
+"""Elements that a checksum takes at a time: it needs 16 bytes of memory for each."""
+
+
+@dataclass
 class _Copy:
-    """A block of a tensor in another memory, and which version of the original it is."""
+    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known."""
 
     tensor: Tensor
     version: Version
+    checksum: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A block of a parameter, buffer or constant that a device works on."""
+    """A block of a parameter, buffer or constant that a device works on; `path` is the same in all captured graphs."""
 
     name: str
+    path: str
     place: torch.device
     block: Region
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A block of one of the module's tensors in one memory."""
+
+    path: str
+    place: torch.device
+    block: Region
+
+
+class Copies:
+    """Blocks of a module's parameters and buffers in other memories, shared by all programs of a compiled model."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Where, _Copy] = {}
+
+    def get(self, wanted: _Wanted) -> _Copy | None:
+        """The copy of a block, which may be out of date."""
+        return self._found.get(_Where(wanted.path, wanted.place, wanted.block))
+
+    def put(self, wanted: _Wanted, copy: _Copy) -> None:
+        """Keep a copy in place of an older one."""
+        self._found[_Where(wanted.path, wanted.place, wanted.block)] = copy
+
+    def clear(self) -> None:
+        """Forget all copies: the module has other tensors."""
+        self._found.clear()
 
 
 @dataclass(frozen=True)
@@ -63,11 +103,19 @@ class Store:
         program: whose `holdings` say which block each device holds.
         transport: which devices are here, and where.
         sharded: the module's parameters are the blocks this process holds, not the whole tensors.
+        copies: of other programs of the same module, to be shared with; default: none are shared.
     """
 
     def __init__(
-        self, module: nn.Module, graph: LayerGraph, program: Program, transport: Transport, sharded: bool
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        program: Program,
+        transport: Transport,
+        sharded: bool,
+        copies: Copies | None = None,
     ) -> None:
+        self._paths = {**graph.parameters, **graph.buffers}
         self._parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
         self._buffers = {
             name: graph.constants[name] if name in graph.constants else module.get_buffer(path)
@@ -78,7 +126,7 @@ class Store:
         self.shapes = {name: {d: shape_of(b) for d, b in held.items()} for name, held in program.holdings.items()}
         self._transport = transport
         self._sharded = sharded
-        self._copies: dict[_Wanted, _Copy] = {}
+        self._copies = copies if copies is not None else Copies()
         steps = [step for step in program.forward if isinstance(step, Compute)]
         self._wanted = {
             (id(state), device): self._want(state, device)
@@ -102,7 +150,9 @@ class Store:
         wanted = self._wanted[id(state), device]
         original = self.original(state.name).detach()
         if original.device != wanted.place:
-            return self._copies[wanted].tensor
+            copy = self._copies.get(wanted)
+            assert copy is not None  # refresh() came first
+            return copy.tensor
         return original if original.shape == wanted.shape else block(original, wanted.block)
 
     @torch.inference_mode(False)
@@ -110,25 +160,52 @@ class Store:
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)
+        unwritten: dict[_Wanted, _Copy] = {}
         for wanted in self._wanted.values():
             original, known = self.original(wanted.name), self._copies.get(wanted)
-            if original.device != wanted.place and (known is None or known.version != version(original)):
+            if original.device == wanted.place:
+                continue
+            if known is None or known.version != version(original):
                 stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
+            else:
+                unwritten[wanted] = known
+        for wanted in self._changed(unwritten):
+            original = self.original(wanted.name)
+            stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
         for way, group in stale.items():
             blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
             flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), way.target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
-                self._copies[wanted] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
+                self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
+
+    def _changed(self, copies: Mapping[_Wanted, _Copy]) -> list[_Wanted]:
+        """Those of the copies whose originals were written in a way that torch does not count, such as `.data`."""
+        originals: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for wanted, copy in copies.items():
+            if copy.checksum is None:
+                copy.checksum = _checksum(copy.tensor)
+            original = self.original(wanted.name).detach()
+            originals[original.device].append(_checksum(block(original, wanted.block)))
+        # One reading of each device's numbers, however many copies there are.
+        by_device = {device: iter(torch.stack(sums).tolist()) for device, sums in originals.items()}
+        held = [copy.checksum for copy in copies.values() if copy.checksum is not None]
+        known = torch.stack([checksum.cpu() for checksum in held]).tolist() if held else []
+        return [
+            wanted
+            for wanted, checksum in zip(copies, known, strict=True)
+            if next(by_device[self.original(wanted.name).device]) != checksum
+        ]
 
     def write_back(self, state: State, device: int) -> None:
         """Bring a buffer that `device` wrote home to the module, or tell its copies that it was written there."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name)
         if original.device != wanted.place:
-            written = self._copies[wanted].tensor
-            block(original, wanted.block).copy_(written)
-            self._copies[wanted] = _Copy(written, version(original))
+            copy = self._copies.get(wanted)
+            assert copy is not None  # `get` gave it to the step that wrote it
+            block(original, wanted.block).copy_(copy.tensor)
+            self._copies.put(wanted, _Copy(copy.tensor, version(original)))
         else:
             increment_version(original)
 
@@ -136,12 +213,24 @@ class Store:
         blocks = state.blocks[device]
         if not self._sharded and state.name in self._holdings:
             blocks = _absolute(blocks, self._holdings[state.name][device])
-        return _Wanted(state.name, self._transport.physical(device), blocks, shape_of(blocks))
+        # A constant belongs to its graph alone.
+        path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
+        return _Wanted(state.name, path, self._transport.physical(device), blocks, shape_of(blocks))
 
     def place(self, name: str, device: int) -> Region:
         """Where the block that `device` holds of a parameter lies in the module's own tensor."""
         held = self._holdings[name][device]
         return tuple(Range(0, size) for size in self.shapes[name][device]) if self._sharded else held
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number of shape () that differs if any bit, or the order, of the elements does; on the tensor's device."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[min(tensor.element_size(), 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(bits.split(CHUNK)):
+        weights = (torch.arange(chunk.numel(), device=tensor.device) + number * CHUNK) * _SCATTER
+        total += (chunk.to(torch.int64) * (weights ^ (weights >> 31) | 1)).sum()
+    return total
 
 
 def _absolute(inner: Region, outer: Region) -> Region:

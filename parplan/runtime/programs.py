@@ -25,7 +25,7 @@ from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
 from parplan.runtime.lower import lower
 from parplan.runtime.own_samples import check_own_samples
-from parplan.runtime.parameters import Store
+from parplan.runtime.parameters import Copies, Store
 from parplan.runtime.passes import early_periods
 from parplan.runtime.program import Program
 from parplan.runtime.setting import Setting
@@ -96,6 +96,7 @@ class Programs:
     Attributes:
         sharding: under torchrun, which blocks of the parameters this rank holds.
         sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
+        copies: of parameters and buffers in the memories of this process's other devices, once for all programs.
     """
 
     def __init__(self, module: nn.Module, transport: Transport, options: Options) -> None:
@@ -107,6 +108,7 @@ class Programs:
         self._held: Mapping[str, Mapping[int, Region]] = {}
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
+        self.copies = Copies()
 
     @property
     def device_count(self) -> int:
@@ -188,7 +190,7 @@ class Programs:
         graph, options = captured.graph, self._options
         program = self._lower(captured, samples)
         distributed = isinstance(self._transport, DistributedTransport)
-        store = Store(self._module, graph, program, self._transport, sharded=distributed)
+        store = Store(self._module, graph, program, self._transport, sharded=distributed, copies=self.copies)
         if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
             self.sync = self.sync or BufferSync(self._module, self._transport)
             self.sync.know(graph, program)

@@ -5,7 +5,7 @@ They are kinds of their own, so that a call that is not recorded does not even a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -180,6 +180,10 @@ class RecordedTransport:
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> Pending:
         """As the transport's."""
         return self._inner.reduce(name, group, flats)
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """As the transport."""
+        return self._inner.any(flags)
 
     def group(self, devices: Sequence[int]) -> None:
         """As the transport's."""

@@ -25,7 +25,7 @@ from parplan.runtime.program import Code, Compute, Forward, Join, Reduce, Slot, 
 if TYPE_CHECKING:
     from parplan.runtime.executor import Executor
 
-__all__ = ["Run"]
+__all__ = ["Run", "memory"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Run:
         self._parameters = parameters
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._done = False
+        self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
+        self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
 
     # -- forward --
@@ -59,7 +61,11 @@ class Run:
         self._update_buffers(parts)
         parts.settle()
         self._transport.end()
-        return [tensor.view_as(tensor) for tensor in results]
+        # The caller may write into results of their own memory. Autograd would not follow a write into a shared one, so
+        # there they are views, into which it refuses writes.
+        counts, states = Counter(map(memory, [*results, *tensors])), self._executor.state_results(results)
+        shared = [counts[memory(tensor)] > 1 or number in states for number, tensor in enumerate(results)]
+        return [t.view_as(t) if one else t.detach() for t, one in zip(results, shared, strict=True)]
 
     def _begin(self, tensors: Sequence[Tensor]) -> Parts:
         """The user's inputs, where they arrive."""
@@ -165,6 +171,7 @@ class Run:
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
         self._done = not keeps_graph()
+        self._reached, self._touched = self._reached_slots(outputs), set()
         grads = Parts(self._transport)
         sums = self._sums()
         self._take_outputs(self._program.outputs, outputs, grads)
@@ -175,7 +182,38 @@ class Run:
         self._transport.end()
         # From here on the caller's streams work, which wait for all others.
         home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
-        return [*home, *(sums.total(name) for name in self._parameters)]
+        totals = [sums.total(name) for name in self._parameters]
+        if self._reached is not None:
+            # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
+            used = self._transport.any(name in self._touched for name in self._parameters)
+            totals = [total if one else None for total, one in zip(totals, used, strict=True)]
+        return [*home, *totals]
+
+    def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
+        """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
+        slots = self._program.slots
+        wanted = [name for name in dict.fromkeys(self._program.outputs) if slots[name].requires_grad]
+        if self._transport.processes == 1 or len(wanted) < 2:
+            return None
+        own = {name for name, pull in zip(self._program.outputs, outputs, strict=True) if pull is not None}
+        used = self._transport.any(name in own for name in wanted)
+        if all(used):
+            return None
+        reached = {name for name, one in zip(wanted, used, strict=True) if one}
+        for step in self._program.backward:
+            if isinstance(step, Transfer):
+                targets, sources = [step.target], [step.source]
+            elif isinstance(step, Split):
+                targets, sources = list(step.targets), [step.source]
+            elif isinstance(step, Join):
+                targets, sources = [step.target], list(step.sources)
+            elif isinstance(step, Compute):
+                targets, sources = [r.slot for r in step.results], [operand.slot for operand in step.operands]
+            else:
+                continue
+            if not reached.isdisjoint(targets):
+                reached.update(sources)
+        return reached
 
     def _go_back(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
         """Take backward steps."""
@@ -229,7 +267,7 @@ class Run:
 
     def _send_back(self, step: Transfer, grads: Parts) -> None:
         target = self._program.slots[step.target]
-        if not target.requires_grad:
+        if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
             return
         held = grads.get(step.target)
         if not held and self._transport.processes == 1:
@@ -292,7 +330,8 @@ class Run:
                 grads.add(operand.slot, device, gradient)
         for state, gradient in zip(step.states, given[count:], strict=True):
             if gradient is not None:
-                own = shared is not None and _memory(gradient) not in shared
+                self._touched.add(state.name)
+                own = shared is not None and memory(gradient) not in shared
                 sums.add(state, device, gradient, own)
 
     def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
@@ -309,12 +348,13 @@ class Run:
 
 def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]:
     """Memory that holds more than one gradient: of results that were passed on, or of several inputs."""
-    counts = Counter(_memory(gradient) for gradient in given if gradient is not None)
-    counts.update(_memory(gradient) for gradient in taken for _ in range(2))
+    counts = Counter(memory(gradient) for gradient in given if gradient is not None)
+    counts.update(memory(gradient) for gradient in taken for _ in range(2))
     return {memory for memory, count in counts.items() if count > 1}
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's storage begins: the same for views of one another."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -102,6 +102,22 @@ class Wrapped(nn.Module):
         self.module.apply(fn)
         return self
 
+    def __getitem__(self, key: Any) -> Any:
+        """The module's part, where it is a list or a dictionary of modules."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """How many parts the module has, where it is a list or a dictionary of modules."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The module's parts, where it is a list, or their names, where it is a dictionary."""
+        return iter(self.module)  # type: ignore[call-overload,no-any-return]
+
+    def __bool__(self) -> bool:
+        """True, as of any module, also of one that has no length."""
+        return True
+
     def __getattr__(self, name: str) -> Any:
         """The module's attribute, for what this one does not have itself."""
         if "module" not in self.__dict__:

@@ -194,3 +194,38 @@ def test_replicas_of_random_networks_compute_the_whole(steps: list[str], batch: 
     x = rand(batch, 6, 4)
     graph = capture(model, (x,), training=training)
     assert_same_numbers(graph, model, (x.clone(),), None, halves)
+
+
+class OneSize(nn.Module):
+    """A linear layer whose result has its number of samples written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.view(8, 2, 2)
+
+
+def test_a_model_of_one_batch_size_keeps_the_reason() -> None:
+    graph = capture(OneSize(), (rand(8, 4),))
+    assert graph.layers["fc"].batch is None
+    assert "for 16: OneSize cannot be captured" in graph.one_batch
+    assert "view" in graph.one_batch
+    assert capture(nn.Linear(4, 4), (rand(8, 4),)).one_batch == ""
+
+
+def test_no_room_for_twice_the_batch_does_not_cost_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed allocation says nothing about the model: a smaller second batch shows what depends on the batch."""
+    model, make = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.empty
+
+    def empty(size: Any, **options: Any) -> Tensor:
+        if isinstance(size, list) and size[0] > 8:
+            raise RuntimeError("not enough memory: you tried to allocate 99 GiB")
+        return make(size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    graph = capture(model, (rand(8, 4),))
+    assert graph.layers["0"].batch is not None
+    assert graph.one_batch == ""

@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+from ortools.sat.python import cp_model
 
 from benchmarks.instances import network, random_problem, residual
+from parplan.errors import ParplanError
 from parplan.planner.cpsat import least_excess, resolution, search
 from parplan.planner.presolve import drop_forbidden
 from parplan.planner.problem import Edge, Node, Problem, Status, evaluate
@@ -115,3 +117,18 @@ def test_control_c_stops_the_search() -> None:
     child.stdout.read()
     child.stdout.close()
     assert child.wait(timeout=60) == 77
+
+
+def test_an_error_in_the_solvers_thread_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(*_: object) -> int:
+        raise MemoryError("no room for the model")
+
+    monkeypatch.setattr(cp_model.CpSolver, "solve", solve)
+    with pytest.raises(MemoryError, match="no room for the model"):
+        search(_pair([5.0, 0.0]), [], 10, 1, target=3.0)
+
+
+def test_a_problem_that_the_solver_calls_invalid_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: cp_model.MODEL_INVALID)
+    with pytest.raises(ParplanError, match="refused the problem as invalid"):
+        search(_pair([5.0, 0.0]), [], 10, 1, target=3.0)

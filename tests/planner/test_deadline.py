@@ -9,6 +9,7 @@ import pytest
 
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan
 from parplan.planner import case as case_module
 from parplan.planner import choosing
 from parplan.planner import decide as decide_module
@@ -43,7 +44,8 @@ def test_solves_that_all_take_their_whole_time_keep_to_the_limit(monkeypatch: py
     monkeypatch.setattr(choosing, "solve", clock.solve)
     monkeypatch.setattr(decide_module, "solve", clock.solve)
     monkeypatch.setattr(case_module, "now_s", lambda: clock.now_s)
-    decide(graph, cluster, costs, Request(time_limit_s=LIMIT_S))
+    with pytest.raises(InfeasiblePlan, match="no plan was found that fits with its transfers"):
+        decide(graph, cluster, costs, Request(time_limit_s=LIMIT_S))
     assert len(clock.limits_s) >= 4
     assert clock.limits_s[0] > LIMIT_S / 2
     assert LIMIT_S / 2 < clock.now_s <= 1.3 * LIMIT_S
@@ -61,3 +63,11 @@ def test_a_deadline_gives_parts_and_a_little_when_it_is_over(monkeypatch: pytest
     times[0] = 20.0
     assert deadline.left_s() == 0.0
     assert deadline.part_s(0.5) == Deadline.LEAST * 10.0
+
+
+@pytest.mark.parametrize(("seconds", "hit"), [(10.0, True), (9.96, True), (8.0, False)])
+def test_a_solve_that_begins_nothing_new_just_before_its_limit_was_ended_by_it(seconds: float, hit: bool) -> None:
+    """The solver leaves its loop with under 0.05 s left: that is no search that ended by itself."""
+    deadline = Deadline(10.0)
+    deadline.watched(Solution(Status.FEASIBLE, (0,), 2.0, 1.0, 0.5, seconds), 10.0)
+    assert deadline.hit == hit

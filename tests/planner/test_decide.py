@@ -194,3 +194,53 @@ def test_data_parallel_is_not_legal_when_the_batch_does_not_divide() -> None:
     rival = next(rival for rival in decision.baselines if rival.name == "pure data parallel")
     assert rival.step_s is None
     assert rival.why_not == "R1: a batch of 12 does not divide by 5"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_at_every_memory_a_plan_fits_with_its_transfers_or_is_refused(devices: int) -> None:
+    """The solver estimates transfers; whatever it takes them for, a plan that would run out of memory is no answer."""
+    graph, roomy = classifier(), cluster_preset(SLOW, devices)
+    needed = max(decided(graph, roomy).prediction.memory_bytes)
+    outcomes = set()
+    for percent in range(40, 104, 3):
+        limit = needed * percent // 100
+        try:
+            decision = decided(graph, small_memory(roomy, limit))
+        except InfeasiblePlan:
+            outcomes.add("refused")
+            continue
+        outcomes.add("fits")
+        assert max(decision.prediction.memory_bytes) <= limit
+        assert not [note for note in decision.notes if "with its transfers" in note]
+    assert outcomes == {"refused", "fits"}
+
+
+def test_a_search_that_ends_with_a_plan_that_does_not_fit_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, cluster = classifier(), cluster_preset(SLOW, 2)
+    limit = cluster.devices[0].memory_bytes
+    monkeypatch.setattr(RooflineCosts, "peaks", lambda self, layers: (limit // 2, limit + 2**20))
+    with pytest.raises(InfeasiblePlan, match=r"nearest one needs .* on device 1, .* lacks 1 MiB\n  possible remedies"):
+        decided(graph, cluster)
+
+
+def test_baselines_are_held_to_the_same_memory_as_the_plan() -> None:
+    """A baseline that would run out of memory with its transfers must not be said to fit, and so be advised."""
+    graph, cluster = classifier(), cluster_preset(SLOW, 2)
+    costs = RooflineCosts(graph, cluster)
+    several = [one for one in decided(graph, cluster).baselines if one.plan is not None and one.name != "one device"]
+    assert several
+    for baseline in several:
+        assert baseline.plan is not None
+        peaks = costs.peaks(baseline.plan.layers)
+        assert peaks is not None
+        assert baseline.memory_bytes == max(peaks)
+        tight = decided(graph, cluster.with_memory(max(peaks) - 1))
+        assert [one.fits for one in tight.baselines if one.name == baseline.name] == [False]
+
+
+def test_a_model_of_one_batch_size_is_told_why_it_has_no_replicas() -> None:
+    graph = replace(classifier(), one_batch="for 32: Net cannot be captured: RuntimeError: shape '[16, 4]' is invalid")
+    notes = decided(graph, cluster_preset(SLOW, 2)).notes
+    assert [note for note in notes if "No layer can have replicas" in note and "shape '[16, 4]' is invalid" in note]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.runtime.compat import keeps_graph, version
+from parplan.runtime.compat import in_functional_transform, keeps_graph, version
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:
@@ -49,3 +49,15 @@ def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
     y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
     y.backward(retain_graph=keep)
     assert _Asks.answers == [keep]
+
+
+def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
+    seen: list[bool] = []
+
+    def total(x: Tensor) -> Tensor:
+        seen.append(in_functional_transform())
+        return x.sum()
+
+    torch.func.grad(total)(torch.ones(2))
+    total(torch.ones(2))
+    assert seen == [True, False]
