@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from parplan.errors import CaptureError, RuntimeFailure
 from parplan.graph.capture import capture
+from parplan.layout import Range
 from parplan.plan import Scheme
 from parplan.runtime.compiled import Compiled
+from parplan.runtime.train_step import SampleAxis, sample_axes
 from tests.runtime.helpers import compiled, differences, outcome, planner, random_passes, random_strategies, spread
 from tests.runtime.ranks import run_cases
 
@@ -132,6 +134,15 @@ def test_drawn_plans_give_the_plain_results(name: str) -> None:
         scheme = Scheme.GATHER if number % 2 else Scheme.BROADCAST
         model = Compiled(copy.deepcopy(net), planner(table, 4, scheme), devices=["cpu"] * 4, dim=dim)
         assert differences(outcome(model.module, model, x), wanted) == {}
+
+
+def test_targets_are_cut_where_results_have_samples() -> None:
+    graph = capture(MODELS["samples_inside"][0]().double(), (inputs(1, 4),), dim=1)
+    axis, given = sample_axes(graph, 1)
+    assert (axis, given) == (SampleAxis(0, 1, 3), SampleAxis(1, 1))
+    targets = torch.arange(12)  # of 3 steps, 4 samples in each
+    assert axis.of(targets, 4)
+    assert axis.take(targets, [Range(1, 3)]).tolist() == [1, 2, 5, 6, 9, 10]
 
 
 # --- several processes -----------------------------------------------------------------------
