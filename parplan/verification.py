@@ -47,12 +47,16 @@ class VerificationRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance."""
+    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance.
+
+    `notes` say what the plan was made for, where that is something else.
+    """
 
     plan: Plan
     batch: int
     rows: tuple[VerificationRow, ...]
     tolerance: float = TOLERANCE
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:

@@ -85,8 +85,10 @@ def _refuse_subgraphs(graph: fx.Graph) -> None:
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:
+    places = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
     for node in graph.nodes:
-        if node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
+        place = places.get(node.target, len(node.args))
+        if len(node.args) > place and node.args[place]:
             raise CaptureError(
                 f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
                 "sparse=False"

@@ -18,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.bags import join_bags
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.batched_lookup import gather_batched_lookups
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
 from parplan.graph.functions import known_sites
@@ -26,11 +28,13 @@ from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
+from parplan.graph.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.missing_devices import missing_devices
 from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
 from parplan.graph.user_line import user_line
+from parplan.graph.whole_batch import WholeBatch, unplaced, whole_batch
 
 __all__ = ["batch_of", "capture"]
 
@@ -60,10 +64,11 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
     exported = _export(model, call.resized(call.alike, call.batch), training, call.sites, call.opaque)
-    samples, changes = call.alike, BatchChanges()
+    samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
     if check_batch and call.batch is not None:
-        samples, changes = _compare(call, exported)
-    return _assemble(call, exported, samples, changes)
+        samples, changes, twice = _compare(call, exported)
+        bound = whole_batch(exported, twice, call.batch)
+    return _assemble(call, exported, samples, changes, bound)
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -111,8 +116,8 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
         ) from error
 
 
-def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges]:
-    """Which leaves hold samples, and what changes with their number.
+def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
+    """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
     samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
@@ -130,8 +135,8 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
                 reasons.append(f"for {other_batch}: {error}")
                 continue
             changes = batch_changes(exported.graph_module, other.graph_module)
-            return samples, changes | call.opaque.changes(exported.graph_module, opaque)
-    return call.alike, everything_changes(exported.graph_module, reasons[0])
+            return samples, changes | call.opaque.changes(exported.graph_module, opaque), other
+    return call.alike, everything_changes(exported.graph_module, reasons[0]), None
 
 
 def _export(
@@ -144,7 +149,7 @@ def _export(
     try:
         _refuse_averages(model)
         with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque.intercepted(model):
-            return torch.export.export(model, args, kwargs, strict=False)
+            exported = torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -152,6 +157,9 @@ def _export(
     finally:
         for module, mode in modes.items():
             module.training = mode
+    gather_batched_lookups(exported.graph)
+    join_bags(exported.graph)
+    return exported
 
 
 def _refuse_averages(model: nn.Module) -> None:
@@ -221,7 +229,11 @@ def _inputs(program: ExportedProgram) -> _Inputs:
 
 
 def _assemble(
-    call: _Call, exported: ExportedProgram, sample_leaves: frozenset[int], changes: BatchChanges
+    call: _Call,
+    exported: ExportedProgram,
+    sample_leaves: frozenset[int],
+    changes: BatchChanges,
+    bound: WholeBatch,
 ) -> LayerGraph:
     model = call.model
     call.opaque.settle(exported)
@@ -234,7 +246,14 @@ def _assemble(
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
-    built = build_layers(graph.graph, leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    built, flattened = build_layers(graph.graph, *given), dict[str, int]()
+    if built.merged:
+        kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
+        replaced = unflatten_between_layers(graph.graph, built, places, kept)
+        flattened = dict(replaced.values())
+        graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
+        built = build_layers(graph.graph, *given)
     return LayerGraph(
         model=type(model).__name__,
         digraph=built.digraph,
@@ -255,6 +274,9 @@ def _assemble(
         training=call.training,
         sites=call.sites,
         one_batch=changes.one_batch,
+        flattened=flattened,
+        sample_indices=bound.indices,
+        unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 

@@ -232,7 +232,7 @@ class _Reader:
 def _joined(axes: Sequence[JointAxis]) -> JointAxis:
     found = JointAxis()
     for axis in axes:
-        found.crossed |= any(found.dims.get(tensor, dim) != dim for tensor, dim in axis.dims.items())
+        found.crossed |= {tensor for tensor, dim in axis.dims.items() if found.dims.get(tensor, dim) != dim}
         found.dims.update(axis.dims)
         found.outer.update(axis.outer)
         found.cuts |= axis.cuts

@@ -16,10 +16,11 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.graph.sample_indices import SampleIndex
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Layer", "LayerGraph", "TensorSpec"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,9 @@ class LayerGraph:
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
         one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
+        flattened: results of which a dimension is flattened with the next one when they are handed out.
+        sample_indices: ops that take positions along samples from an input.
+        unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
@@ -161,6 +165,9 @@ class LayerGraph:
     fixed_batch: bool = False
     one_batch: str = ""
     sites: Mapping[str, Any] = field(default_factory=dict)
+    flattened: Mapping[str, int] = field(default_factory=dict)
+    sample_indices: tuple[SampleIndex, ...] = ()
+    unplaced: tuple[Unplaced, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -180,9 +187,29 @@ class LayerGraph:
         """Number of parameters, tied ones counted once."""
         return sum(self.values[name].elements for name in self.parameters)
 
+    def as_returned(self, value: str, result: torch.Tensor) -> torch.Tensor:
+        """A result in the shape in which the model returns it."""
+        dim = self.flattened.get(value)
+        return result if dim is None else result.flatten(dim, dim + 1)
+
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A result whose samples are not known to lie along a dimension.
+
+    Args:
+        result: leaf of what the model returns, by number.
+        layer: makes it.
+        unknown: ops of the layers behind which samples are lost that have no row in the axis table.
+    """
+
+    result: int
+    layer: str
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

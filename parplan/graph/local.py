@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from parplan.compat import schema_of
 from parplan.graph import ops
 from parplan.graph.axis_table import Call, overload
+from parplan.graph.bags import EMBEDDING_BAGS, run_bags
 from parplan.graph.functions import CUSTOM_FUNCTION, function_of
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed import RNN_PACKED, run_packed
@@ -130,6 +131,9 @@ def _copy(
     if target is aten.embedding.default and axis is not None and node.name in axis.partial:
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = ops.shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
+    if target is EMBEDDING_BAGS:
+        cut = axis is not None and node.name in axis.partial
+        target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
     if target is aten.view.default:
         # Whether a view is possible depends on strides, which a transfer does not keep.
         target = aten.reshape.default

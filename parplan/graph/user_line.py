@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["calling_line", "user_line"]
+__all__ = ["calling_line", "code_line", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -33,3 +34,17 @@ def _is_own(filename: str) -> bool:
     path = Path(filename)
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     return not filename.startswith("<") and not any(path.is_relative_to(base) for base in (_OURS, *installed))
+
+
+def code_line(trace: str) -> str:
+    """The same from the text of a stack trace, as exported nodes carry one; empty where no line is the user's."""
+    lines = [line.strip() for line in trace.splitlines()]
+    found = ""
+    for number, line in enumerate(lines):
+        place = _FRAME.match(line)
+        if place and _is_own(place[1]):
+            found = f"{place[1]}:{place[2]}: {lines[number + 1] if number + 1 < len(lines) else ''}"
+    return found
+
+
+_FRAME = re.compile(r'File "(.+)", line (\d+)')

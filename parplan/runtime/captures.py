@@ -21,6 +21,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.own_samples import check_own_samples
 from parplan.runtime.programs import Captured, Options, Programs
 from parplan.runtime.tensors import OwnTensors
 from parplan.runtime.transport import Transport
@@ -80,8 +81,13 @@ class Captures:
         if kind in self._captured:
             return self._captured[kind]
         batch = self._whole_batch(call)
+        if self.plan is None:
+            self._make_plan(call, batch)
+            # Which processes bring the same samples is known only now.
+            batch = self._whole_batch(call) if self.programs.grouped else batch
+        assert self.plan is not None
         if (kind, batch) not in self._captured:
-            self._capture(call, training, batch, self.plan or self._make_plan(call, batch))
+            self._capture(call, training, batch, self.plan)
         return self._captured[kind if kind in self._captured else (kind, batch)]
 
     def _capture(self, call: Call, training: bool, batch: int | None, plan: Plan) -> None:
@@ -135,9 +141,12 @@ class Captures:
         # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with whole, torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            return capture(self._module, args, kwargs, training=training, dim=self._dim)
+            graph = capture(self._module, args, kwargs, training=training, dim=self._dim)
+        if self._transport.processes > 1 and not self.programs.grouped:
+            check_own_samples(graph)
+        return graph
 
-    def _make_plan(self, call: Call, batch: int | None) -> Plan:
+    def _make_plan(self, call: Call, batch: int | None) -> None:
         # Every rank captures, at the same time; only one plans.
         graph = self._trace(call, True, batch)
         self._traced[self._kind(call, True), batch] = graph
@@ -155,7 +164,6 @@ class Captures:
                 f"start as many, or make a plan for {count}"
             )
         self.plan = plan
-        return plan
 
 
 def _check_parameters(module: nn.Module) -> None:

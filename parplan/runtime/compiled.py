@@ -321,7 +321,10 @@ class Compiled(Wrapped):
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
-        leaves = [leaf.value if isinstance(leaf, Constant) else next(tensors) for leaf in graph.user_outputs]
+        leaves = [
+            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
+            for leaf in graph.user_outputs
+        ]
         return pytree.tree_unflatten(leaves, graph.out_spec)
 
     def _out(self, program: Program, slot: str, result: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
 from parplan.runtime.lower import lower
+from parplan.runtime.own_samples import check_own_samples
 from parplan.runtime.parameters import Copies, Store
 from parplan.runtime.passes import early_periods
 from parplan.runtime.program import Program
@@ -60,6 +61,7 @@ class Captured:
     Attributes:
         draws: random numbers that devices draw together.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
     """
 
@@ -69,6 +71,7 @@ class Captured:
     draws: Draws
     shares: bool
     groups: Grid | None = None
+    moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
 
     @cached_property
@@ -112,15 +115,23 @@ class Programs:
         """How many logical devices there are, over all processes."""
         return len(self._memories)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether some processes bring the same samples."""
+        return self._options.groups
+
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
         draws = Draws(graph, strategies)
         known = Captured(graph, strategies, plan.scheme, draws, True, self.groups(plan))
+        if known.groups is not None and known.groups.replicas > 1:
+            check_own_samples(graph)
         supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
         if isinstance(self._transport, DistributedTransport):
             self._hold(graph, supposed)
-        known.shares = bool(supposed.transfers) or draws.any or known.groups is not None
+        known.moves = bool(supposed.transfers)
+        known.shares = known.moves or draws.any or known.groups is not None
         return known
 
     def groups(self, plan: Plan) -> Grid | None:
