@@ -161,7 +161,15 @@ class Run:
         """Record a model's parameters and buffers, and which parameters have gradients."""
         for key, value in model.state_dict().items():
             self.same(f"{name}{key}", value)
-        self.same(f"{name}gradients", [key for key, p in model.named_parameters() if p.grad is not None])
+        self.same(f"{name}gradients", self._on_any_rank({k for k, p in model.named_parameters() if p.grad is not None}))
+
+    def _on_any_rank(self, names: set[str]) -> list[str]:
+        """Names that some rank has: a plan may put a layer on a part of the ranks."""
+        if self.ranks == 1:
+            return sorted(names)
+        found: list[set[str]] = [set()] * self.ranks
+        dist.all_gather_object(found, names)
+        return sorted(set.union(*found))
 
     def _record(self, name: str, record: Record) -> None:
         numbered = name

@@ -43,7 +43,7 @@ class Workers:
         self._limit_s = limit_s
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._store: dist.TCPStore | None = None
+        self._store: object | None = None
         self._tasks = 0
 
     def run(self, task: Task, *args: Any) -> Outcome:
@@ -60,8 +60,7 @@ class Workers:
             if not ready:
                 outcomes.append(Outcome(Verdict.HUNG, f"no result within {self._limit_s:.0f} s"))
                 break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
                 del waiting[pipe]
                 try:
                     outcomes.append(pipe.recv())
@@ -93,8 +92,8 @@ class Workers:
         context.set_forkserver_preload(["benchmarks.workers", "parplan.runtime.compiled", "torch.export._trace"])
         port = 0
         if self.ranks > 1:
-            self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            port = self._store.port
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            port, self._store = store.port, store
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             given = (rank, self.ranks, port, theirs, dict(os.environ))
@@ -109,7 +108,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection, environment: dict
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, is_master=False) if ranks > 1 else None
+    store = dist.TCPStore("localhost", port, is_master=False) if ranks > 1 else None  # type: ignore[attr-defined]
     while True:
         try:
             task, args, number = pipe.recv()
@@ -118,7 +117,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection, environment: dict
         began = time.process_time()
         try:
             if store is not None:
-                own = dist.PrefixStore(str(number), store)
+                own = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
                 patience = timedelta(seconds=TIMEOUT_S)
                 dist.init_process_group("gloo", store=own, timeout=patience, rank=rank, world_size=ranks)
             outcome = task(rank, ranks, *args)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from benchmarks.training import Outcome, Run, judge
+from benchmarks.workers import Workers
 from tests.patterns import (
-    attributes, checkpoints, custom_autograd, data, loops, models, modules, optimizers, precision,
+    attributes,
+    checkpoints,
+    custom_autograd,
+    data,
+    loops,
+    models,
+    modules,
+    optimizers,
+    precision,
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
 
-__all__ = ["PATTERNS", "run_cell"]
+__all__ = ["PATTERNS", "launched", "run_cell"]
 
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
@@ -16,6 +25,11 @@ _SECTIONS = (
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}
+
+
+def launched(workers: Workers, name: str, cell: str) -> Outcome:
+    """Run one pattern in one cell, on workers of its launch."""
+    return workers.run(run_cell, name, cell.split("/")[1])
 
 
 def run_cell(rank: int, ranks: int, name: str, plan: str) -> Outcome:

@@ -1,5 +1,6 @@
 """Patterns with a user's own backward: custom Functions, tensor hooks, detached values."""
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 from typing import Any
@@ -23,7 +24,7 @@ class StraightThrough(torch.autograd.Function):
         return torch.round(x * 4) / 4
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """As it is."""
         return grad
 
@@ -38,7 +39,7 @@ class Reverse(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Reversed."""
         return -ctx.scale * grad, None
 
@@ -52,7 +53,7 @@ class Clamped(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Clamped."""
         return grad.clamp(-0.01, 0.01)
 
@@ -61,7 +62,7 @@ class Swish(torch.autograd.Function):
     """A derivative written by hand, in the newer style with setup_context."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Any:
         """x times its sigmoid."""
         return x * torch.sigmoid(x)
 
@@ -71,7 +72,7 @@ class Swish(torch.autograd.Function):
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         """The derivative."""
         (x,) = ctx.saved_tensors
         s = torch.sigmoid(x)
@@ -88,7 +89,7 @@ class Surrogate(torch.autograd.Function):
         return (x > threshold).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """As if a sigmoid."""
         x, threshold = ctx.saved_tensors
         own = grad / (1 + (x - threshold).abs()).square()
@@ -104,7 +105,7 @@ class UnitNorm(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         """Of norm one, over all samples."""
         return grad / grad.norm()
 

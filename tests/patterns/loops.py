@@ -122,8 +122,12 @@ def parameter_groups(run: Run) -> None:
 def parameter_groups_by_dimension(run: Run) -> None:
     model = run.compile(Mlp())
     model(run.randn(BATCH, 6))
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is wide]} for wide in (True, False)]
-    steps(run, model, torch.optim.Adam([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=0.01))
+    wide, narrow = ([p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    steps(
+        run,
+        model,
+        torch.optim.Adam([{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}], lr=0.01),
+    )
 
 
 @SECTION("learning-rate schedulers")
@@ -266,7 +270,7 @@ def averaged_model(run: Run) -> None:
     model = run.compile(Mlp())
     optimizer = sgd(model)
     steps(run, model, optimizer, 1)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for _ in range(3):
         steps(run, model, optimizer, 1)
         average.update_parameters(model)

@@ -36,9 +36,7 @@ class Scores:
     hidden: Tensor
 
 
-pytree.register_dataclass(Scores, serialized_type_name="tests.patterns.Scores") if hasattr(
-    pytree, "register_dataclass"
-) else None
+pytree.register_dataclass(Scores, serialized_type_name="tests.patterns.Scores")
 
 
 @SECTION("results in dictionaries and tuples, `None` among them")
@@ -64,6 +62,27 @@ def dataclass_result(run: Run) -> None:
 
     model = run.compile(Net())
     steps(run, model, sgd(model), loss_of=lambda r, c: F.cross_entropy(r.scores, c) + r.hidden.mean())
+
+
+class Unregistered:
+    """A result of a class that torch knows nothing of."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+
+@SECTION(
+    "an object of a class of the user's own as the result",
+    refused={"*": "register"},
+    why="torch does not know the tensors in it; register the class with torch's pytree, or return a dictionary",
+)
+def own_class_result(run: Run) -> None:
+    class Net(_Two):
+        def forward(self, x: Tensor) -> Unregistered:
+            return Unregistered(self.head(torch.tanh(self.body(x))))
+
+    model = run.compile(Net())
+    steps(run, model, sgd(model), loss_of=lambda r, c: F.cross_entropy(r.scores, c))
 
 
 @SECTION("the loss computed inside the model (a mean over samples)")
@@ -149,7 +168,11 @@ def some_results(run: Run) -> None:
     model = run.compile(Net())
     optimizer = sgd(model)
     for which in (0, 1, 0):
-        steps(run, model, optimizer, 1, loss_of=lambda r, c, which=which: F.cross_entropy(r[which], c))
+
+        def loss_of(results: Any, classes: Tensor, which: int = which) -> Tensor:
+            return F.cross_entropy(results[which], classes)
+
+        steps(run, model, optimizer, 1, loss_of=loss_of)
 
 
 @SECTION("tied weights (embedding and decoder)")
@@ -343,9 +366,9 @@ def compiled_part(run: Run) -> None:
         loss = F.cross_entropy(model(run.randn(BATCH, 6)), run.randint(4, BATCH))
         loss.backward()
         for p in last.parameters():
-            if run.ranks > 1:  # the plain rest is the user's to keep in step
+            if run.ranks > 1 and p.grad is not None:  # the plain rest is the user's to keep in step
                 torch.distributed.all_reduce(p.grad)
-                p.grad /= run.ranks
+                p.grad.div_(run.ranks)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         run.mean("loss", loss)

@@ -20,7 +20,9 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@SECTION("forward hooks and pre-hooks that change what goes through, added before and between steps", free=("body", "head"))
+@SECTION(
+    "forward hooks and pre-hooks that change what goes through, added before and between steps", free=("body", "head")
+)
 def forward_hooks(run: Run) -> None:
     module = Mlp()
     module.body.register_forward_hook(lambda m, args, out: out * 2)
@@ -37,8 +39,8 @@ def forward_hooks(run: Run) -> None:
 def backward_hooks(run: Run) -> None:
     module = Mlp()
     module.body.register_full_backward_hook(lambda m, grads, outs: None)
-    module.head.register_full_backward_hook(lambda m, grads, outs: (grads[0] * 0.5,))
-    module.head.register_full_backward_pre_hook(lambda m, outs: (outs[0] * 2,))
+    module.head.register_full_backward_hook(_halved)
+    module.head.register_full_backward_pre_hook(_doubled)
     model = run.compile(module)
     steps(run, model, sgd(model))
 
@@ -149,6 +151,14 @@ def converted(run: Run) -> None:
     model.double()
     model.requires_grad_(True)
     steps(run, model, optimizer, 2, shape=(3, 6, 6))
+
+
+def _halved(module: nn.Module, grads: Any, outs: Any) -> Any:
+    return (grads[0] * 0.5,)
+
+
+def _doubled(module: nn.Module, outs: Any) -> Any:
+    return (outs[0] * 2,)
 
 
 def _quiet(make: Any) -> Any:

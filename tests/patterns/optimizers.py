@@ -216,7 +216,7 @@ def closure(run: Run) -> None:
             loss.backward()
             return loss
 
-        run.mean("loss", optimizer.step(evaluate))  # type: ignore[arg-type]
+        run.mean("loss", optimizer.step(evaluate))
     run.state(model)
 
 
@@ -233,7 +233,7 @@ def lbfgs(run: Run) -> None:
             loss.backward()
             return loss
 
-        optimizer.step(evaluate)  # type: ignore[arg-type]
+        optimizer.step(evaluate)
     run.state(model)
 
 

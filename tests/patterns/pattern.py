@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from benchmarks.training import TOLERANCE, Script
+from benchmarks.training import TOLERANCE, Outcome, Script, Verdict
 
-__all__ = ["CELLS", "LAUNCHES", "PLANS", "Pattern", "Section"]
+__all__ = ["CELLS", "LAUNCHES", "PLANS", "Pattern", "Section", "first_match"]
 
 LAUNCHES = ("one", "ranks")  # two logical devices in one process; two processes under torchrun
 PLANS = ("replicas", "shards", "mixed", "solver")
@@ -23,7 +23,6 @@ class Pattern:
         name: of its script; its tests are called so.
         title: what users do, for the page.
         refused: words of the refusal, by cells ("ranks/shards", "ranks/*"); the other cells are right.
-        wrong: cells that are wrong, with the reason: expected to fail, until they do not.
         why: the refusal's reason and what to do instead, for the page.
         free: modules that plans leave to the solver, as they cannot be cut, or are not called.
         tolerance: relative; above rounding of float64 where the pattern computes in less.
@@ -34,21 +33,26 @@ class Pattern:
     section: str
     script: Script
     refused: Mapping[str, str] = field(default_factory=dict)
-    wrong: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
     free: tuple[str, ...] = ()
     tolerance: float = TOLERANCE
 
     def words(self, cell: str) -> str | None:
         """Words of the refusal that is expected; None where the numbers have to be right."""
-        return _first(self.refused, cell)
+        return first_match(self.refused, cell)
 
-    def known_wrong(self, cell: str) -> str | None:
-        """The reason why this cell is not as it should be; None where it is."""
-        return _first(self.wrong, cell)
+    def trouble(self, cell: str, outcome: Outcome) -> str | None:
+        """Why an outcome is not what is expected; None where it is."""
+        words = self.words(cell)
+        wanted = Verdict.RIGHT if words is None else Verdict.REFUSED
+        if outcome.verdict is wanted and (words or "") in outcome.text:
+            return None
+        expected = wanted.value if words is None else f"refused: {words}"
+        return f"{self.name} {cell}: {outcome.verdict.value}, expected {expected}\n{outcome.text}"
 
 
-def _first(by_cells: Mapping[str, str], cell: str) -> str | None:
+def first_match(by_cells: Mapping[str, str], cell: str) -> str | None:
+    """The text of the first entry whose cells ("ranks/*") include `cell`."""
     return next((text for cells, text in by_cells.items() if fnmatchcase(cell, cells)), None)
 
 
@@ -68,7 +72,6 @@ class Section:
         title: str,
         *,
         refused: Mapping[str, str] | None = None,
-        wrong: Mapping[str, str] | None = None,
         why: str = "",
         free: tuple[str, ...] = (),
         tolerance: float = TOLERANCE,
@@ -77,9 +80,7 @@ class Section:
 
         def add(script: Script) -> Script:
             name = getattr(script, "__name__", "")
-            self._patterns.append(
-                Pattern(name, title, self.heading, script, refused or {}, wrong or {}, why, free, tolerance)
-            )
+            self._patterns.append(Pattern(name, title, self.heading, script, refused or {}, why, free, tolerance))
             return script
 
         return add
