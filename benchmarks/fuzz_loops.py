@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fuzz_models import HEADS, Drawn, Knob, Reversed, sample
+from benchmarks.fuzz_models import HEADS, Drawn, Knob, Reversed, Stored, sample
 from benchmarks.training import Run
 
 __all__ = ["ACTIONS", "OPTIMIZERS", "Loop", "train"]
@@ -194,6 +194,12 @@ def _log(loop: Loop) -> None:
         loop.run.same(f"norm of {name}", float(p.detach().norm()))
 
 
+def _read(loop: Loop) -> None:
+    for module in loop.model.modules():
+        if isinstance(module, Stored):
+            loop.run.rows("stored", module.last)
+
+
 ACTIONS: Mapping[str, Action] = {
     "clip norm": Action(after_backward=_clip_norm),
     "clip value": Action(after_backward=_clip_value),
@@ -215,6 +221,7 @@ ACTIONS: Mapping[str, Action] = {
     "reset": Action(after=_at(1, _reset)),
     "input gradient": Action(after=_inner),
     "log": Action(after=_at(2, _log)),
+    "read": Action(after_backward=_read),
     "accumulate": Action(),
     "last batch": Action(),
     "no none": Action(),

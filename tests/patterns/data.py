@@ -20,7 +20,12 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@SECTION("`nn.EmbeddingBag` with offsets, each rank its own", free=("bag",))
+@SECTION(
+    "`nn.EmbeddingBag` with offsets, each rank its own",
+    free=("bag",),
+    refused={"ranks/*": "positions along the samples"},
+    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+)
 def bag_offsets(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -67,7 +72,11 @@ def bag_of_rows(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("an input that indexes samples (`h + h[neighbour]`), each rank its own")
+@SECTION(
+    "an input that indexes samples (`h + h[neighbour]`), each rank its own",
+    refused={"ranks/*": "positions along the samples"},
+    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+)
 def neighbours(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -117,7 +126,11 @@ def positions(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("a graph's edges (`index_add` of messages between nodes)")
+@SECTION(
+    "a graph's edges (`index_add` of messages between nodes)",
+    refused={"ranks/*": "positions along the samples"},
+    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+)
 def graph_edges(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -256,7 +269,15 @@ def flattened_pairs(run: Run) -> None:
     steps(run, model, sgd(model), shape=(2, 6))
 
 
-@SECTION("two inputs stacked along the samples in the forward, and split again")
+@SECTION(
+    "two inputs stacked along the samples in the forward, and split again",
+    refused={
+        "ranks/*": "no dimension of it is known to hold the samples",
+        "one/replicas": "its samples depend on each other",
+        "one/mixed": "its samples depend on each other",
+    },
+    why="a part of the stacked samples is not known to be each rank's own; call the model twice",
+)
 def stacked_inputs(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

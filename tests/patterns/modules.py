@@ -45,6 +45,18 @@ def backward_hooks(run: Run) -> None:
     steps(run, model, sgd(model))
 
 
+@SECTION(
+    "a full backward hook of a module that begins and ends on different devices",
+    refused={"ranks/*": "module with backward hooks"},
+    why="torch's hook needs both ends in one process; pin the module's layers to the same devices",
+)
+def backward_hook_apart(run: Run) -> None:
+    module = Mlp()
+    module.head.register_full_backward_hook(_halved)
+    model = run.compile(module, pins=["head.pre_hooks=gpu:0", "head.hooks=gpu:1"])
+    steps(run, model, sgd(model))
+
+
 @SECTION("features kept by a forward hook, for reading", free=("body",))
 def feature_hooks(run: Run) -> None:
     kept: list[Tensor] = []
