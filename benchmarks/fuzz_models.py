@@ -471,8 +471,8 @@ BLOCKS: dict[str, type[Block]] = {
     for block in (
         Plain, Residual, Branches, Halves, Reshaped, Flattened, Normed, LayerNormed, Convolution, Pooled, Attention,
         ModuleAttention, Recurrent, MixedSamples, Rounded, Reversed, Gated, TensorHook, Counted, Assigned, Tracked,
-        Knob, Stored, Tallied, Dropped, Scaled, Recomputed, Reentrant, Stopped, WeightNormed, OldWeightNormed, ForwardHook,
-        BackwardHook, Tied,
+        Knob, Stored, Tallied, Dropped, Scaled, Recomputed, Reentrant, Stopped, WeightNormed, OldWeightNormed,
+        ForwardHook, BackwardHook, Tied,
     )
 }  # fmt: skip
 _ONLY = {

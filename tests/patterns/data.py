@@ -14,6 +14,8 @@ from tests.patterns.pattern import Section
 
 SECTION = Section("Inputs and samples")
 
+POSITIONS = "each process counts its own samples from 0, and layers may see those of all; run it in one process"
+
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     """SGD with momentum."""
@@ -24,7 +26,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     "`nn.EmbeddingBag` with offsets, each rank its own",
     free=("bag",),
     refused={"ranks/*": "positions along the samples"},
-    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+    why=POSITIONS,
 )
 def bag_offsets(run: Run) -> None:
     class Net(nn.Module):
@@ -75,7 +77,7 @@ def bag_of_rows(run: Run) -> None:
 @SECTION(
     "an input that indexes samples (`h + h[neighbour]`), each rank its own",
     refused={"ranks/*": "positions along the samples"},
-    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+    why=POSITIONS,
 )
 def neighbours(run: Run) -> None:
     class Net(nn.Module):
@@ -129,7 +131,7 @@ def positions(run: Run) -> None:
 @SECTION(
     "a graph's edges (`index_add` of messages between nodes)",
     refused={"ranks/*": "positions along the samples"},
-    why="each process counts its own samples from 0, and layers may see those of all; bring the same batch to all ranks, or run in one process",
+    why=POSITIONS,
 )
 def graph_edges(run: Run) -> None:
     class Net(nn.Module):
@@ -299,7 +301,7 @@ def stacked_inputs(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("mixup in the forward: samples mixed with a permutation given as an input", refused={})
+@SECTION("mixup in the forward: each sample mixed with another one of the batch")
 def mixup(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +323,11 @@ def mixup(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("a part of the samples chosen by a mask (`y[y > 0]`)", refused={"*": ""}, why="the size depends on values")
+@SECTION(
+    "a part of the samples chosen by a mask (`y[y > 0]`)",
+    refused={"*": "depends on values"},
+    why="the size depends on values",
+)
 def masked_samples(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

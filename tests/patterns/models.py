@@ -402,8 +402,8 @@ def written_results(run: Run) -> None:
 
 @SECTION(
     "an input written to in place by the forward",
-    refused={"*": "changes "x" in place"},
-    why='a replica would not see what another one writes; compute a new tensor',
+    refused={"*": "changes 'x' in place"},
+    why="a replica would not see what another one writes; compute a new tensor",
 )
 def written_inputs(run: Run) -> None:
     class Net(_Two):
