@@ -28,6 +28,7 @@ from parplan.graph.local import names_sizes
 from parplan.graph.missing_devices import missing_devices
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
+from parplan.graph.stand_ins import stand_ins
 from parplan.graph.user_line import user_line
 
 __all__ = ["batch_of", "capture"]
@@ -136,7 +137,7 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
+        with quiet(), stand_ins(model), missing_devices(), packed_sequences(), marked_hooks(model, sites):
             return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise

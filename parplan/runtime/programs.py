@@ -159,6 +159,7 @@ class Programs:
         if self.sharding is None:
             self._held = held
             self.sharding = Sharding(self._module, held, self._transport)
+        self.sharding.hold()
         self.sharding.fresh |= fresh_buffers(graph, program)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
