@@ -403,43 +403,48 @@ class _Reduction:
     """A number of each block, and what becomes of all ranks' numbers.
 
     Args:
+        block: of a block, computed in a type.
         neutral: the number of a rank that does not count.
     """
 
-    block: Callable[[Tensor], Tensor]
+    block: Callable[[Tensor, torch.dtype], Tensor]
     neutral: float
     total: Callable[[Tensor], Tensor]
 
 
-_LARGEST = _Reduction(Tensor.max, -inf, Tensor.amax)
-_SMALLEST = _Reduction(Tensor.min, inf, Tensor.amin)
+_SUM = _Reduction(lambda block, dtype: block.sum(dtype=dtype), 0.0, Tensor.sum)
+_LARGEST = _Reduction(lambda block, _: block.max(), -inf, Tensor.amax)
+_SMALLEST = _Reduction(lambda block, _: block.min(), inf, Tensor.amin)
 _REDUCTIONS = {
-    aten.sum.default: _Reduction(lambda block: block.sum(dtype=_precise(block)), 0.0, Tensor.sum),
-    aten.mean.default: _Reduction(lambda block: block.sum(dtype=_precise(block)), 0.0, Tensor.sum),
+    aten.sum.default: _SUM,
+    aten.mean.default: _SUM,
     aten.max.default: _LARGEST,
     aten.min.default: _SMALLEST,
-    aten.any.default: _Reduction(Tensor.any, 0.0, Tensor.amax),
-    aten.all.default: _Reduction(Tensor.all, 1.0, Tensor.amin),
+    aten.any.default: _Reduction(lambda block, _: block.any(), 0.0, Tensor.amax),
+    aten.all.default: _Reduction(lambda block, _: block.all(), 1.0, Tensor.amin),
 }
 
 
-def _precise(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _precise(tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The type to reduce blocks in: that of the result, at least float32."""
+    return torch.promote_types(wanted or tensor.dtype, torch.float32)
 
 
 def _reduction(call: _Call) -> Any:
     tensor, logical = call.sharded[0], call.func in (aten.any.default, aten.all.default)
-    if not (tensor.is_floating_point() or logical) or not _over_all(call, tensor):
+    wanted = call.given.get("dtype")
+    simple = logical or (tensor.is_floating_point() and (wanted is None or wanted.is_floating_point))
+    if not simple or not _over_all(call, tensor):
         return _whole(call)
     extremes = {aten.amax.default: _LARGEST, aten.amin.default: _SMALLEST}
     reduction = extremes.get(call.func) or _REDUCTIONS[call.func]
     placement, local = tensor.placement, tensor.local
-    own = float(reduction.block(local)) if placement.counts and local.numel() else reduction.neutral
+    own = float(reduction.block(local, _precise(local, wanted))) if placement.counts and local.numel() else reduction.neutral
     numbers = placement.collectives.exchange(f"{call.name} of {placement.name}", [own])
     total = reduction.total(numbers[:, 0])
     if call.func is aten.mean.default:
         total = total / tensor.numel()
-    dtype = torch.bool if logical else call.given.get("dtype") or tensor.dtype
+    dtype = torch.bool if logical else wanted or tensor.dtype
     return total.to(device=tensor.device, dtype=dtype)
 
 
@@ -458,7 +463,7 @@ def _norm(call: _Call) -> Any:
     if not simple or any(isinstance(o.tensor, ShardedView) for o in call.operands):
         return _whole(call)
     neutral = inf if order < 0 else 0.0
-    numbers = [_block_norm(tensor, order, neutral) for tensor in sharded]
+    numbers = [_block_norm(tensor, order, neutral, dtype) for tensor in sharded]
     own = torch.stack([n.to(numbers[0].device, torch.float64) for n in numbers]).tolist()
     names = ", ".join(tensor.placement.name for tensor in sharded)
     found = sharded[0].placement.collectives.exchange(f"{call.name} of {names}", own)
@@ -474,11 +479,11 @@ def _norm(call: _Call) -> Any:
     return norms if call.rule.listed else norms[0]
 
 
-def _block_norm(tensor: ShardedTensor, order: float, neutral: float) -> Tensor:
+def _block_norm(tensor: ShardedTensor, order: float, neutral: float, dtype: torch.dtype | None) -> Tensor:
     local = tensor.local
     if not tensor.placement.counts or not local.numel():
         return local.new_full((), neutral)
-    found: Tensor = torch.linalg.vector_norm(local, order, dtype=_precise(local))
+    found: Tensor = torch.linalg.vector_norm(local, order, dtype=_precise(local, dtype))
     return found
 
 

@@ -6,12 +6,18 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 
+from parplan.errors import RuntimeFailure
 from parplan.plan import Strategy
 from parplan.runtime.compiled import Compiled
+from parplan.runtime.sharded_tensor import ShardedTensor, local_tensor
 from tests.runtime.helpers import Rule, planner
 
 __all__ = ["CASES"]
@@ -201,4 +207,236 @@ def optimizers(rank: int, ranks: int) -> None:
             Pair(rule, rank, ranks).train(make)
 
 
-CASES = {case.__name__: case for case in (changed_gradients, optimizers)}
+def loaded_optimizers(rank: int, ranks: int) -> None:
+    """A state saved from blocks fits the plain model, and a plain model's state is loaded into blocks, before any step."""
+    makes = (sgd, adamw, OPTIMIZERS["Adafactor"], OPTIMIZERS["Adam foreach"])
+    for rule in placements(ranks):
+        for make in makes:
+            pair = Pair(rule, rank, ranks)
+            first = [make(list(module.parameters())) for module in pair.both]
+            pair.steps(first, count=2)
+            states = [optimizer.state_dict() for optimizer in first]
+            for found, wanted in zip(leaves(states[0]), leaves(states[1]), strict=True):
+                assert not isinstance(found, ShardedTensor)
+                same(found, wanted, "state of the optimizer")
+            # Crosswise: the plain twin goes on from the state of blocks, and the other way round.
+            others = [make(list(module.parameters())) for module in pair.both]
+            for optimizer, state in zip(others, reversed(states), strict=True):
+                optimizer.load_state_dict(copy.deepcopy(state))
+            pair.steps(others, count=2)
+            # A new model, whose parameters are cut only after its optimizer is loaded.
+            new = Compiled(Net().double(), planner(rule, ranks))
+            new.load_state_dict(pair.plain.state_dict())
+            pair.model = new
+            late = [make(list(module.parameters())) for module in pair.both]
+            for optimizer in late:
+                optimizer.load_state_dict(copy.deepcopy(others[1].state_dict()))
+            pair.steps(late, count=2)
+
+
+def leaves(state: Any) -> list[Any]:
+    """The tensors of an optimizer's state."""
+    return [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, Tensor)]
+
+
+def states_in_blocks(rank: int, ranks: int) -> None:
+    """A state that holds blocks, as no state_dict() gives any more, is refused by name."""
+    pair = Pair(placements(ranks)[0], rank, ranks)
+    optimizer = sgd(list(pair.model.parameters()))
+    pair.steps((optimizer, sgd(list(pair.plain.parameters()))), count=1)
+    state = optimizer.state_dict()
+    for entry, parameter in zip(state["state"].values(), pair.model.parameters(), strict=False):
+        entry["momentum_buffer"] = torch.zeros_like(local_tensor(parameter))
+    optimizer.load_state_dict(state)
+    with pytest.raises(RuntimeFailure, match="the state of SGD for first.weight has shape .* it was saved in blocks"):
+        optimizer.step()
+
+
+def made_afterwards(rank: int, ranks: int) -> None:
+    """Optimizers made after the parameters are cut, with parameter groups, over a wrapped part and a plain rest."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        groups = [
+            [
+                {"params": [p for p in m.parameters() if p.dim() > 1], "lr": 0.2},
+                {"params": [p for p in m.parameters() if p.dim() == 1]},
+            ]
+            for m in pair.both
+        ]
+        optimizers = [torch.optim.SGD(group, lr=0.1, momentum=0.9) for group in groups]
+        pair.steps(optimizers, clipped(2.0))
+        part = Pair(rule, rank, ranks)
+        head = nn.Linear(4, 4).double()
+        part.plain = nn.Sequential(part.plain, copy.deepcopy(head))
+        part.model = nn.Sequential(part.model, head)  # type: ignore[assignment]
+        both = [adamw(list(m.parameters())) for m in part.both]
+        for _ in range(3):
+            for optimizer in both:
+                optimizer.zero_grad()
+            part.backward()
+            for p in head.parameters():  # as the loss outside is each rank's own
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                p.grad /= ranks
+            for module, optimizer in zip(part.both, both, strict=True):
+                clip_grad_norm_(module.parameters(), 1e-2)
+                optimizer.step()
+        part.compare()
+
+
+def accumulation(rank: int, ranks: int) -> None:
+    """Gradients that add up, are set to zero in place, scaled by hooks, and frozen parameters."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        seen: list[list[Tensor]] = [[], []]
+        for module, found in zip(pair.both, seen, strict=True):
+            weights = list(module.parameters())
+            weights[0].register_hook(lambda g: g * 0.5)
+            weights[1].register_hook(lambda g, found=found: found.append(g.norm()))
+            weights[1].register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.sum()))
+            module.zero_grad(set_to_none=False)
+        for _ in range(3):
+            pair.backward()
+        same(seen[0], seen[1], "what hooks saw")
+        for (name, parameter), twin in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            same(whole(parameter.grad), twin.grad, f"gradient of {name}")
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        pair.steps(optimizers, clipped(2.0), 1)
+        for module in pair.both:
+            next(iter(module.children())).requires_grad_(False)
+        pair.steps(optimizers, clipped(2.0), 2)
+        for module in pair.both:
+            module.requires_grad_(True)
+        pair.steps(optimizers, clipped(2.0), 2)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be cut."""
+    return tensor.whole() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def hooks_from_before(rank: int, ranks: int) -> None:
+    """Hooks, attributes and gradients that a parameter had before it was cut stay; a removed hook is gone."""
+    pair = Pair(placements(ranks)[0], rank, ranks)
+    counts = [0, 0]
+    for number, module in enumerate(pair.both):
+        weight, bias, *_ = module.parameters()
+        weight.tag = "decayed"  # type: ignore[attr-defined]
+        weight.grad = torch.ones_like(weight)
+
+        def count(gradient: Tensor, number: int = number) -> Tensor:
+            counts[number] += 1
+            return gradient * 3
+
+        weight.register_hook(count)
+        removed = bias.register_hook(count)
+        pair.handle = removed  # type: ignore[attr-defined]
+        if number == 0:
+            first = removed
+    pair.backward()
+    first.remove()
+    removed.remove()
+    pair.backward()
+    assert counts == [3, 3]
+    weight, *_ = pair.model.parameters()
+    assert weight.tag == "decayed"  # type: ignore[attr-defined]
+    for parameter, twin in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        same(whole(parameter.grad), twin.grad, "gradient")
+
+
+def penalties(rank: int, ranks: int) -> None:
+    """Terms of the loss on parameters themselves."""
+    terms: list[Callable[[nn.Module], Tensor]] = [
+        lambda m: 0.1 * torch.stack([p.norm() ** 2 for p in m.parameters()]).sum(),
+        lambda m: 0.1 * torch.stack([p.abs().sum() for p in m.parameters()]).sum(),
+        lambda m: 0.1 * next(iter(m.parameters())).sum(0).norm(),
+        lambda m: 0.1 * parameters_to_vector(m.parameters()).norm(3),
+        lambda m: 0.1 * (lambda w: (w @ w.T - torch.eye(8, dtype=w.dtype)).norm())(next(iter(m.parameters()))),
+    ]
+    for rule in placements(ranks):
+        for term in terms:
+            pair = Pair(rule, rank, ranks)
+            pair.backward()
+            pair.backward(term)
+            for (name, parameter), twin in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+                assert parameter.grad is not None
+                same(whole(parameter.grad), twin.grad, f"gradient of {name}")
+            pair.steps([sgd(list(m.parameters())) for m in pair.both], count=1)
+
+
+def vectors(rank: int, ranks: int) -> None:
+    """Numbers of parameters and their shapes are the whole model's, also as one vector, there and back."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        assert sum(p.numel() for p in pair.model.parameters()) == sum(p.numel() for p in pair.plain.parameters())
+        vector = parameters_to_vector(pair.model.parameters())
+        same(vector, parameters_to_vector(pair.plain.parameters()), "vector")
+        for module in pair.both:
+            vector_to_parameters(vector.detach() * 2, module.parameters())
+        pair.compare()
+        pair.steps([sgd(list(m.parameters())) for m in pair.both])
+
+
+def averaged(rank: int, ranks: int) -> None:
+    """Moving averages: by deep copy and by hand, by AveragedModel; the averages run and are saved whole."""
+    average = get_ema_multi_avg_fn(0.9)
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        models = [AveragedModel(m, multi_avg_fn=average) for m in pair.both]
+        copies = [copy.deepcopy(m) for m in pair.both]
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        for _ in range(3):
+            pair.steps(optimizers, count=1)
+            for module, model, twin in zip(pair.both, models, copies, strict=True):
+                model.update_parameters(module)
+                with torch.no_grad():
+                    for own, given in zip(twin.parameters(), module.parameters(), strict=True):
+                        own.mul_(0.9).add_(given, alpha=0.1)
+        x = torch.randn(2 * ranks, 8, dtype=torch.float64)
+        own = slice(2 * rank, 2 * rank + 2)
+        for ours, theirs in (models, copies):
+            state = ours.state_dict()
+            for name, tensor in theirs.state_dict().items():
+                same(state[name], tensor, name)
+            with torch.no_grad():
+                same(ours.eval()(x[own]), theirs.eval()(x)[own], "result of the average")
+                same(ours(x[own]), theirs(x)[own], "result of the average, again")
+
+
+def scaler(rank: int, ranks: int) -> None:
+    """A gradient that is infinite in one rank's block skips the step on all, and the scale falls alike."""
+    pair = Pair(placements(ranks)[0], rank, ranks)
+    optimizers = [adamw(list(m.parameters())) for m in pair.both]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in pair.both]
+    for step in range(4):
+        x, y = (torch.randn(2 * ranks, width, dtype=torch.float64) for width in (8, 4))
+        own = slice(2 * rank, 2 * rank + 2)
+        for module, samples, optimizer, each in zip(pair.both, (own, slice(None)), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            each.scale(nn.functional.mse_loss(module(x[samples]), y[samples])).backward()
+            if step == 1:
+                with torch.no_grad():
+                    weight, *_ = module.parameters()
+                    assert weight.grad is not None
+                    weight.grad[0, 0] = float("inf")
+            each.unscale_(optimizer)
+            clip_grad_norm_(module.parameters(), 1e-2)
+            each.step(optimizer)
+            each.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        pair.compare()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        changed_gradients, optimizers, loaded_optimizers, states_in_blocks, made_afterwards, accumulation,
+        hooks_from_before, penalties, vectors, averaged, scaler,
+    )
+}  # fmt: skip
