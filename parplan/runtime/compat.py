@@ -5,7 +5,9 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +21,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipping_type
 
 __all__ = [
     "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform", "keeps_graph",
-    "local_ops_only", "recomputed_once", "support_foreach", "version", "wrapper_tensor", "writes",
+    "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references", "wrapper_tensor",
+    "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -96,6 +99,20 @@ def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
         parameter._backward_hooks = hooks
     if after is not None:
         parameter._post_accumulate_grad_hooks = after
+
+
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Take away the weak references that torch's recurrent layers hold to their parameters, and give them back."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    known = [[ref() if ref is not None else None for ref in layer._flat_weight_refs] for layer in layers]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer, weights in zip(layers, known, strict=True):
+            layer._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in weights]
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:

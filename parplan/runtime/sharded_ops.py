@@ -439,7 +439,11 @@ def _reduction(call: _Call) -> Any:
     extremes = {aten.amax.default: _LARGEST, aten.amin.default: _SMALLEST}
     reduction = extremes.get(call.func) or _REDUCTIONS[call.func]
     placement, local = tensor.placement, tensor.local
-    own = float(reduction.block(local, _precise(local, wanted))) if placement.counts and local.numel() else reduction.neutral
+    own = (
+        float(reduction.block(local, _precise(local, wanted)))
+        if placement.counts and local.numel()
+        else reduction.neutral
+    )
     numbers = placement.collectives.exchange(f"{call.name} of {placement.name}", [own])
     total = reduction.total(numbers[:, 0])
     if call.func is aten.mean.default:

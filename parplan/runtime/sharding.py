@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Region
-from parplan.runtime.compat import become
+from parplan.runtime.compat import become, without_weak_references
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.placement import Placement, TaggedCollectives
 from parplan.runtime.program import shape_of
@@ -140,18 +140,20 @@ class Sharding:
         assert self._collectives is not None  # as there are placements
         cut: list[tuple[nn.Parameter, nn.Parameter]] = []
         problem = ""
-        for name, parameter in whole.items():
-            other = _block_of(parameter, self._placements[name])
-            try:
-                become(parameter, other)
-            except RuntimeError as error:
-                problem = f"rank {self._transport.rank}: {name} cannot be cut over processes: {error}"
-                break
-            cut.append((parameter, other))
+        with without_weak_references(self._module):
+            for name, parameter in whole.items():
+                other = _block_of(parameter, self._placements[name])
+                try:
+                    become(parameter, other)
+                except RuntimeError as error:
+                    problem = f"rank {self._transport.rank}: {name} cannot be cut over processes: {error}"
+                    break
+                cut.append((parameter, other))
         failed = self._collectives.exchange("cutting the parameters", [float(bool(problem))])[:, 0]
         if failed.any():
-            for parameter, other in cut:
-                become(parameter, other)
+            with without_weak_references(self._module):
+                for parameter, other in cut:
+                    become(parameter, other)
             raise RuntimeFailure(
                 (problem or f"rank {int(failed.argmax())} could not cut a parameter over processes, see its error")
                 + "; before the first call drop results and losses of the plain model (del loss), or compute them "

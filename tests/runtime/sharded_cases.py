@@ -91,9 +91,7 @@ class Pair:
             loss = nn.functional.mse_loss(module(x[samples]), y[samples])
             (loss if penalty is None else loss + penalty(module)).backward()
 
-    def steps(
-        self, optimizers: tuple[torch.optim.Optimizer, ...], change: Change | None = None, count: int = 3
-    ) -> None:
+    def steps(self, optimizers: Sequence[torch.optim.Optimizer], change: Change | None = None, count: int = 3) -> None:
         """Train both, changing gradients in between, and compare."""
         for _ in range(count):
             for optimizer in optimizers:
@@ -208,7 +206,7 @@ def optimizers(rank: int, ranks: int) -> None:
 
 
 def loaded_optimizers(rank: int, ranks: int) -> None:
-    """A state saved from blocks fits the plain model, and a plain model's state is loaded into blocks, before any step."""
+    """A state saved from blocks fits the plain model, and a plain one's is loaded into blocks, before any step."""
     makes = (sgd, adamw, OPTIMIZERS["Adafactor"], OPTIMIZERS["Adam foreach"])
     for rule in placements(ranks):
         for make in makes:
@@ -248,7 +246,7 @@ def states_in_blocks(rank: int, ranks: int) -> None:
     for entry, parameter in zip(state["state"].values(), pair.model.parameters(), strict=False):
         entry["momentum_buffer"] = torch.zeros_like(local_tensor(parameter))
     optimizer.load_state_dict(state)
-    with pytest.raises(RuntimeFailure, match="the state of SGD for first.weight has shape .* it was saved in blocks"):
+    with pytest.raises(RuntimeFailure, match=r"the state of SGD for first.weight has shape .* it was saved in blocks"):
         optimizer.step()
 
 
@@ -257,7 +255,7 @@ def made_afterwards(rank: int, ranks: int) -> None:
     for rule in placements(ranks):
         pair = Pair(rule, rank, ranks)
         pair.backward()
-        groups = [
+        groups: list[list[dict[str, Any]]] = [
             [
                 {"params": [p for p in m.parameters() if p.dim() > 1], "lr": 0.2},
                 {"params": [p for p in m.parameters() if p.dim() == 1]},
@@ -396,8 +394,8 @@ def averaged(rank: int, ranks: int) -> None:
             for module, model, twin in zip(pair.both, models, copies, strict=True):
                 model.update_parameters(module)
                 with torch.no_grad():
-                    for own, given in zip(twin.parameters(), module.parameters(), strict=True):
-                        own.mul_(0.9).add_(given, alpha=0.1)
+                    for mean, given in zip(twin.parameters(), module.parameters(), strict=True):
+                        mean.mul_(0.9).add_(given, alpha=0.1)
         x = torch.randn(2 * ranks, 8, dtype=torch.float64)
         own = slice(2 * rank, 2 * rank + 2)
         for ours, theirs in (models, copies):
