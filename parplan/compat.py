@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "intercepted_functions", "memory_of", "overload_name", "pytree",
-    "schema_of", "unrecorded",
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "intercepted_functions", "memory_of",
+    "overload_name", "pytree", "schema_of", "unrecorded",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -35,6 +36,12 @@ HOOK_FIELDS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+
+
+def hooks_of_all_modules() -> int:
+    """How many hooks there are that every module calls (`torch.nn.modules.module.register_module_forward_hook`)."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return sum(len(getattr(module, f"_global_{kind}")) for kind in kinds)
 
 
 def schema_of(target: Any) -> Any:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parplan.compat import HOOK_FIELDS, BackwardHook, intercepted_functions, memory_of, overload_name, pytree, schema_of
+from parplan.compat import (
+    HOOK_FIELDS,
+    BackwardHook,
+    hooks_of_all_modules,
+    intercepted_functions,
+    memory_of,
+    overload_name,
+    pytree,
+    schema_of,
+)
 
 
 def test_trees_come_apart_and_together() -> None:
@@ -52,6 +61,23 @@ def test_modules_keep_their_hooks_in_these_fields() -> None:
     module.register_full_backward_hook(lambda *_: None)
     assert {name: len(vars(module)[name]) for name in HOOK_FIELDS[:-1]} == dict.fromkeys(HOOK_FIELDS[:-1], 1)
     assert vars(module)[HOOK_FIELDS[-1]] is True
+
+
+def test_hooks_for_all_modules_are_counted() -> None:
+    assert hooks_of_all_modules() == 0
+    registered = [
+        register(lambda *_: None)
+        for register in (
+            nn.modules.module.register_module_forward_pre_hook,
+            nn.modules.module.register_module_forward_hook,
+            nn.modules.module.register_module_full_backward_pre_hook,
+            nn.modules.module.register_module_full_backward_hook,
+        )
+    ]
+    assert hooks_of_all_modules() == 4
+    for handle in registered:
+        handle.remove()
+    assert hooks_of_all_modules() == 0
 
 
 def test_backward_hooks_can_be_put_around_tensors() -> None:

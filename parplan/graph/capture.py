@@ -33,6 +33,7 @@ from parplan.graph.missing_devices import missing_devices
 from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
+from parplan.graph.stand_ins import stand_ins
 from parplan.graph.user_line import user_line
 from parplan.graph.whole_batch import WholeBatch, unplaced, whole_batch
 
@@ -148,7 +149,14 @@ def _export(
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites), opaque.intercepted(model):
+        with (
+            quiet(),
+            stand_ins(model),
+            missing_devices(),
+            packed_sequences(),
+            marked_hooks(model, sites),
+            opaque.intercepted(model),
+        ):
             exported = torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class FunctionSite:
     def random(self) -> bool:
         """Whether it draws random numbers."""
         return self.followed.random
+
+    def know(self, other: FunctionSite) -> None:
+        """What is known of another call with arguments like this one's."""
+        self.outputs, self.results, self.aliases = other.outputs, other.results, other.aliases
+        self.followed = replace(other.followed)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the Function gives for these.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parplan.compat import HOOK_FIELDS, pytree
+from parplan.compat import HOOK_FIELDS, hooks_of_all_modules, pytree
 from parplan.errors import CaptureError
 from parplan.graph.axis_table import OWN_ROWS, Call
 from parplan.graph.op_axes import OpAxis
@@ -144,8 +144,13 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
     """While it lasts, modules with hooks leave marks, and `sites` says what each stands for.
 
     Raises:
-        CaptureError: a backward hook of the kind that torch has given up.
+        CaptureError: hooks for all modules, or a backward hook of the kind that torch has given up.
     """
+    if hooks_of_all_modules():
+        raise CaptureError(
+            "there are hooks for all modules (register_module_forward_hook and its like), which a captured model would "
+            "not call; register them on the modules they are for, or remove them before the model is called"
+        )
     calls: Counter[str] = Counter()
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
@@ -234,6 +239,8 @@ class HookWatch:
     @property
     def marks(self) -> Hashable:
         """Differs between calls that need different marks."""
+        if hooks_of_all_modules():
+            return "hooks of all modules"
         if not any(self._registered):
             return ()
         return tuple((i, kinds) for i, module in enumerate(self._modules) if any(kinds := _kinds(module)))

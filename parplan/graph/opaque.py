@@ -7,8 +7,8 @@ become ops that stand for them, a checkpoint becomes the function it runs, and w
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from unittest import mock
@@ -50,6 +50,7 @@ class OpaqueCalls:
     def __init__(self) -> None:
         self.sites: dict[str, FunctionSite | HookSite] = {}
         self._counts: Counter[str] = Counter()
+        self._probed: dict[Hashable, list[FunctionSite]] = defaultdict(list)
         self._model: nn.Module | None = None
         self._aside = False
 
@@ -100,8 +101,14 @@ class OpaqueCalls:
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return plain(cls, *args, **kwargs)
         site = FunctionSite(cls, calling_line(), template)
-        with self._set_aside():
-            probe(site, tensors, self._model)
+        alike = self._probed[_kind(cls, tensors)]
+        known = next((other for other in alike if other.inputs.matches(template)), None)
+        if known is not None:
+            site.know(known)
+        else:
+            with self._set_aside():
+                probe(site, tensors, self._model)
+            alike.append(site)
         return site.outputs.filled(custom_function(tensors, self._named(cls.__name__, site)))
 
     def _registering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,6 +194,13 @@ class OpaqueCalls:
 def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     return [node for module in modules for node in module.graph.nodes if node.target in _OPS]
+
+
+def _kind(cls: type, tensors: Sequence[Tensor]) -> Hashable:
+    """What calls of a Function that are traced alike have in common, but for arguments that are no tensors."""
+    first = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+    shapes = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)]) for t in tensors)
+    return (cls, torch.is_grad_enabled(), shapes)
 
 
 def _is_torchs(code: Any) -> bool:

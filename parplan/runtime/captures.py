@@ -7,7 +7,6 @@ at the same time and rank 0 alone plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -136,10 +135,8 @@ class Captures:
         return graph
 
     def _traced_at(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
-        sharding = self.programs.sharding
-        whole: AbstractContextManager[None] = sharding.whole_shapes() if sharding else nullcontext()
         # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
-        with whole, torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             graph = capture(self._module, args, kwargs, training=training, dim=self._dim)
         if self._transport.processes > 1 and not self.programs.grouped:

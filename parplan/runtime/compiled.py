@@ -346,16 +346,7 @@ class Compiled(Wrapped):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """A compiled copy of the module, with the same plan.
-
-        Raises:
-            RuntimeFailure: this process holds only a part of the parameters.
-        """
-        if self._programs.sharding is not None and self._programs.sharding.cuts:
-            raise RuntimeFailure(
-                "this process holds slices of the parameters, which cannot be copied to another model; build the model "
-                "anew, compile it, and load state_dict()"
-            )
+        """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
         twin._captures.plan = self.plan
         twin.foresee, twin.decision = self.foresee, self.decision

@@ -104,6 +104,16 @@ class DistributedTransport:
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; None for the default one."""
+        return self._group
+
+    @property
+    def ranks(self) -> list[int]:
+        """The group's ranks, as numbered among all processes."""
+        return [self._peer(rank) for rank in range(self.processes)]
+
     def physical(self, device: int) -> torch.device:
         """Where this rank's device lives."""
         return self._device

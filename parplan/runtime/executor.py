@@ -71,7 +71,7 @@ class Executor:
         self._dropout = dropout
         self._strategies = strategies
         self._run = Run if timeline is None else RecordedRun
-        self.hooks = HookCalls(graph, strategies, program)
+        self.hooks = HookCalls(graph, strategies, program, transport.processes)
         places = {device: transport.physical(device) for device in transport.owned}
         self.codes = Codes(graph, strategies, program, self.draws, dropout, places, self.hooks, timeline)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()

@@ -44,18 +44,22 @@ class HookCalls:
         graph: its `sites` say what the marks stand for.
         strategies: how its layers are spread.
         program: how often they run.
+        processes: how many processes share the devices.
 
     Raises:
-        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes.
+        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes, or on
+            different processes.
     """
 
-    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
+    def __init__(
+        self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int = 1
+    ) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._backward: dict[_Visit, BackwardHook] = {}
         nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
         self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
         if self._sites:
-            _check(graph, strategies, program)
+            _check(graph, strategies, program, processes)
 
     def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
         """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
@@ -145,16 +149,18 @@ class _Calls:
 
     replicas: int
     trips: int
+    devices: tuple[int, ...] | None
 
 
-def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
-    """Backward hooks need both ends of a module on the same replicas, in the same passes."""
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
+    """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
     trips = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
     begins: dict[str, _Calls] = {}
     for name, layer in graph.layers.items():
         for node in layer.nodes:
             if node.target in MARKS and _goes_back(graph.sites[str(node.args[-1])].module):
-                own = _Calls(strategies[name].replicas, trips[name])
+                strategy = strategies[name]
+                own = _Calls(strategy.replicas, trips[name], strategy.devices if processes > 1 else None)
                 first = begins.setdefault(str(node.args[-1]), own)
                 if own != first:
                     raise PlanError(
@@ -164,7 +170,8 @@ def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Progr
 
 
 def _told(calls: _Calls) -> str:
-    return f"{calls.replicas} replicas" + (f" in {calls.trips} passes" if calls.trips > 1 else "")
+    where = f" on devices {', '.join(map(str, calls.devices))}" if calls.devices is not None else ""
+    return f"{calls.replicas} replicas" + where + (f" in {calls.trips} passes" if calls.trips > 1 else "")
 
 
 def _goes_back(module: nn.Module) -> bool:

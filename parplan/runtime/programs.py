@@ -170,12 +170,18 @@ class Programs:
         if self.sharding is None:
             self._held = held
             self.sharding = Sharding(self._module, held, self._transport)
+        self.sharding.hold()
         self.sharding.fresh |= fresh_buffers(graph, program)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
+                known = self._held.get(name)
+                if known is None:
+                    reason = "was no parameter of its own at the first call (a tie that is broken since?)"
+                else:
+                    reason = f"is held as {known} since the first call, and this call needs {blocks}"
                 raise RuntimeFailure(
-                    f"{name} is held as {self._held.get(name)} since the first call, and this call needs {blocks}; "
-                    "call the model in training mode first, with the inputs it is trained with"
+                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
+                    "build the model anew, compile it, and load state_dict()"
                 )
 
     def executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:

@@ -80,10 +80,10 @@ class _RecordedGradients(Gradients):
         super().arrive()
         self._timeline.enter(REST, self._devices)
 
-    def total(self, name: str, own: bool = False) -> Tensor | None:
-        """As `Gradients.total`."""
+    def totals(self, names: Iterable[str], own: bool = False) -> dict[str, Tensor | None]:
+        """As `Gradients.totals`."""
         self._timeline.enter(_SUMS)
-        found = super().total(name, own)
+        found = super().totals(names, own)
         self._timeline.enter(REST)
         return found
 

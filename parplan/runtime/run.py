@@ -182,7 +182,7 @@ class Run:
         self._transport.end()
         # From here on the caller's streams work, which wait for all others.
         home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
-        totals = [sums.total(name) for name in self._parameters]
+        totals = list(sums.totals(self._parameters).values())
         if self._reached is not None:
             # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
             used = self._transport.any(name in self._touched for name in self._parameters)

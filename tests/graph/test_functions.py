@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import CaptureError, RuleError
+from parplan.graph import opaque
 from parplan.graph.capture import capture
+from parplan.graph.function_probe import probe
+from parplan.graph.functions import FunctionSite
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
 from parplan.plan import Plan, Strategy
@@ -401,6 +404,23 @@ def test_what_cannot_be_kept_right_is_refused_with_its_line(name: str) -> None:
     with pytest.raises(CaptureError, match=rf"(?s){why}.*test_functions\.py:\d+"):
         capture(Between(call), (torch.randn(8, 6),))
     assert Counting.calls == 0
+
+
+def test_calls_with_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+
+    def counted(site: FunctionSite, *rest: Any) -> None:
+        traced.append(site.name)
+        probe(site, *rest)
+
+    def forward(model: nn.Module, h: Tensor) -> Tensor:
+        return Reversed.apply(Reversed.apply(Reversed.apply(h, 0.3), 0.3), 0.7) + Sign.apply(h)
+
+    monkeypatch.setattr(opaque, "probe", counted)
+    graph = capture(Between(forward), (torch.randn(8, 6),), check_batch=False)
+    assert traced == ["Reversed", "Reversed", "Sign"]
+    layers = [layer for layer in graph.layers.values() if layer.kind == "function"]
+    assert [layer.batch is not None for layer in layers] == [True] * 4
 
 
 def test_a_torch_library_op_keeps_its_backward() -> None:

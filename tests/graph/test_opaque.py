@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from parplan.errors import CaptureError
 from parplan.graph.capture import capture
+from parplan.runtime.compiled import Compiled
 from parplan.verification import verify_plan
 from tests.plans import plan_by
 
@@ -66,6 +67,19 @@ def test_nothing_stays_replaced() -> None:
         capture(Net(second_derivative), (torch.randn(4, 6),))
     assert vars(torch.autograd.Function)["apply"].__func__.__code__ is plain
     assert "retain_grad" not in vars(Tensor)
+
+
+def test_hooks_for_all_modules_are_refused_whenever_they_come() -> None:
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2)
+    model(torch.randn(4, 6))
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, given, taken: None)
+    try:
+        with pytest.raises(CaptureError, match="hooks for all modules"):
+            model(torch.randn(4, 6))
+    finally:
+        handle.remove()
+    model(torch.randn(4, 6))
 
 
 class Checkpointed(nn.Module):
