@@ -215,13 +215,8 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
 
 
 def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
-    """Refuse changes in place of a Function's argument, or of its result, where one is a view of the other."""
+    """Refuse later changes in place of a Function's argument, or of its result, where one is a view of the other."""
     shared: dict[int, FunctionSite] = {}
-    for node in graph.nodes:
-        site = sites.get(str(node.args[-1])) if node.target is CUSTOM_FUNCTION else None
-        if isinstance(site, FunctionSite) and site.aliases:
-            held = [*node.all_input_nodes, *(user for user in node.users if is_tensor(user))]
-            shared |= {memory_of(tensor.meta["val"]): site for tensor in held}
     for node in graph.nodes:
         changed = is_tensor(node) and getattr(schema_of(node.target), "is_mutable", False)
         if changed and memory_of(node.meta["val"]) in shared:
@@ -230,6 +225,10 @@ def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
                 f"{found.name}.apply returns a view of its argument, and one of the two is changed in place\n  at "
                 f"{found.line}\n  use the op that returns a new tensor (relu instead of relu_)"
             )
+        site = sites.get(str(node.args[-1])) if node.target is CUSTOM_FUNCTION else None
+        if isinstance(site, FunctionSite) and site.aliases:
+            held = [*node.all_input_nodes, *(user for user in node.users if is_tensor(user))]
+            shared |= {memory_of(tensor.meta["val"]): site for tensor in held}
 
 
 _REFUSED: dict[tuple[Any, str], tuple[str, str]] = {
