@@ -7,6 +7,7 @@ become ops that stand for them, a checkpoint becomes the function it runs, and w
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,6 +67,7 @@ class OpaqueCalls:
             patches.enter_context(intercepted_functions(self._apply))
             patches.enter_context(known_sites(self.sites))
             patches.enter_context(mock.patch.object(Tensor, "register_hook", self._registering(Tensor.register_hook)))
+            patches.enter_context(mock.patch.object(Tensor, "grad_fn", property(self._grad_fn)))
             enter = saved_tensors_hooks.__enter__
             patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", self._entering(enter)))
             for owner, name in _REFUSED:
@@ -125,6 +127,12 @@ class OpaqueCalls:
             return Handle(site)
 
         return register_hook
+
+    def _grad_fn(self, tensor: Tensor) -> Any:
+        """A tensor's node of the backward graph; the user's code gets one that takes no hooks."""
+        node = _GRAD_FN.__get__(tensor)
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return node if node is None or self._aside or asking.split(".")[0] == "torch" else _Node(node)
 
     def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def enter(hooks: saved_tensors_hooks) -> Any:
@@ -189,6 +197,21 @@ class OpaqueCalls:
         for node in graph.nodes:
             if node.target in _OPS:
                 set_site(node, self.sites[str(node.args[-1])])
+
+
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
+
+
+class _Node:
+    """A node of the backward graph that is no part of what a capture records."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            _refuse(f"the forward puts a hook on a node of the backward ({name})", "use register_hook of a tensor")
+        return getattr(self._node, name)
 
 
 def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
