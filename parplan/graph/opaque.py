@@ -7,6 +7,7 @@ become ops that stand for them, a checkpoint becomes the function it runs, and w
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,6 +67,7 @@ class OpaqueCalls:
             patches.enter_context(intercepted_functions(self._apply))
             patches.enter_context(known_sites(self.sites))
             patches.enter_context(mock.patch.object(Tensor, "register_hook", self._registering(Tensor.register_hook)))
+            patches.enter_context(mock.patch.object(Tensor, "grad_fn", property(self._grad_fn)))
             enter = saved_tensors_hooks.__enter__
             patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", self._entering(enter)))
             for owner, name in _REFUSED:
@@ -125,6 +127,12 @@ class OpaqueCalls:
             return Handle(site)
 
         return register_hook
+
+    def _grad_fn(self, tensor: Tensor) -> Any:
+        """A tensor's node of the backward graph; the user's code gets one that takes no hooks."""
+        node = _GRAD_FN.__get__(tensor)
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return node if node is None or self._aside or asking.split(".")[0] == "torch" else _Node(node)
 
     def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def enter(hooks: saved_tensors_hooks) -> Any:
@@ -191,6 +199,21 @@ class OpaqueCalls:
                 set_site(node, self.sites[str(node.args[-1])])
 
 
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
+
+
+class _Node:
+    """A node of the backward graph that is no part of what a capture records."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            _refuse(f"the forward puts a hook on a node of the backward ({name})", "use register_hook of a tensor")
+        return getattr(self._node, name)
+
+
 def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     return [node for module in modules for node in module.graph.nodes if node.target in _OPS]
@@ -215,13 +238,8 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
 
 
 def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
-    """Refuse changes in place of a Function's argument, or of its result, where one is a view of the other."""
+    """Refuse later changes in place of a Function's argument, or of its result, where one is a view of the other."""
     shared: dict[int, FunctionSite] = {}
-    for node in graph.nodes:
-        site = sites.get(str(node.args[-1])) if node.target is CUSTOM_FUNCTION else None
-        if isinstance(site, FunctionSite) and site.aliases:
-            held = [*node.all_input_nodes, *(user for user in node.users if is_tensor(user))]
-            shared |= {memory_of(tensor.meta["val"]): site for tensor in held}
     for node in graph.nodes:
         changed = is_tensor(node) and getattr(schema_of(node.target), "is_mutable", False)
         if changed and memory_of(node.meta["val"]) in shared:
@@ -230,6 +248,10 @@ def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
                 f"{found.name}.apply returns a view of its argument, and one of the two is changed in place\n  at "
                 f"{found.line}\n  use the op that returns a new tensor (relu instead of relu_)"
             )
+        site = sites.get(str(node.args[-1])) if node.target is CUSTOM_FUNCTION else None
+        if isinstance(site, FunctionSite) and site.aliases:
+            held = [*node.all_input_nodes, *(user for user in node.users if is_tensor(user))]
+            shared |= {memory_of(tensor.meta["val"]): site for tensor in held}
 
 
 _REFUSED: dict[tuple[Any, str], tuple[str, str]] = {

@@ -452,9 +452,10 @@ doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 
 def test_a_function_stays_where_the_graph_is_traced_once_more() -> None:
     def changed(model: nn.Module, h: Tensor) -> Tensor:
-        h = Reversed.apply(h, 0.3) * 1
+        h.register_hook(lambda gradient: gradient * 0.5)
+        h = Clamped.apply(h) * 1
         h[:, 1] = h[:, 0] * 2
-        result: Tensor = Clamped.apply(h)
+        result: Tensor = Reversed.apply(h, 0.3)
         return result
 
     assert function_of(capture(Between(changed), (torch.randn(8, 6),))).batch is not None

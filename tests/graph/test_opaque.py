@@ -42,10 +42,16 @@ def packed(h: Tensor) -> Tensor:
         return h.tanh()
 
 
+def node_hook(h: Tensor) -> None:
+    assert h.grad_fn is not None
+    h.grad_fn.register_hook(lambda given, taken: None)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "autograd.grad": (second_derivative, "autograd.grad"),
     "backward": (lambda h: h.sum().backward(), r"backward\(\)"),
     "retain_grad": (lambda h: h.retain_grad(), r"h\.retain_grad"),
+    "node hook": (node_hook, r"grad_fn\.register_hook"),
     "saved tensors": (packed, "saved_tensors_hooks"),
     "multi-grad hook": (
         lambda h: torch.autograd.graph.register_multi_grad_hook((h,), lambda g: None),
@@ -66,7 +72,7 @@ def test_nothing_stays_replaced() -> None:
     with pytest.raises(CaptureError):
         capture(Net(second_derivative), (torch.randn(4, 6),))
     assert vars(torch.autograd.Function)["apply"].__func__.__code__ is plain
-    assert "retain_grad" not in vars(Tensor)
+    assert {"retain_grad", "grad_fn"}.isdisjoint(vars(Tensor))
 
 
 def test_hooks_for_all_modules_are_refused_whenever_they_come() -> None:
