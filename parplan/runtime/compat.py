@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import checkpoint
 
 __all__ = ["Version", "in_functional_transform", "keeps_graph", "recomputed_once", "version"]
@@ -17,10 +19,11 @@ __all__ = ["Version", "in_functional_transform", "keeps_graph", "recomputed_once
 
 @dataclass(frozen=True)
 class Version:
-    """What a tensor's memory is and how often it was written in place."""
+    """What a tensor's memory is and how often it was written in place; every step of a fused optimizer counts."""
 
     pointer: int
     writes: int
+    fused_steps: int
 
 
 def version(tensor: Tensor) -> Version:
@@ -28,7 +31,20 @@ def version(tensor: Tensor) -> Version:
 
     Writes through `tensor.data` are not counted by torch and not seen here.
     """
-    return Version(tensor.data_ptr(), tensor._version)
+    return Version(tensor.data_ptr(), tensor._version, _fused_steps)
+
+
+_fused_steps = 0
+
+
+def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Count a step of an optimizer with `fused=True`, which torch does not count as writes to its parameters."""
+    global _fused_steps
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _fused_steps += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def keeps_graph() -> bool:
