@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
@@ -30,10 +32,11 @@ T = TypeVar("T", bound=Tensor)
 
 @dataclass(frozen=True)
 class Version:
-    """What a tensor's memory is and how often it was written in place."""
+    """What a tensor's memory is and how often it was written in place; every step of a fused optimizer counts."""
 
     pointer: int
     writes: int
+    fused_steps: int
 
 
 def version(tensor: Tensor) -> Version:
@@ -41,7 +44,20 @@ def version(tensor: Tensor) -> Version:
 
     Writes through `tensor.data` are not counted by torch and not seen here.
     """
-    return Version(tensor.data_ptr(), tensor._version)
+    return Version(tensor.data_ptr(), tensor._version, _fused_steps)
+
+
+_fused_steps = 0
+
+
+def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Count a step of an optimizer with `fused=True`, which torch does not count as writes to its parameters."""
+    global _fused_steps
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _fused_steps += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def keeps_graph() -> bool:

@@ -128,6 +128,12 @@ class DistributedTransport:
     def show(self) -> None:
         """Nothing to order: the caller's stream is the one that everything runs on."""
 
+    def used_here(self, tensor: Tensor) -> None:
+        """Nothing to tell: one stream allocates and uses everything."""
+
+    def ready_on(self, device: int) -> None:
+        """Nothing to order: there is one stream."""
+
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
         for sent in self._sent:

@@ -7,7 +7,8 @@ whatever the model, and nothing can wait in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Grid
 from parplan.plan import Strategy
 from parplan.runtime.buffers import Handover
 from parplan.runtime.codes import Codes, written_buffers
@@ -75,12 +77,17 @@ class Executor:
         places = {device: transport.physical(device) for device in transport.owned}
         self.codes = Codes(graph, strategies, program, self.draws, dropout, places, self.hooks, timeline)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()
+        # Autograd computes on a GPU in the one thread it has for that, which waits for the whole backward of a call:
+        # a backward that another thread starts within would wait for that thread forever.
+        gpus = any(place.type == "cuda" for place in places.values())
+        self.backward_dispatch: Dispatch = Inline() if gpus else self.dispatch
         self._drawing = {id(step) for step in program.forward if isinstance(step, Compute) and draws_any(graph, step)}
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._statistics = frozenset[str]().union(*self._written)
         self._last_reads = _last_reads(program)
         self._state_results: frozenset[int] | None = None
+        self._handed_on = _handed_on(program, self._written)
         self._handover: Handover | None = None
         if isinstance(transport, DistributedTransport):
             self._handover = Handover(graph, program, store, transport)
@@ -114,12 +121,17 @@ class Executor:
 
     def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:
         """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
-        self.dispatch.each(self.owned(step.grid.devices), work, in_turn=not backward and id(step) in self._drawing)
+        dispatch = self.backward_dispatch if backward else self.dispatch
+        dispatch.each(self.owned(step.grid.devices), work, in_turn=not backward and id(step) in self._drawing)
 
     def done(self, step: Compute) -> None:
         """A step has run in all processes."""
         if self._handover is not None:
             self._handover.after(step)
+        elif id(step) in self._handed_on:
+            self.transport.show()
+            self.store.refresh()
+            self.transport.begin()
 
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""
@@ -140,7 +152,8 @@ class Executor:
         found = [(state.name, self.store.get(state, device)) for state in step.states]
         if spare:
             written = self._written[self._indices[id(step)]]
-            return [tensor.clone() if name in written else tensor for name, tensor in found]
+            # Not a copy, which would have to wait for the replica that writes: nothing reads these statistics.
+            return [torch.zeros_like(tensor) if name in written else tensor for name, tensor in found]
         # Norms write statistics without a trace in autograd: a later call of the module does not spoil an earlier one's
         # backward, which has saved them and does not read them.
         return [tensor.data if name in self._statistics else tensor for name, tensor in found]
@@ -155,6 +168,20 @@ class Executor:
     def last_reads(self, step: Forward) -> Sequence[str]:
         """Slots that nothing reads after this forward step."""
         return self._last_reads[self._indices[id(step)]]
+
+
+def _handed_on(program: Program, written: Sequence[Set[str]]) -> Set[int]:
+    """Steps that write buffers which steps on other devices go on from: a batch norm that is called more than once."""
+    grids: dict[str, set[Grid]] = defaultdict(set)
+    for step in program.forward:
+        if isinstance(step, Compute):
+            for state in step.states:
+                grids[state.name].add(step.grid)
+    return {
+        id(step)
+        for step, names in zip(program.forward, written, strict=True)
+        if any(len(grids[name]) > 1 for name in names)
+    }
 
 
 def _last_reads(program: Program) -> list[list[str]]:
@@ -188,6 +215,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         differentiable = torch.is_grad_enabled()  # create_graph=True
+        ctx.run.enter_backward()
         with torch.no_grad(), recomputed_once():
             # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first
             # step that needs it, where others wait for what this one has yet to send.

@@ -133,6 +133,8 @@ class Gradients:
         if not by_device:
             return None
         terms = [term for held in by_device.values() for term in held]
+        for term in terms:
+            self._transport.used_here(term.gradient)
         if len(terms) == 1 and terms[0].gradient.shape == original.shape:
             return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
         total = torch.zeros_like(original, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,15 @@ CHUNK = 2**22
 
 @dataclass
 class _Copy:
-    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known."""
+    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known.
+
+    `users` are the logical devices whose streams the allocator was told of.
+    """
 
     tensor: Tensor
     version: Version
     checksum: Tensor | None = None
+    users: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,12 @@ class Store:
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
+        for (_, device), wanted in self._wanted.items():
+            copy = self._copies.get(wanted)
+            if copy is not None and device not in copy.users:
+                copy.users.add(device)
+                with self._transport.on(device):
+                    self._transport.used_here(copy.tensor)
 
     def _changed(self, copies: Mapping[_Wanted, _Copy]) -> list[_Wanted]:
         """Those of the copies whose originals were written in a way that torch does not count, such as `.data`."""
@@ -223,7 +233,7 @@ class Store:
             copy = self._copies.get(wanted)
             assert copy is not None  # `get` gave it to the step that wrote it
             block(original, wanted.block).copy_(copy.tensor)
-            self._copies.put(wanted, _Copy(copy.tensor, version(original)))
+            self._copies.put(wanted, _Copy(copy.tensor, version(original), users=copy.users))
         else:
             increment_version(original)
 

@@ -164,6 +164,14 @@ class RecordedTransport:
         self._inner.end()
         self._timeline.enter(REST, self.owned)
 
+    def used_here(self, tensor: Tensor) -> None:
+        """As the transport's."""
+        self._inner.used_here(tensor)
+
+    def ready_on(self, device: int) -> None:
+        """As the transport's."""
+        self._inner.ready_on(device)
+
     def start(self, exchange: Exchange, tensors: Held) -> _RecordedPending:
         """Start a movement."""
         activity = self._activities[id(exchange)]

@@ -61,6 +61,8 @@ class Run:
         self._update_buffers(parts)
         parts.settle()
         self._transport.end()
+        for tensor in results:
+            self._transport.used_here(tensor)
         # The caller may write into results of their own memory. Autograd would not follow a write into a shared one, so
         # there they are views, into which it refuses writes.
         counts, states = Counter(map(memory, [*results, *tensors])), self._executor.state_results(results)
@@ -76,6 +78,10 @@ class Run:
             device = self._arrival(self._program.slots[name])
             parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
         self._transport.begin()
+        for name in self._inputs:
+            for device, tensor in parts.get(name).items():
+                with self._transport.on(device):
+                    self._transport.used_here(tensor)  # a graph may be the last to hold it
         return parts
 
     def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
@@ -164,9 +170,14 @@ class Run:
         if found:
             self._transport.show()
         for buffer, held in found.items():
+            self._transport.used_here(held[self._executor.deliver_from])
             self._executor.store.original(buffer).copy_(held[self._executor.deliver_from])
 
     # -- backward --
+
+    def enter_backward(self) -> None:
+        """The streams of autograd's thread see what the forward has seen, as a checkpoint may run it again on them."""
+        self._transport.show()
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
@@ -181,13 +192,18 @@ class Run:
         given = [self._input_gradient(name, grads) for name in self._inputs]
         self._transport.end()
         # From here on the caller's streams work, which wait for all others.
-        home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
+        home = [t if t is None else self._home(t, d) for t, d in zip(given, self._input_devices, strict=True)]
         totals = list(sums.totals(self._parameters).values())
         if self._reached is not None:
             # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
             used = self._transport.any(name in self._touched for name in self._parameters)
             totals = [total if one else None for total, one in zip(totals, used, strict=True)]
+        self._transport.ready_on(self._executor.deliver_from)
         return [*home, *totals]
+
+    def _home(self, gradient: Tensor, place: torch.device) -> Tensor:
+        self._transport.used_here(gradient)
+        return gradient.to(place)
 
     def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
         """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
@@ -299,7 +315,8 @@ class Run:
             return
         with self._transport.on(device):
             pulls = [gradient for _, gradient in pairs]
-            given = self._executor.dispatch.apart(self._through, [t for t, _ in pairs], leaves, pulls, device)
+            ends = [tensor for tensor, _ in pairs]
+            given = self._executor.backward_dispatch.apart(self._through, ends, leaves, pulls, device)
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
         shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
         self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)

@@ -80,6 +80,14 @@ class Transport(Protocol):
         """The same, and everything sent has left."""
         ...
 
+    def used_here(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor's memory, which another stream may have allocated."""
+        ...
+
+    def ready_on(self, device: int) -> None:
+        """What the current streams hold is ready on the current stream of an owned device."""
+        ...
+
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Start a movement from the owned source parts to the owned target parts."""
         ...

@@ -61,3 +61,15 @@ def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
     torch.func.grad(total)(torch.ones(2))
     total(torch.ones(2))
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizers_step_changes_the_version_of_its_parameters(fused: bool) -> None:
+    """Copies in other memories are brought up to date by it; torch does not count what fused optimizers write."""
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        optimizer = kind([parameter], lr=0.1, fused=fused)
+        before = version(parameter)
+        optimizer.step()
+        assert version(parameter) != before, kind
