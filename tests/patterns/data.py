@@ -25,7 +25,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 @SECTION(
     "`nn.EmbeddingBag` with offsets, each rank its own",
     free=("bag",),
-    refused={"ranks/*": "positions along the samples"},
+    refused={"ranks/*": "positions along the samples", "one/replicas": "its samples depend on each other"},
     why=POSITIONS,
 )
 def bag_offsets(run: Run) -> None:
@@ -106,7 +106,11 @@ def neighbours(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("an input that indexes positions within each sample (`gather` along the sequence)")
+@SECTION(
+    "an input that indexes positions within each sample (`h[torch.arange(B), last]`)",
+    refused={"*/replicas": "its samples depend on each other"},
+    why="two indices are not known to stay within a sample; `gather` is, as the next line shows",
+)
 def positions(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -128,9 +132,31 @@ def positions(run: Run) -> None:
     run.state(model)
 
 
+@SECTION("the same with `gather` along the sequence")
+def gathered_positions(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, last: Tensor) -> Any:
+            h = torch.tanh(self.body(x))
+            return self.head(h.gather(1, last.view(-1, 1, 1).expand(-1, 1, 8)).squeeze(1))
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(run.randn(BATCH, 5, 6), run.randint(5, BATCH)), run.randint(4, BATCH))
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)
+
+
 @SECTION(
     "a graph's edges (`index_add` of messages between nodes)",
-    refused={"ranks/*": "positions along the samples"},
+    refused={"ranks/*": "positions along the samples", "one/replicas": "its samples depend on each other"},
     why=POSITIONS,
 )
 def graph_edges(run: Run) -> None:

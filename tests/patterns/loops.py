@@ -385,7 +385,11 @@ def gradient_penalty(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("`torch.func.functional_call`, `grad` and `vmap` of a compiled model", refused={"*": "torch.func"})
+@SECTION(
+    "`torch.func.functional_call`, `grad` and `vmap` of a compiled model",
+    refused={"*": "torch.func"},
+    why="use the plain model there, or `loss.backward()`",
+)
 def torch_func(run: Run) -> None:
     model = run.compile(Mlp())
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -398,7 +402,11 @@ def torch_func(run: Run) -> None:
         run.same(name, gradient)
 
 
-@SECTION("`torch.func.functional_call` with other parameters (meta-learning)")
+@SECTION(
+    "`torch.func.functional_call` with other parameters (meta-learning)",
+    refused={"*": "functional_call makes"},
+    why="a compiled model runs with its own parameters; use the plain model there",
+)
 def functional_call(run: Run) -> None:
     model = run.compile(Mlp())
     other = {name: p.detach() * 2 for name, p in model.named_parameters()}
