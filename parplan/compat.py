@@ -7,7 +7,7 @@ which). The runtime's own two, which are about autograd, are in parplan/runtime/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "intercepted_functions", "memory_of",
-    "overload_name", "pytree", "schema_of", "unrecorded",
+    "overload_name", "pytree", "schema_of", "unrecorded", "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -105,3 +105,9 @@ def unrecorded(traced: FakeTensor) -> Iterator[None]:
     finally:
         for mode in reversed(held):
             _push_mode(mode)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which ops run on real tensors as always, also while a model is being traced."""
+    found: AbstractContextManager[Any] = _disable_current_modes()
+    return found

@@ -18,6 +18,7 @@ from parplan.compat import (
     overload_name,
     pytree,
     schema_of,
+    without_modes,
 )
 
 
@@ -122,3 +123,13 @@ def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pyt
     for call in (*calls, lambda: torch.autograd.grad(x * 2, x)):
         with pytest.raises(LookupError):
             call()  # type: ignore[no-untyped-call]
+
+
+def test_real_tensors_can_be_copied_while_a_model_is_traced() -> None:
+    real = torch.ones(2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(real.clone()) is not Tensor
+        with without_modes():
+            copied = real.detach().clone()
+    assert type(copied) is Tensor
+    assert copied.tolist() == [1.0, 1.0]

@@ -7,17 +7,18 @@ that updates its statistics in place, dropout), so that generated code runs at e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.attributes import Recorder, recorded
 from parplan.graph.bags import join_bags
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.batched_lookup import gather_batched_lookups
@@ -30,6 +31,7 @@ from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.missing_devices import missing_devices
+from parplan.graph.numbers import Number, as_tensors
 from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
@@ -48,6 +50,7 @@ def capture(
     training: bool = True,
     dim: int = 0,
     check_batch: bool = True,
+    numbers: Sequence[Number] = (),
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
 
@@ -59,17 +62,25 @@ def capture(
         check_batch: capture a second batch size as well and compare, so that a layer whose constants
             depend on the batch is never given replicas.
 
+        numbers: attributes that the graph takes as inputs.
+
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
-    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites, call.opaque)
-    samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
-    if check_batch and call.batch is not None:
-        samples, changes, twice = _compare(call, exported)
-        bound = whole_batch(exported, twice, call.batch)
-    return _assemble(call, exported, samples, changes, bound)
+    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
+    with as_tensors(numbers) as tensors:
+        exported, recorder = _export(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
+        if check_batch and call.batch is not None:
+            samples, changes, twice = _compare(call, exported, recorder)
+            bound = whole_batch(exported, twice, call.batch)
+        if numbers:
+            _check_inputs(call, exported, recorder, tensors)
+    graph = _assemble(call, exported, recorder, samples, changes, bound)
+    inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
+    known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
+    return replace(graph, numbers=known)
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -87,6 +98,7 @@ class _Call:
     batch: int | None
     dim: int
     training: bool
+    numbers: Sequence[Number] = ()
     sites: dict[str, Site] = field(default_factory=dict)
     opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
 
@@ -117,7 +129,30 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
         ) from error
 
 
-def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
+def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
+    """Refuse numbers of which the graph still has a value of its own: with other numbers it is another graph.
+
+    Raises:
+        CaptureError: Python code or an op takes a number as such.
+    """
+    for tensor in tensors:
+        tensor.mul_(3).add_(7)
+    opaque = OpaqueCalls()
+    other, _ = _export(call, call.resized(call.alike, call.batch), {}, opaque)
+    own = {tensor.data_ptr() for tensor in tensors}
+    mine, others = exported.constants, other.constants
+    fixed = mine.keys() == others.keys() and all(
+        torch.equal(mine[name], others[name]) for name in mine if mine[name].data_ptr() not in own
+    )
+    changes = batch_changes(exported.graph_module, other.graph_module)
+    same = changes | call.opaque.changes(exported.graph_module, opaque) == BatchChanges()
+    if recorder.host_reads.any or not fixed or not same:
+        raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
+
+
+def _compare(
+    call: _Call, exported: ExportedProgram, recorder: Recorder
+) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
     """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
@@ -131,19 +166,19 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
         for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
             opaque = OpaqueCalls()
             try:
-                other = _export(call.model, call.resized(samples, other_batch), call.training, {}, opaque)
+                other, second = _export(call, call.resized(samples, other_batch), {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
             changes = batch_changes(exported.graph_module, other.graph_module)
-            return samples, changes | call.opaque.changes(exported.graph_module, opaque), other
+            changes = changes | call.opaque.changes(exported.graph_module, opaque)
+            return samples, changes if recorder.stores_like(second) else replace(changes, results=True), other
     return call.alike, everything_changes(exported.graph_module, reasons[0]), None
 
 
-def _export(
-    model: nn.Module, call: Any, training: bool, sites: dict[str, Site], opaque: OpaqueCalls
-) -> ExportedProgram:
-    args, kwargs = call
+def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> tuple[ExportedProgram, Recorder]:
+    model, training = call.model, call.training
+    args, kwargs = given
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
@@ -156,8 +191,10 @@ def _export(
             packed_sequences(),
             marked_hooks(model, sites),
             opaque.intercepted(model),
+            recorded(model, call.numbers) as recorder,
         ):
             exported = torch.export.export(model, args, kwargs, strict=False)
+            recorder.check(exported)
     except CaptureError:
         raise
     except Exception as error:
@@ -167,7 +204,7 @@ def _export(
             module.training = mode
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)
-    return exported
+    return exported, recorder
 
 
 def _refuse_averages(model: nn.Module) -> None:
@@ -239,6 +276,7 @@ def _inputs(program: ExportedProgram) -> _Inputs:
 def _assemble(
     call: _Call,
     exported: ExportedProgram,
+    recorder: Recorder,
     sample_leaves: frozenset[int],
     changes: BatchChanges,
     bound: WholeBatch,
@@ -285,6 +323,9 @@ def _assemble(
         flattened=flattened,
         sample_indices=bound.indices,
         unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
+        late=functional.late,
+        reads=recorder.guards,
+        stored=tuple(recorder.stored),
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 

@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from parplan.compat import memory_of, overload_name, schema_of
 from parplan.graph.axis_table import is_tensor, row_of
+from parplan.graph.late_writes import NO_GRAD, is_inplace, written_late
 
 __all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
 
@@ -30,10 +31,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Functional:
-    """A program without in-place changes, and the counters (buffer placeholder -> step) taken out of it."""
+    """A program without in-place changes.
+
+    Args:
+        program: the program.
+        counters: buffer placeholder -> step, of counters that were taken out of it.
+        late: placeholders of buffers whose last write comes after everything that a backward needs.
+    """
 
     program: ExportedProgram
     counters: dict[str, int]
+    late: frozenset[str] = frozenset()
 
 
 def functionalise(exported: ExportedProgram) -> Functional:
@@ -41,13 +49,14 @@ def functionalise(exported: ExportedProgram) -> Functional:
     _inline_grad_regions(exported)
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
+    late = written_late(exported)
     counters = _counters(exported)
     if counters is not None and _is_simple(exported.graph, counters):
-        return Functional(exported, _rewrite(exported.graph, counters))
+        return Functional(exported, _rewrite(exported.graph, counters), late)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program: ExportedProgram = exported.run_decompositions({})
-    return Functional(program, {})
+    return Functional(program, {}, late)
 
 
 # --- no_grad regions -------------------------------------------------------------------------
@@ -76,7 +85,11 @@ def _copied_in(graph: fx.Graph, before: fx.Node, region: fx.GraphModule, operand
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     copies = dict(zip(placeholders, operands, strict=True))
     with graph.inserting_before(before):
-        return graph.graph_copy(region.graph, copies)
+        results = graph.graph_copy(region.graph, copies)
+    for copy in copies.values():
+        if copy not in operands:
+            copy.meta[NO_GRAD] = not before.args[0]
+    return results
 
 
 def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
@@ -119,15 +132,11 @@ def _expanded(graph: fx.Graph, source: fx.Node, result: fx.Node) -> None:
 # --- in-place ops ----------------------------------------------------------------------------
 
 
-def _is_inplace(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
-
-
 def _reveal_aliases(graph: fx.Graph) -> None:
     """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
-        if idle and any(map(_is_inplace, node.users)) and not _is_only_reader(graph, node):
+        if idle and any(map(is_inplace, node.users)) and not _is_only_reader(graph, node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -149,7 +158,7 @@ def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
     buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
     found: dict[fx.Node, int] = {}
     for node in exported.graph.nodes:
-        if not _is_inplace(node) or node.args[0].op != "placeholder":
+        if not is_inplace(node) or node.args[0].op != "placeholder":
             continue
         counts = node.target is aten.add_.Tensor and isinstance(node.args[1], int) and not node.kwargs
         alone = len(node.args[0].users) == 1 and not node.users and node.args[0].name in buffers
@@ -175,7 +184,7 @@ def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
         if not is_tensor(node) or node in counters:
             continue
         memory = _memory(node)
-        if _is_inplace(node):
+        if is_inplace(node):
             last_change[memory] = position
         elif memory in views or node.op == "placeholder":
             views[memory].append(position)
@@ -185,7 +194,7 @@ def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
 
 
 def _is_known(node: fx.Node) -> bool:
-    target = _out_of_place(node.target) if _is_inplace(node) else node.target
+    target = _out_of_place(node.target) if is_inplace(node) else node.target
     return row_of(target) is not None or target is operator.getitem
 
 
@@ -202,7 +211,7 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
         if node in counters:
             steps[node.args[0].name] = counters[node]
             graph.erase_node(node)
-        elif _is_inplace(node):
+        elif is_inplace(node):
             node.target = _out_of_place(node.target)
             changed = node.args[0]
             later = [user for user in changed.users if user > node]
@@ -213,7 +222,7 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
 
 def without_changes(graph: fx.Graph) -> bool:
     """Rewrite the in-place ops of a graph; False, and nothing is done, where that takes more than other ops."""
-    changing = [node for node in graph.nodes if _is_inplace(node)]
+    changing = [node for node in graph.nodes if is_inplace(node)]
     if not _views_follow(graph) or any(_out_of_place(node.target) is None for node in changing):
         return False
     _rewrite(graph, {})

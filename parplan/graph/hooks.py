@@ -24,6 +24,7 @@ from parplan.errors import CaptureError
 from parplan.graph.axis_table import OWN_ROWS, Call
 from parplan.graph.op_axes import OpAxis
 from parplan.graph.packed import Packed
+from parplan.graph.stored import Template
 
 __all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks"]
 
@@ -69,46 +70,6 @@ OWN_ROWS.update(dict.fromkeys(MARKS, _axes))
 
 
 # --- what a module was called with -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Template:
-    """Nested values whose tensors were taken out.
-
-    Args:
-        leaves: what is no tensor, by position; tensors go to the other positions.
-        spec: how leaves are nested.
-    """
-
-    leaves: Mapping[int, Any]
-    spec: Any
-
-    @staticmethod
-    def of(values: Any) -> tuple[Template, list[Tensor]]:
-        """Take the tensors out of nested values."""
-        leaves, spec = pytree.tree_flatten(values)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return Template({i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}, spec), tensors
-
-    def matches(self, other: Template) -> bool:
-        """Whether both are built alike and have the same leaves."""
-        if self.spec != other.spec or self.leaves.keys() != other.leaves.keys():
-            return False
-        return all(_is_same(leaf, other.leaves[place]) for place, leaf in self.leaves.items())
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The nested values with these tensors."""
-        rest = iter(tensors)
-        count = len(tensors) + len(self.leaves)
-        leaves = [self.leaves[i] if i in self.leaves else next(rest) for i in range(count)]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return one is other or (type(one) is type(other) and bool(one == other))
-    except (RuntimeError, ValueError):  # arrays, which are compared element by element
-        return False
 
 
 @dataclass

@@ -16,7 +16,10 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.graph.guards import Guards
+from parplan.graph.numbers import Number
 from parplan.graph.sample_indices import SampleIndex
+from parplan.graph.stored import Stored
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
@@ -136,12 +139,16 @@ class LayerGraph:
         buffer_updates: placeholder of a buffer -> value assigned to it after the step
             (running statistics of batch norm are updated in place by the layer itself and not listed).
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
+        late: placeholders of buffers that are written after everything that the backward needs.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
         one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
         flattened: results of which a dimension is flattened with the next one when they are handed out.
         sample_indices: ops that take positions along samples from an input.
         unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
+        reads: attributes of modules that the forward has read (graph/guards.py).
+        numbers: by placeholder of a constant, the attribute whose value it takes before every run (graph/numbers.py).
+        stored: attributes that the forward writes (graph/attributes.py); their tensors are the last results.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
@@ -164,6 +171,10 @@ class LayerGraph:
     training: bool
     fixed_batch: bool = False
     one_batch: str = ""
+    late: frozenset[str] = frozenset()
+    reads: Guards = field(default_factory=Guards)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    stored: tuple[Stored, ...] = ()
     sites: Mapping[str, Any] = field(default_factory=dict)
     flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()

@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["calling_line", "code_line", "user_line"]
+__all__ = ["calling_line", "code_line", "is_users", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -26,11 +26,12 @@ def calling_line() -> str:
 
 
 def _innermost(stack: traceback.StackSummary) -> str:
-    frames = [frame for frame in stack if _is_own(frame.filename)]
+    frames = [frame for frame in stack if is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def _is_own(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file is neither installed, nor Python's, nor ours."""
     path = Path(filename)
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     return not filename.startswith("<") and not any(path.is_relative_to(base) for base in (_OURS, *installed))
@@ -42,7 +43,7 @@ def code_line(trace: str) -> str:
     found = ""
     for number, line in enumerate(lines):
         place = _FRAME.match(line)
-        if place and _is_own(place[1]):
+        if place and is_users(place[1]):
             found = f"{place[1]}:{place[2]}: {lines[number + 1] if number + 1 < len(lines) else ''}"
     return found
 

@@ -7,6 +7,8 @@ plan that moves values between processes takes some process's, so they have to b
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -42,11 +44,19 @@ def _samples(transport: Transport, call: Call, captured: Captured) -> tuple[int,
         return (own,)
     if not captured.shares:
         return (own,) * transport.processes
-    shared = _shared(call, captured)
+    shared, reads = _shared(call, captured), captured.graph.reads
     checksum = _checksum(shared, call, first=not captured.executors) if captured.moves else 0
-    agreed = transport.gather(own, seed, checksum)
+    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum)
     captured.draws.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
+    digests: dict[int, set[int]] = defaultdict(set)
+    for _, _, signature, digest, _ in agreed:
+        digests[signature].add(digest)
+    if any(len(found) > 1 for found in digests.values()):
+        raise RuntimeFailure(
+            f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
+            f"them alike (here: {reads.text})"
+        )
     if len({other for *_, other in agreed}) > 1:
         names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
         raise RuntimeFailure(

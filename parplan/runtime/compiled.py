@@ -7,7 +7,8 @@ every process brings its own samples and gets its own results, like `Distributed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -206,7 +207,9 @@ class Compiled(Wrapped):
             executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
         )
         self._begins(graph)
-        return step.run(program.staged, self._inputs(call, graph), found)
+        loss = step.run(program.staged, self._inputs(call, graph), found)
+        self._ends(graph)
+        return loss
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
@@ -215,6 +218,7 @@ class Compiled(Wrapped):
             executor = recorder.executor(executor)
         self._begins(captured.graph)
         results = executor(self._inputs(call, captured.graph))
+        self._ends(captured.graph)
         return self._nested(captured.graph, executor.program, results)
 
     def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
@@ -309,13 +313,22 @@ class Compiled(Wrapped):
         """Where the first logical device of this process lives."""
         return self._transport.physical(self._transport.owned[0])
 
-    @torch.no_grad()
     def _begins(self, graph: LayerGraph) -> None:
-        """Count a forward; before it runs, as layers do, and as a checkpoint may end one early."""
-        for name, step in graph.counters.items():
-            self.module.get_buffer(graph.buffers[name]).add_(step)
+        """Count a forward before it runs, as layers do, for a checkpoint may end one early."""
+        self._count(graph, graph.counters.keys() - graph.late)
+        for name, number in graph.numbers.items():
+            number.fill(graph.constants[name])
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
+
+    def _ends(self, graph: LayerGraph) -> None:
+        """Count a forward that has run to its end."""
+        self._count(graph, graph.counters.keys() & graph.late)
+
+    @torch.no_grad()
+    def _count(self, graph: LayerGraph, counters: Iterable[str]) -> None:
+        for name in counters:
+            self.module.get_buffer(graph.buffers[name]).add_(graph.counters[name])
 
     # -- results --
 
@@ -325,7 +338,12 @@ class Compiled(Wrapped):
             leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
             for leaf in graph.user_outputs
         ]
-        return pytree.tree_unflatten(leaves, graph.out_spec)
+        nested = pytree.tree_unflatten(leaves, graph.out_spec)
+        nested, extra = nested if any(one.count for one in graph.stored) else (nested, ())
+        left = iter(extra)
+        for one in graph.stored:
+            one.put(list(islice(left, one.count)))
+        return nested
 
     def _out(self, program: Program, slot: str, result: Tensor) -> Tensor:
         if program.slots[slot].per_replica and self._transport.processes > 1:

@@ -26,7 +26,7 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws, draws_any
 from parplan.runtime.hooks import HookCalls
 from parplan.runtime.parameters import Store
-from parplan.runtime.program import Compute, Forward, Program
+from parplan.runtime.program import Compute, Forward, Program, State
 from parplan.runtime.recorded import RecordedRun, RecordedTransport
 from parplan.runtime.run import Run, memory
 from parplan.runtime.timeline import Timeline
@@ -85,6 +85,7 @@ class Executor:
         self._indices = {id(step): index for index, step in enumerate(program.forward)}
         self._written = [written_buffers(graph, step) for step in program.forward]
         self._statistics = frozenset[str]().union(*self._written)
+        self._changing = frozenset(program.updates) | graph.numbers.keys()
         self._last_reads = _last_reads(program)
         self._state_results: frozenset[int] | None = None
         self._handed_on = _handed_on(program, self._written)
@@ -101,8 +102,10 @@ class Executor:
         tensors = [*inputs.values(), *trainable.values()]
         run = self._run(self, tuple(inputs), tuple(trainable))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return run.forward(list(inputs.values()), record=False)
-        results = _Call.apply(run, *tensors)  # type: ignore[no-untyped-call]
+            results = run.forward(list(inputs.values()), record=False)
+        else:
+            results = _Call.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        run.end()
         return list(results)
 
     def recorded(self, timeline: Timeline) -> Executor:
@@ -147,9 +150,12 @@ class Executor:
         return self._state_results
 
     def states(self, step: Compute, device: int) -> list[Tensor]:
-        """Parameters and buffers for a compute step; only the first replica writes the module's buffers."""
+        """Parameters and buffers for a compute step; only the first replica writes the module's buffers.
+
+        Buffers that the step's end assigns, and numbers, are copied: the backward needs what the forward has read.
+        """
         spare = self.transport.processes == 1 and step.grid.position(device)[0] > 0
-        found = [(state.name, self.store.get(state, device)) for state in step.states]
+        found = [(state.name, self._state(state, device)) for state in step.states]
         if spare:
             written = self._written[self._indices[id(step)]]
             # Not a copy, which would have to wait for the replica that writes: nothing reads these statistics.
@@ -157,6 +163,10 @@ class Executor:
         # Norms write statistics without a trace in autograd: a later call of the module does not spoil an earlier one's
         # backward, which has saved them and does not read them.
         return [tensor.data if name in self._statistics else tensor for name, tensor in found]
+
+    def _state(self, state: State, device: int) -> Tensor:
+        tensor = self.store.get(state, device)
+        return tensor.clone() if state.name in self._changing else tensor
 
     def write_back(self, step: Compute, device: int) -> None:
         """Bring home the buffers that a step wrote on its first replica."""
@@ -198,6 +208,10 @@ def _last_reads(program: Program) -> list[list[str]]:
     return found
 
 
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 class _Call(torch.autograd.Function):
     """A whole call of the compiled model as one node of the caller's graph."""
 
@@ -208,7 +222,7 @@ class _Call(torch.autograd.Function):
         ctx.save_for_backward(torch.empty(0))
         results = run.forward(list(tensors[: len(run._inputs)]), record=True)
         ctx.mark_non_differentiable(
-            *(tensor for tensor in results if not (tensor.is_floating_point() or tensor.is_complex()))
+            *(t for t, wants in zip(results, run.wanting, strict=True) if not (wants and _is_differentiable(t)))
         )
         return tuple(results)
 

@@ -7,7 +7,7 @@ program's backward steps one by one, and asks autograd only for the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,6 +51,13 @@ class Run:
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
+        self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
+
+    @property
+    def wanting(self) -> list[bool]:
+        """Which results take a gradient; inputs that are handed back do, so that autograd refuses writes into them."""
+        slots = (self._program.slots[name] for name in self._program.outputs)
+        return [slot.requires_grad or slot.value in self._inputs for slot in slots]
 
     # -- forward --
 
@@ -169,9 +176,22 @@ class Run:
         found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
         if found:
             self._transport.show()
-        for buffer, held in found.items():
-            self._transport.used_here(held[self._executor.deliver_from])
-            self._executor.store.original(buffer).copy_(held[self._executor.deliver_from])
+        values = {buffer: held[self._executor.deliver_from] for buffer, held in found.items()}
+        for value in values.values():
+            self._transport.used_here(value)
+        late = self._executor.graph.late
+        self._late = {buffer: value for buffer, value in values.items() if buffer in late}
+        self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
+
+    def end(self) -> None:
+        """Assign the buffers that the model writes last: not where a checkpoint that runs again has ended before."""
+        self._assign(self._late)
+        self._late = {}
+
+    @torch.no_grad()
+    def _assign(self, values: Mapping[str, Tensor]) -> None:
+        for buffer, value in values.items():
+            self._executor.store.original(buffer).copy_(value)
 
     # -- backward --
 

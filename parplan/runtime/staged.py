@@ -77,6 +77,7 @@ class StagedRun(Run):
         parts, grads, sums = self._begin(tensors), Parts(self._transport), self._sums()
         self._go(self._staged.before, parts, record=True)
         self._update_buffers(parts)
+        self.end()
         for number, moment in enumerate(moments):
             self._pass(number, parts, grads, sums, pull)
             if moment.scales:
