@@ -23,8 +23,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform",
-    "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references", "wrapper_tensor",
-    "writes",
+    "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references",
+    "wrapper_tensor", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
