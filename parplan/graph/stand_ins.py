@@ -34,10 +34,8 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     if type(parameter) is nn.Parameter:
-        made = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    elif hasattr(parameter, "stand_in"):
-        made = parameter.stand_in()
-    else:
-        return parameter  # a class of somebody else's, which may be more than its values
-    vars(made).update(vars(parameter) if type(parameter) is nn.Parameter else {})
-    return made
+        return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if hasattr(parameter, "stand_in"):
+        made: nn.Parameter = parameter.stand_in()
+        return made
+    return parameter  # a class of somebody else's, which may be more than its values

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import checkpoint
-from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 __all__ = [
-    "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform", "keeps_graph",
-    "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references", "wrapper_tensor",
-    "writes",
+    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform",
+    "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references",
+    "wrapper_tensor", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -95,9 +95,13 @@ def local_ops_only(cls: type[Tensor]) -> None:
     cls.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment,method-assign]
 
 
+# The classes for which optimizers, and clipping, choose their foreach implementations.
+FOREACH_CLASSES: tuple[list[Any], ...] = (_optimizer_types, _clipping_types)
+
+
 def support_foreach(cls: type[Tensor]) -> None:
     """Let optimizers and clipping choose their foreach implementations for tensors of class `cls`."""
-    for types in (optimizer_types, clipping_types):
+    for types in FOREACH_CLASSES:
         if cls not in types:
             types.append(cls)
 

@@ -214,10 +214,32 @@ def started_alike(rank: int, ranks: int) -> None:
         assert all(torch.equal(other, found[0]) for other in found)
 
 
+def clipped_as_in_any_loop(rank: int, ranks: int) -> None:
+    """A plan made by parplan with a pin, clipped in the usual loop; also two models that train in turns."""
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)).double() for _ in range(2))
+    plain = [copy.deepcopy(first), copy.deepcopy(second)]
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8,))
+    own, labels = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
+    models = [parplan.compile(module, own, pins=[f"*=shards:{ranks}"]) for module in (first, second)]
+    optimizers = [adamw(list(module.parameters())) for module in (*models, *plain)]
+    for _ in range(3):
+        norms = []
+        for module, optimizer in zip((*models, *plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            mine = module in models
+            nn.functional.cross_entropy(module(own if mine else x), labels if mine else y).backward()
+            norms.append(clip_grad_norm_(module.parameters(), 0.1))
+            optimizer.step()
+        same(norms[:2], norms[2:], "norms")
+    for model, twin in zip(models, plain, strict=True):
+        same(dict(model.state_dict()), dict(twin.state_dict()), "state")
+
+
 CASES = {
     case.__name__: case
     for case in (
         converted, replaced, called_directly, in_inference_mode, captured_before, not_cut, recurrent, closures, half,
-        started_alike,
+        started_alike, clipped_as_in_any_loop,
     )
 }  # fmt: skip

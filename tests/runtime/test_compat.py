@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from parplan.runtime.compat import in_functional_transform, keeps_graph, version
+from parplan.runtime.compat import (
+    FOREACH_CLASSES,
+    as_subclass_with_dispatch,
+    become,
+    group_timeout,
+    in_functional_transform,
+    keeps_graph,
+    local_ops_only,
+    support_foreach,
+    version,
+    without_weak_references,
+    wrapper_tensor,
+    writes,
+)
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:
@@ -73,3 +92,101 @@ def test_an_optimizers_step_changes_the_version_of_its_parameters(fused: bool) -
         before = version(parameter)
         optimizer.step()
         assert version(parameter) != before, kind
+
+
+class _Half(torch.Tensor):
+    """Answers every op with its name."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        cls.seen.append(func.overloadpacket.__name__)
+        return args[0] if func.overloadpacket.__name__ == "mul_" else torch.zeros(2)
+
+
+local_ops_only(_Half)
+
+
+def test_a_wrapper_has_a_shape_without_memory_and_answers_ops_itself() -> None:
+    wrapper = wrapper_tensor(_Half, (4, 2), torch.zeros(2, 2, dtype=torch.float64))
+    assert (wrapper.shape, wrapper.dtype, wrapper.numel(), wrapper.is_leaf) == ((4, 2), torch.float64, 8, True)
+    _Half.seen.clear()
+    wrapper.mul_(2)
+    torch.linalg.vector_norm(wrapper)
+    assert type(wrapper.data) is Tensor
+    assert _Half.seen == ["mul_", "linalg_vector_norm", "detach"]
+    view = as_subclass_with_dispatch(_Half, torch.ones(3))
+    view.sum()
+    assert _Half.seen[-1] == "sum"
+
+
+def test_a_parameter_becomes_another_one_in_place() -> None:
+    parameter, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    calls: list[str] = []
+    handles = [
+        parameter.register_hook(lambda gradient: calls.append("gradient")),
+        parameter.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated")),
+    ]
+    become(parameter, other)
+    assert parameter.shape == (2, 2)
+    parameter.sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [[-1.0, -1.0], [-1.0, -1.0]]
+    for handle in handles:
+        handle.remove()
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+
+
+@pytest.mark.parametrize("obstacle", [weakref.ref, lambda p: (p * p).sum()], ids=["weak reference", "graph"])
+def test_a_parameter_that_is_in_use_does_not_become_another_one(obstacle: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    held = obstacle(parameter)
+    with pytest.raises(RuntimeError, match=r"weakref|use_count"):
+        become(parameter, nn.Parameter(torch.zeros(2)))
+    assert parameter.shape == (3,)
+    del held
+
+
+def test_recurrent_layers_work_without_their_weak_references_and_get_them_back() -> None:
+    layer = nn.LSTM(3, 2)
+    module, weight = nn.Sequential(layer, nn.Identity()), layer.weight_ih_l0
+    assert isinstance(weight, nn.Parameter)
+    with without_weak_references(module):
+        assert not weakref.getweakrefcount(weight)
+        become(weight, nn.Parameter(torch.zeros(8, 3)))
+    assert copy.deepcopy(layer)(torch.ones(1, 3))[0].shape == (1, 2)
+    assert weakref.getweakrefcount(weight) == 1
+
+
+def test_optimizers_and_clipping_take_a_class_for_their_foreach_forms() -> None:
+    support_foreach(_Half)
+    support_foreach(_Half)
+    for types in FOREACH_CLASSES:
+        assert types.count(_Half) == 1
+        assert Tensor in types
+        types.remove(_Half)
+
+
+def test_writes_are_counted() -> None:
+    tensor = torch.zeros(2)
+    before = writes(tensor)
+    tensor.add_(1)
+    torch.autograd.graph.increment_version(tensor)
+    assert writes(tensor) == before + 2
+
+
+@pytest.fixture
+def lone_process() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_a_process_group_tells_its_timeout() -> None:
+    assert group_timeout(None) == timedelta(seconds=77)
+    assert group_timeout(dist.new_group([0], timedelta(seconds=5))) == timedelta(seconds=5)
