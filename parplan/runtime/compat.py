@@ -22,8 +22,8 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 __all__ = [
-    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform",
-    "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references",
+    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "gradient_hooks", "group_timeout",
+    "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references",
     "wrapper_tensor", "writes",
 ]  # fmt: skip
 
@@ -63,6 +63,13 @@ register_optimizer_step_post_hook(_stepped)
 def keeps_graph() -> bool:
     """Whether the backward that is running was asked to keep its graph (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """The user's hooks on a tensor's gradient: of `register_hook` and of `register_post_accumulate_grad_hook`."""
+    registered: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    found = [hook for hooks in registered for hook in (hooks or {}).values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("parplan.")]
 
 
 def in_functional_transform() -> bool:

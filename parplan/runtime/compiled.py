@@ -22,7 +22,7 @@ from parplan.plan import Plan
 from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
-from parplan.runtime.compat import in_functional_transform
+from parplan.runtime.compat import gradient_hooks, in_functional_transform
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport
@@ -192,6 +192,12 @@ class Compiled(Wrapped):
             raise RuntimeFailure(
                 "hooks of the compiled model itself see whole batches, which there are none of where weights are "
                 "updated between passes; put them on model.module, or take update_period out of the plan"
+            )
+        hooked = [name for name, parameter in self.module.named_parameters() if gradient_hooks(parameter)]
+        if hooked:
+            raise RuntimeFailure(
+                f"{hooked[0]} has a gradient hook, which would see the gradient of some passes only where weights are "
+                "updated between passes; remove it, or take update_period out of the plan"
             )
         if any(tensor.requires_grad for tensor in call.tensors):
             raise RuntimeFailure(

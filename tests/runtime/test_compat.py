@@ -18,6 +18,7 @@ from parplan.runtime.compat import (
     FOREACH_CLASSES,
     as_subclass_with_dispatch,
     become,
+    gradient_hooks,
     group_timeout,
     in_functional_transform,
     keeps_graph,
@@ -190,3 +191,16 @@ def lone_process() -> Iterator[None]:
 def test_a_process_group_tells_its_timeout() -> None:
     assert group_timeout(None) == timedelta(seconds=77)
     assert group_timeout(dist.new_group([0], timedelta(seconds=5))) == timedelta(seconds=5)
+
+
+def test_hooks_on_a_gradient_are_found() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert gradient_hooks(parameter) == []
+
+    def hook(gradient: Tensor) -> None: ...
+
+    handles = [parameter.register_hook(hook), parameter.register_post_accumulate_grad_hook(hook)]
+    assert gradient_hooks(parameter) == [hook, hook]
+    for handle in handles:
+        handle.remove()
+    assert gradient_hooks(parameter) == []

@@ -282,6 +282,18 @@ def test_hooks_on_whole_batches_are_refused_where_passes_are_updated_apart() -> 
     model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_refused_where_passes_are_updated_apart(register: str) -> None:
+    """They would never be called: what they clip, scale or record would be lost."""
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    model = Compiled(small(), lambda _: hybrid(2, Scheme.BROADCAST, {"4": 1}).plan, devices=["cpu"] * 2)
+    handle = getattr(next(model.parameters()), register)(lambda gradient: None)
+    with pytest.raises(RuntimeFailure, match=r"0\.weight has a gradient hook"):
+        model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
+    handle.remove()
+    model.train_step(x, y, functional.mse_loss, OPTIMIZERS["momentum"](model))
+
+
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_step_that_was_broken_off_leaves_nothing_behind(threads: bool) -> None:
     case, net = hybrid(2, Scheme.INTERLEAVE, {"4": 1, "6": 1}), small()
