@@ -167,7 +167,7 @@ def exchanged_function(run: Run) -> None:
 
 @SECTION(
     "a counter that the forward counts and uses (`self.n += 1`)",
-    refused={"*": "the forward writes the attribute"},
+    refused={"*": "count in a buffer"},
     why="a captured forward would count once; count in a buffer, or outside of the forward",
 )
 def own_counter(run: Run) -> None:
@@ -185,7 +185,7 @@ def own_counter(run: Run) -> None:
 
 @SECTION(
     "a counter that the forward counts and the script reads",
-    refused={"*": "the forward writes the attribute"},
+    refused={"*": "count in a buffer"},
     why="a captured forward would count once; count in a buffer, or outside of the forward",
 )
 def read_counter(run: Run) -> None:
@@ -250,7 +250,7 @@ def memory(run: Run) -> None:
 
 @SECTION(
     "features appended to a list on `self`",
-    refused={"*": "the forward writes the attribute"},
+    refused={"*": "count in a buffer"},
     why="a captured forward would count once; count in a buffer, or outside of the forward",
 )
 def appended(run: Run) -> None:

@@ -351,7 +351,7 @@ def mixup(run: Run) -> None:
 
 @SECTION(
     "a part of the samples chosen by a mask (`y[y > 0]`)",
-    refused={"*": "depends on values"},
+    refused={"*": "the size of a result depends on the values"},
     why="the size depends on values",
 )
 def masked_samples(run: Run) -> None:

@@ -77,7 +77,12 @@ def outer_hooks(run: Run) -> None:
     steps(run, model, sgd(model))
 
 
-@SECTION("`torch.nn.utils.weight_norm` (old)", free=("0",))
+@SECTION(
+    "`torch.nn.utils.weight_norm` (old)",
+    refused={"ranks/shards": "cannot be cut over processes", "ranks/mixed": "cannot be cut over processes"},
+    why="it holds a weight computed before the first call; use `parametrizations.weight_norm`",
+    free=("0",),
+)
 def old_weight_norm(run: Run) -> None:
     with_norm = nn.Sequential(_quiet(lambda: nn.utils.weight_norm(nn.Linear(6, 8))), nn.Tanh(), nn.Linear(8, 4))
     model = run.compile(with_norm)
@@ -122,7 +127,11 @@ def own_parametrization(run: Run) -> None:
     steps(run, model, sgd(model))
 
 
-@SECTION("pruning (`torch.nn.utils.prune`) between steps")
+@SECTION(
+    "pruning (`torch.nn.utils.prune`) between steps",
+    refused={"ranks/shards": "cut over processes", "ranks/*": "was no parameter of its own at the first call"},
+    why="it replaces parameters that processes have been given; prune before `compile`",
+)
 def pruning(run: Run) -> None:
     from torch.nn.utils import prune
 
