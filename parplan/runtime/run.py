@@ -172,6 +172,7 @@ class Run:
         for buffer, held in found.items():
             self._transport.used_here(held[self._executor.deliver_from])
             self._executor.store.original(buffer).copy_(held[self._executor.deliver_from])
+        self._executor.share_buffers()
 
     # -- backward --
 
