@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parplan.api import analyze, compile, verify
+    from parplan.checkpoints import load_checkpoint, save_checkpoint
     from parplan.cluster import Cluster
     from parplan.data import PlanSampler, shard_dataset
     from parplan.errors import ParplanError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
-    "shard_dataset", "verify",
+    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -32,6 +33,8 @@ _HOMES = {
     "analyze": "parplan.api",
     "compile": "parplan.api",
     "data_parallel": "parplan.runtime.data_parallel",
+    "load_checkpoint": "parplan.checkpoints",
+    "save_checkpoint": "parplan.checkpoints",
     "shard_dataset": "parplan.data",
     "verify": "parplan.api",
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "ClusterError",
     "InfeasiblePlan",
     "LayerFileError",
@@ -35,6 +36,10 @@ class LayerFileError(TargetError):
 
 class CaptureError(ParplanError):
     """The model cannot be captured as a graph (the text names the line)."""
+
+
+class CheckpointError(ParplanError):
+    """A checkpoint cannot be written or read, is damaged, or lacks a part (the text names the file)."""
 
 
 class ModelError(ParplanError):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from parplan.errors import ParplanError
 
-__all__ = ["check_writable", "write_files"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["check_writable", "replacing", "write_files"]
 
 
 def check_writable(path: str, option: str) -> None:
@@ -57,6 +64,50 @@ def write_files(texts: Mapping[str, str]) -> None:
         for beside in written:
             with contextlib.suppress(OSError):
                 beside.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` once the block has ended and all of it is on the disk.
+
+    An error leaves the old file, and so does a killed process; the part of a file it leaves is removed by the next one.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        raise OSError(None, "there is a folder, a pipe or a device of that name")
+    _remove_abandoned(place)
+    beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with beside.open("x+b") as file:
+            _lock(file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if place.exists():
+                shutil.copymode(place, beside)
+            os.replace(beside, place)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove the parts of files that killed processes left; a process that still writes holds a lock on its own."""
+    for path in place.parent.glob(f".{glob.escape(place.name)}.{'[0-9a-f]' * 32}.tmp"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if _lock(file):
+                path.unlink()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether the file is locked by this process now; always False where the system has no such locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _write_through(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parplan.errors import ParplanError
-from parplan.files import check_writable, write_files
+from parplan.files import check_writable, replacing, write_files
 
 
 def test_files_are_written_and_nothing_is_left_beside(tmp_path: Path) -> None:
@@ -63,3 +63,44 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, path: str, wo
 def test_a_good_place_is_accepted_and_left_alone(tmp_path: Path) -> None:
     check_writable(str(tmp_path / "plan.json"), "--out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replaced_file_keeps_its_link_and_permissions(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.pt", tmp_path / "link.pt"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with replacing(link) as file:
+        file.write(b"new")
+        assert target.read_bytes() == b"old"
+    assert link.is_symlink()
+    assert (target.read_bytes(), target.stat().st_mode & 0o777) == (b"new", 0o640)
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    path.write_bytes(b"old")
+
+    def interrupted() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    left = tmp_path / f".run.pt.{'0' * 32}.tmp"
+    left.write_bytes(b"half")
+    with replacing(path) as first:
+        assert not left.exists()
+        first.write(b"first")
+        with replacing(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = (
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
-    "shard_dataset", "verify",
+    "load_checkpoint", "save_checkpoint", "shard_dataset", "verify",
 )  # fmt: skip
 
 README_COMMANDS = (

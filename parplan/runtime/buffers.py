@@ -8,7 +8,7 @@ called again on other ranks goes on from what its first call left, so that is ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,15 @@ class _Kind:
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A block of a buffer, by placeholder, and the rank that writes it, or the first of those that do."""
+
+    name: str
+    region: Region
+    rank: int
 
 
 class BufferSync:
@@ -103,7 +112,8 @@ class BufferSync:
 
 
 class Handover:
-    """Gives all ranks the statistics that a step wrote, where steps on other ranks use the same buffer.
+    """Gives all ranks the statistics that a step wrote: at once where steps on other ranks use the same buffer, else
+    at the end of the forward, so that the module's buffers are the plain model's on every rank.
 
     Args:
         graph, program: which steps use which buffers, and where.
@@ -114,6 +124,7 @@ class Handover:
         self._transport = transport
         self._store = store
         self._states: dict[int, list[State]] = {}
+        self._at_end: dict[_Written, None] = {}
         steps = [step for step in program.forward if isinstance(step, Compute)]
         places: dict[str, set[Grid]] = defaultdict(set)
         for step in steps:
@@ -121,9 +132,14 @@ class Handover:
                 places[state.name].add(step.grid)
         for step in steps:
             written = written_buffers(graph, step)
-            found = [state for state in step.states if state.name in written and len(places[state.name]) > 1]
-            if found:
-                self._states[id(step)] = found
+            found = [state for state in step.states if state.name in written]
+            shared = [state for state in found if len(places[state.name]) > 1]
+            if shared:
+                self._states[id(step)] = shared
+            if step.grid.shards > 1 or len(step.grid.devices) < transport.processes:
+                alone = [state for state in found if len(places[state.name]) == 1]
+                ends = (_Written(s.name, s.blocks[rank], rank) for s in alone for rank in step.grid.row(0))
+                self._at_end |= dict.fromkeys(ends)
 
     @torch.no_grad()
     def after(self, step: Compute) -> None:
@@ -131,6 +147,26 @@ class Handover:
         for state in self._states.get(id(step), ()):
             for device in step.grid.row(0):
                 self._give(state, device)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Every rank has to call this when the forward's steps have run."""
+        kinds: dict[torch.dtype, list[_Written]] = defaultdict(list)
+        for written in self._at_end:
+            kinds[self._store.original(written.name).dtype].append(written)
+        for group in kinds.values():
+            blocks: dict[int, list[Tensor]] = {rank: [] for rank in range(self._transport.processes)}
+            for written in group:
+                blocks[written.rank].append(block(self._store.original(written.name).data, written.region))
+            own = blocks[self._transport.rank]
+            longest = max(sum(tensor.numel() for tensor in tensors) for tensors in blocks.values())
+            message = self._store.original(group[0].name).new_zeros(longest)
+            for tensor, part in zip(own, _pieces(message, own), strict=True):
+                part.copy_(tensor)
+            for rank, received in enumerate(self._transport.gather_tensors("sharing buffers", message)):
+                if rank != self._transport.rank:
+                    for tensor, part in zip(blocks[rank], _pieces(received, blocks[rank]), strict=True):
+                        tensor.copy_(part)
 
     def _give(self, state: State, source: int) -> None:
         rank, everyone = self._transport.rank, range(self._transport.processes)
@@ -143,15 +179,24 @@ class Handover:
                 held.copy_(moving)
 
 
-def fresh_buffers(graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
-    """Where the first replica's batch-norm statistics are, by dotted name: block per device."""
+def _pieces(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pieces of a flat message, from its start, with the shapes of `tensors`."""
+    sizes = [tensor.numel() for tensor in tensors]
+    return [p.view(t.shape) for p, t in zip(message[: sum(sizes)].split(sizes), tensors, strict=True)]
+
+
+def fresh_buffers(graph: LayerGraph, program: Program, global_statistics: bool) -> dict[str, dict[int, Region]]:
+    """Where batch norm writes statistics, by dotted name: block per device.
+
+    All replicas have the same global statistics; of local ones the first replica's are the model's.
+    """
     found: dict[str, dict[int, Region]] = {}
     for step in program.forward:
         if isinstance(step, Compute):
             written = written_buffers(graph, step)
-            first = step.grid.row(0)
+            devices = step.grid.devices if global_statistics else step.grid.row(0)
             found |= {
-                graph.buffers[state.name]: {device: state.blocks[device] for device in first}
+                graph.buffers[state.name]: {device: state.blocks[device] for device in devices}
                 for state in step.states
                 if state.name in written
             }

@@ -5,6 +5,7 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,8 +24,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "gradient_hooks", "group_timeout",
-    "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once", "support_foreach", "version", "without_weak_references",
-    "wrapper_tensor", "writes",
+    "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once", "state_by_block", "support_foreach",
+    "version", "without_weak_references", "wrapper_tensor", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -162,3 +163,20 @@ def recomputed_once() -> AbstractContextManager[object]:
     """
     group = getattr(checkpoint, "GraphExecGroup", None)
     return nullcontext() if group is None or group._get_current_group() is not None else group()
+
+
+def state_by_block() -> bool:
+    """Whether the caller's caller is one of torch.distributed.checkpoint's functions for states (`get_state_dict` and
+    the like) and wants tensors as they lie over processes, not whole ones (`full_state_dict=True`).
+
+    They call the usual `state_dict()` without a word about this. Where this is not noticed, states are whole: as
+    right, and larger.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            options = frame.f_locals.get("info")
+            if options is not None:
+                return not getattr(options, "full_state_dict", True)
+        frame = frame.f_back
+    return False

@@ -310,6 +310,12 @@ class Compiled(Wrapped):
         return self._captures.plan
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of processes that run the model together; None for the default group, or for one process."""
+        group: dist.ProcessGroup | None = self._given["group"]
+        return group
+
+    @property
     def device_count(self) -> int:
         """How many logical devices there are, over all processes."""
         return self._programs.device_count

@@ -215,6 +215,13 @@ class DistributedTransport:
         """Which of the flags are set in at least one process."""
         return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
+    def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank; all of one shape and type."""
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        with explained(name, self.rank):
+            dist.all_gather(found, own, group=self._group)
+        return found
+
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""
         told: list[Any] = [None, None]

@@ -136,6 +136,11 @@ class Executor:
             self.store.refresh()
             self.transport.begin()
 
+    def share_buffers(self) -> None:
+        """All steps have run: every rank gets the buffers that only some ranks wrote."""
+        if self._handover is not None:
+            self._handover.finish()
+
     def owned(self, devices: Iterable[int]) -> list[int]:
         """Those of `devices` that are in this process."""
         return [device for device in devices if device in self.transport.owned]

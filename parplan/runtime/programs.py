@@ -171,7 +171,7 @@ class Programs:
             self._held = held
             self.sharding = Sharding(self._module, held, self._transport)
         self.sharding.hold()
-        self.sharding.fresh |= fresh_buffers(graph, program)
+        self.sharding.fresh |= fresh_buffers(graph, program, self._options.global_statistics)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
                 known = self._held.get(name)

@@ -182,6 +182,7 @@ class Run:
         late = self._executor.graph.late
         self._late = {buffer: value for buffer, value in values.items() if buffer in late}
         self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
+        self._executor.share_buffers()
 
     def end(self) -> None:
         """Assign the buffers that the model writes last: not where a checkpoint that runs again has ended before."""

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from parplan.errors import RuntimeFailure
+from parplan.runtime.compat import state_by_block
 from parplan.runtime.program import shape_of
 from parplan.runtime.sharded_tensor import ShardedTensor
 
@@ -61,7 +62,9 @@ def _cut_state(optimizer: Optimizer, parameter: ShardedTensor) -> None:
 
 
 def _gathered_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state with whole tensors; every rank has to ask for it."""
+    """The state with whole tensors; every rank has to ask for it. torch.distributed.checkpoint gets them sharded."""
+    if state_by_block():
+        return state_dict
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.whole() if isinstance(tensor, ShardedTensor) else tensor

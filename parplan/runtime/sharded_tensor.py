@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
+from parplan.runtime.checkpoint_blocks import chunks, find_block, write_items
 from parplan.runtime.compat import (
     as_subclass_with_dispatch,
     local_ops_only,
@@ -118,6 +119,18 @@ class ShardedTensor(torch.Tensor):
             f"{tuple(self.shape)}: it is not pickled. Save what state_dict() of the compiled model or of the optimizer "
             "returns (on all ranks: it gathers), or parameter.whole()"
         )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """This rank's block, for torch.distributed.checkpoint to save."""
+        return write_items(fqn, self.shape, self.placement.own, self.local)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Where this rank's block lies, for torch.distributed.checkpoint to load."""
+        return chunks(self.placement.own, self.local)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """This rank's block, for torch.distributed.checkpoint to read from or write to."""
+        return find_block(index, self.placement.own, self.local)
 
     @property
     def data(self) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Region
-from parplan.runtime.compat import become, without_weak_references
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.compat import become, state_by_block, without_weak_references
+from parplan.runtime.distributed import DistributedTransport, explained
 from parplan.runtime.placement import Placement, TaggedCollectives
 from parplan.runtime.program import shape_of
 from parplan.runtime.sharded_optimizers import watch_optimizers
@@ -62,7 +62,12 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with full tensors in place of sharded ones; every rank has to call this."""
+    """A state dict with full tensors in place of sharded ones; every rank has to call this.
+
+    torch.distributed.checkpoint gets the sharded ones as they are.
+    """
+    if state_by_block():
+        return dict(state)
     sharded = [value for value in state.values() if isinstance(value, ShardedTensor)]
     if sharded:
         sharded[0].placement.collectives.exchange(f"state_dict() of the model with {sharded[0].placement.name}")
@@ -170,7 +175,8 @@ class Sharding:
         """A buffer, of which every rank has the whole shape and some have values of now."""
         if len(held) == self._transport.processes and all(shape_of(b) == tuple(own.shape) for b in held.values()):
             return own
-        self._collectives = self._collectives or TaggedCollectives(self._transport)
+        with explained(f"gathering {name}", self._transport.rank):
+            self._collectives = self._collectives or TaggedCollectives(self._transport)
         placement = Placement(name, tuple(own.shape), dict(held), self._collectives)
         return self._collectives.gather_blocks(f"gathering {name}", placement.cut(own), placement)
 

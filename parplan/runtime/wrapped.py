@@ -95,6 +95,18 @@ class Wrapped(nn.Module):
         """The module's children."""
         return self.module.named_children()
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters; without `recurse` those that are not in one of its children."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers; without `recurse` those that are not in one of its children."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
     def get_submodule(self, target: str) -> nn.Module:
         """One of the module's modules; `get_parameter` and `get_buffer` look there too."""
         return self.module.get_submodule(target)

@@ -23,7 +23,7 @@ __all__ = ["run_cases"]
 
 TIMEOUT_S = 60
 
-Case = Callable[[int, int], None]
+Case = Callable[[int, int], object]
 
 
 def free_port() -> int:

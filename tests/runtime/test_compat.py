@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed._checkpointable import _Checkpointable
+from torch.distributed.checkpoint import state_dict as checkpoint_states
 
 from parplan.runtime.compat import (
     FOREACH_CLASSES,
@@ -23,12 +26,14 @@ from parplan.runtime.compat import (
     in_functional_transform,
     keeps_graph,
     local_ops_only,
+    state_by_block,
     support_foreach,
     version,
     without_weak_references,
     wrapper_tensor,
     writes,
 )
+from parplan.runtime.sharded_tensor import ShardedTensor
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:
@@ -204,3 +209,42 @@ def test_hooks_on_a_gradient_are_found() -> None:
     for handle in handles:
         handle.remove()
     assert gradient_hooks(parameter) == []
+
+
+class _Module(nn.Module):
+    """Keeps what it was asked for when its state is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.by_block: list[bool] = []
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.by_block.append(state_by_block())
+        return super().state_dict(*args, **kwargs)
+
+
+def test_torch_distributed_checkpoint_is_noticed() -> None:
+    module = _Module()
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    optimizer.register_state_dict_pre_hook(lambda optimizer: module.by_block.append(state_by_block()))
+    optimizer.state_dict()
+    module.state_dict()
+    assert module.by_block == [False, False]
+    for full in (False, True):
+        module.by_block.clear()
+        checkpoint_states.get_state_dict(
+            module, optimizer, options=checkpoint_states.StateDictOptions(full_state_dict=full)
+        )
+        assert module.by_block == [not full] * 2
+    module.by_block.clear()
+    checkpoint_states.get_model_state_dict(module)
+    assert module.by_block == [True]
+
+
+def test_a_sharded_tensor_has_what_torch_distributed_checkpoint_asks_for() -> None:
+    wanted = {name for name in vars(_Checkpointable) if name.startswith("__create_") or name.startswith("__get_tensor")}
+    assert wanted == {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
+    for name in wanted:
+        found = inspect.signature(getattr(ShardedTensor, name)), inspect.signature(getattr(_Checkpointable, name))
+        assert list(found[0].parameters) == list(found[1].parameters)

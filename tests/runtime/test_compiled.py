@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture import capture
@@ -128,6 +129,23 @@ def test_parts_are_found_and_applied_to_as_in_the_module() -> None:
     seen: list[nn.Module] = []
     assert model.apply(seen.append) is model
     assert seen == [plain]
+
+
+def test_the_modules_own_parameters_and_buffers_are_told_from_its_childrens() -> None:
+    plain = nn.Linear(4, 4)
+    plain.child = nn.BatchNorm1d(4)
+    plain.register_buffer("steps", torch.zeros(1))
+    model = compiled(plain, spread(2, "data"), 2)
+    for recurse in (False, True):
+        for members in ("named_parameters", "named_buffers"):
+            wanted = [name for name, _ in getattr(plain, members)(recurse=recurse)]
+            assert [name for name, _ in getattr(model, members)(recurse=recurse)] == wanted
+    assert [name for name, _ in model.named_parameters(recurse=False)] == ["weight", "bias"]
+    # As torch.distributed.checkpoint reads them.
+    optimizer = torch.optim.Adam(model.parameters())
+    weights, updates = get_state_dict(model, optimizer)
+    assert list(weights) == list(plain.state_dict())
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=updates)
 
 
 def test_names_and_state_are_the_modules_own() -> None:

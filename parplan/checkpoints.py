@@ -1,0 +1,211 @@
+"""Checkpoints in one file: replaced atomically, verified by a checksum, read without running code from the file.
+
+The file is what `torch.save` writes, whole tensors under the plain model's names whatever the plan, and one line more:
+the SHA-256 of all before it. `torch.load` reads it too. docs/checkpoints.md has the other ways to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from parplan.errors import CheckpointError
+from parplan.files import replacing
+from parplan.runtime.compiled import Compiled
+from parplan.runtime.distributed import explained
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+MARK = b"\nparplan checkpoint 1 sha256 "
+TRAILER_BYTES = len(MARK) + 2 * hashlib.sha256().digest_size + 1
+CHUNK_BYTES = 1 << 22
+
+PathLike = str | os.PathLike[str]
+
+
+def save_checkpoint(path: PathLike, /, **parts: Any) -> None:
+    """Write `parts` to one file in place of an older one, which stays if anything fails or the process is killed.
+
+        parplan.save_checkpoint("run.pt", model=model, optimizer=optimizer, epoch=3)
+
+    Under torchrun every rank has to call this, with the same parts, and rank 0 writes.
+
+    Args:
+        parts: whatever has a `state_dict()` is saved by it; anything else is data: tensors, numbers, texts, and lists,
+            tuples and dictionaries of them.
+
+    Raises:
+        CheckpointError: on every rank, if the file cannot be written, or a part holds more than data.
+    """
+    states = {name: part.state_dict() if _has(part, "state_dict") else part for name, part in parts.items()}
+    ranks = _Ranks(parts.values())
+    trouble = ""
+    if ranks.own == 0:
+        try:
+            _write(path, states)
+        except CheckpointError as error:
+            trouble = str(error)
+    ranks.raise_any(f"saving {path}", trouble)
+
+
+def load_checkpoint(path: PathLike, /, **parts: Any) -> dict[str, Any]:
+    """Load a file of `save_checkpoint` into `parts`, whatever the plan and the number of processes that wrote it.
+
+        epoch = parplan.load_checkpoint("run.pt", model=model, optimizer=optimizer)["epoch"]
+
+    Under torchrun every rank has to call this, with the same parts, and every rank reads the file.
+
+    Args:
+        parts: each takes what was saved under its name by its `load_state_dict()`.
+
+    Returns:
+        What the file holds under other names.
+
+    Raises:
+        CheckpointError: on every rank, if the file cannot be read by one of them, is damaged, holds more than data, or
+            lacks one of `parts`; nothing is loaded then.
+    """
+    for name, part in parts.items():
+        if not _has(part, "load_state_dict"):
+            raise CheckpointError(
+                f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out, and take it from "
+                "what load_checkpoint returns"
+            )
+    ranks = _Ranks(parts.values())
+    states: dict[str, Any] = {}
+    digest = trouble = ""
+    try:
+        digest, states = _read(path)
+        missing = [name for name in parts if name not in states]
+        if missing:
+            raise CheckpointError(f"{path} holds {_listed(states)}; it has no {_listed(missing)}")
+    except CheckpointError as error:
+        trouble = str(error)
+    ranks.raise_any(f"loading {path}", trouble, digest)
+    for name, part in parts.items():
+        part.load_state_dict(states.pop(name))
+    return states
+
+
+class _Ranks:
+    """The processes that save or load together.
+
+    Attributes:
+        own: the rank of this one.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        groups = [part.process_group for part in parts if isinstance(part, Compiled)]
+        self._group = groups[0] if groups else None
+        self._many = self._group is not None or (dist.is_available() and dist.is_initialized())
+        self.own = dist.get_rank(self._group) if self._many else 0
+
+    def raise_any(self, step: str, trouble: str, digest: str = "") -> None:
+        """Raise on every rank what is in the way of one of them, or that they read different files."""
+        told = [(trouble, digest)]
+        if self._many:
+            told = [("", "")] * dist.get_world_size(self._group)
+            with explained(step, self.own):
+                dist.all_gather_object(told, (trouble, digest), self._group)
+        for rank, (reason, _) in enumerate(told):
+            if reason:
+                raise CheckpointError(f"rank {rank}: {reason}" if self._many else reason)
+        differing = [rank for rank, (_, other) in enumerate(told) if other != told[0][1]]
+        if differing:
+            raise CheckpointError(
+                f"{step}: ranks {', '.join(map(str, differing))} read another file of that name than rank 0; put it "
+                "where all processes read the same one"
+            )
+
+
+def _write(path: PathLike, states: Mapping[str, Any]) -> None:
+    try:
+        with replacing(path) as file:
+            torch.save(dict(states), file)
+            file.flush()
+            if unsafe := _unsafe(file.name):
+                holding = [name for name, state in states.items() if _unsafe(_saved(state))]
+                raise CheckpointError(
+                    f"{_listed(holding)} cannot be saved: loading {_listed(unsafe)} would run code from the file; save "
+                    "tensors, numbers, texts, and lists, tuples and dictionaries of them"
+                )
+            digest = _digest(file, file.seek(0, os.SEEK_END))
+            file.write(MARK + digest.encode() + b"\n")
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def _read(path: PathLike) -> tuple[str, dict[str, Any]]:
+    """The file's checksum and what it holds."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END) - TRAILER_BYTES
+            file.seek(max(size, 0))
+            trailer = file.read()
+            if not trailer.startswith(MARK):
+                raise CheckpointError(
+                    f"{path} does not end with a checksum: it is truncated, or was not written by save_checkpoint "
+                    "(what torch.save wrote, torch.load reads)"
+                )
+            digest = _digest(file, size)
+            written = trailer[len(MARK) : -1].decode("ascii", "replace")
+            if (written, trailer[-1:]) != (digest, b"\n"):
+                raise CheckpointError(
+                    f"{path} is damaged: its SHA-256 is {digest}, and was {written} when it was written; take an older "
+                    "checkpoint"
+                )
+            file.seek(0)
+            return digest, torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than data, and nothing of it is loaded: {_reason(error)}") from error
+
+
+def _digest(file: BinaryIO, size: int) -> str:
+    """SHA-256 of the first `size` bytes."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size and (chunk := file.read(min(size, CHUNK_BYTES))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def _saved(state: Any) -> BinaryIO:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def _unsafe(file: str | BinaryIO) -> list[str]:
+    """Names in a file of `torch.save` that only running code could load."""
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's reason, where there is one: torch reports a full disk as its own error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _has(part: Any, method: str) -> bool:
+    return callable(getattr(part, method, None))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
