@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["user_line"]
+__all__ = ["is_users_file", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -16,11 +16,12 @@ def user_line(error: BaseException) -> str:
 
     The innermost line that is not installed, not Python's and not ours.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def _is_own(filename: str) -> bool:
+def is_users_file(filename: str) -> bool:
+    """Whether code is neither installed, nor Python's, nor ours."""
     path = Path(filename)
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     return not filename.startswith("<") and not any(path.is_relative_to(base) for base in (_OURS, *installed))

@@ -25,7 +25,7 @@ from parplan.runtime.programs import Captured, Options, Programs
 from parplan.runtime.tensors import OwnTensors
 from parplan.runtime.transport import Transport
 
-__all__ = ["Captures", "Planner"]
+__all__ = ["Captures", "Planner", "bound_to_batch"]
 
 Planner = Callable[[LayerGraph], Plan]
 
@@ -87,7 +87,7 @@ class Captures:
         """A new graph, for one number of samples if it is bound to that."""
         kind, graph = self._kind(call, training), self._trace(call, training, batch)
         known = self.programs.know(graph, plan)
-        if _bound_to_batch(graph):
+        if bound_to_batch(graph):
             self._bound.add(kind)
             self._captured[kind, batch] = known
         else:
@@ -123,7 +123,7 @@ class Captures:
         if key in self._traced:
             return self._traced.pop(key)
         graph = self._traced_at(call, training, 2 if batch == 1 else batch)
-        if batch == 1 and _bound_to_batch(graph):
+        if batch == 1 and bound_to_batch(graph):
             return self._traced_at(call, training, batch)
         return graph
 
@@ -156,7 +156,7 @@ class Captures:
         return plan
 
 
-def _bound_to_batch(graph: LayerGraph) -> bool:
+def bound_to_batch(graph: LayerGraph) -> bool:
     """Whether a graph holds for one number of samples only."""
     loose = [
         value

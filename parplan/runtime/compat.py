@@ -5,14 +5,15 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-__all__ = ["Version", "keeps_graph", "recomputed_once", "version"]
+__all__ = ["Version", "keeps_graph", "recomputed_once", "version", "without_tensor_hooks"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,17 @@ def recomputed_once() -> AbstractContextManager[object]:
     """
     group = getattr(checkpoint, "GraphExecGroup", None)
     return nullcontext() if group is None or group._get_current_group() is not None else group()
+
+
+@contextmanager
+def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """While it lasts, hooks of `register_hook` and `register_post_accumulate_grad_hook` on these are not called."""
+    fields = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [(leaf, field, hooks) for leaf in leaves for field in fields if (hooks := getattr(leaf, field))]
+    for leaf, field, _ in hooked:
+        setattr(leaf, field, None)
+    try:
+        yield
+    finally:
+        for leaf, field, hooks in hooked:
+            setattr(leaf, field, hooks)

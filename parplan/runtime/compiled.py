@@ -21,17 +21,19 @@ from parplan.plan import Plan
 from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
+from parplan.runtime.checked_step import count_forward
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.example import Example
 from parplan.runtime.executor import Executor
 from parplan.runtime.expected import Expected
-from parplan.runtime.kept import kept_modes
 from parplan.runtime.measured import MeasuredStep
 from parplan.runtime.measuring import Effort, Recorder, Subject, measure
+from parplan.runtime.preserve_state import preserved_modes
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
+from parplan.runtime.self_check import CheckRecord, SelfCheck
 from parplan.runtime.sharding import Sharding, same_start
 from parplan.runtime.train_step import (
     StagedStep,
@@ -66,6 +68,8 @@ class Compiled(Wrapped):
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
         group: the process group, under torchrun; default: all processes.
+        check: "first" compares every new capture with the plain module before its first step, "always" every call,
+            "off" nothing (runtime/self_check.py).
 
     Attributes:
         program: what the last call ran, for reading.
@@ -87,6 +91,7 @@ class Compiled(Wrapped):
         dropout: bool = True,
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
+        check: str = "first",
     ) -> None:
         super().__init__(module)
         _one_of("batch_norm", batch_norm, "global", "local")
@@ -104,7 +109,7 @@ class Compiled(Wrapped):
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
         self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
-        self._given |= {"inputs": inputs}
+        self._given |= {"inputs": inputs, "check": check}
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -120,6 +125,7 @@ class Compiled(Wrapped):
         )
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
+        self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
         if isinstance(self._transport, DistributedTransport):
             same_start(module, self._transport)
         self._built = True
@@ -190,6 +196,7 @@ class Compiled(Wrapped):
                 "an input needs a gradient, which there is none of where weights are updated between passes; give it "
                 "detached, or take update_period out of the plan"
             )
+        self._self_check.before(call, captured, self.training)
         executor = self._ready(call, captured)
         graph, program = captured.graph, executor.program
         found = moments(captured, program.staged, early)
@@ -203,6 +210,8 @@ class Compiled(Wrapped):
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
+        if recorder is None:
+            self._self_check.before(call, captured, self.training)
         executor = self._ready(call, captured)
         if recorder is not None:
             executor = recorder.executor(executor)
@@ -267,10 +276,13 @@ class Compiled(Wrapped):
         call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
         mode, program = self.training, self.program
         try:
-            with kept_modes(self.module):
+            with preserved_modes(self.module):
                 if not mode:
                     self.train()
-                graph = self._find(call).graph
+                captured = self._find(call)
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._self_check.before(call, captured, self.training)
+                graph = captured.graph
                 expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
                 return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)
         finally:
@@ -293,6 +305,11 @@ class Compiled(Wrapped):
         return self._captures.plan
 
     @property
+    def checked(self) -> tuple[CheckRecord, ...]:
+        """What the comparisons with the plain module have found; under `check="always"` the last call's."""
+        return tuple(self._self_check.records)
+
+    @property
     def device_count(self) -> int:
         """How many logical devices there are, over all processes."""
         return self._programs.device_count
@@ -305,8 +322,7 @@ class Compiled(Wrapped):
     @torch.no_grad()
     def _begins(self, graph: LayerGraph) -> None:
         """Count a forward; before it runs, as layers do, and as a checkpoint may end one early."""
-        for name, step in graph.counters.items():
-            self.module.get_buffer(graph.buffers[name]).add_(step)
+        count_forward(self.module, graph)
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
 

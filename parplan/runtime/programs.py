@@ -7,7 +7,7 @@ every rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -19,7 +19,7 @@ from parplan.layout import Grid, Region
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.devices import memories
-from parplan.runtime.dispatch import ThreadsOption, dispatch_for
+from parplan.runtime.dispatch import Inline, ThreadsOption, dispatch_for
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
@@ -61,6 +61,7 @@ class Captured:
         draws: random numbers that devices draw together.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
+        checked: for which grad modes it has been compared with the plain module (runtime/self_check.py).
     """
 
     graph: LayerGraph
@@ -70,6 +71,7 @@ class Captured:
     shares: bool
     groups: Grid | None = None
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+    checked: set[bool] = field(default_factory=set)
 
     @cached_property
     def early_periods(self) -> Mapping[str, int]:
@@ -139,14 +141,15 @@ class Programs:
             )
         return first.grid
 
-    def _lower(self, known: Captured, samples: tuple[int, ...]) -> Program:
+    def _lower(self, known: Captured, samples: tuple[int, ...], options: Options | None = None) -> Program:
+        options = options or self._options
         setting = Setting(
             devices=self.device_count,
             samples=samples,
             memories=self._memories,
-            output=self._options.output,
-            global_statistics=self._options.global_statistics,
-            per_replica=self._options.per_replica,
+            output=options.output,
+            global_statistics=options.global_statistics,
+            per_replica=options.per_replica,
             scheme=known.scheme,
             groups=known.groups,
         )
@@ -174,6 +177,30 @@ class Programs:
                 captured.executors.pop(next(iter(captured.executors)))
             captured.executors[samples] = self._executor(captured, samples)
         return captured.executors[samples]
+
+    def checking_executor(self, captured: Captured, samples: tuple[int, ...], keep: bool) -> Executor:
+        """What runs a graph by its plan and computes the plain module's numbers: with the whole batch's statistics and
+        losses and with dropout as the module has it. The user's hooks are not called.
+
+        Args:
+            keep: the step itself has these samples, so that it may use the same executor.
+        """
+        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True)
+        if plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
+            return self.executor(captured, samples) if keep else self._executor(captured, samples)
+        program = self._lower(captured, samples, plain)
+        distributed = isinstance(self._transport, DistributedTransport)
+        store = Store(self._module, captured.graph, program, self._transport, sharded=distributed)
+        return Executor(
+            captured.graph,
+            captured.strategies,
+            program,
+            store,
+            self._transport,
+            output=plain.output,
+            draws=captured.draws,
+            hooks=False,
+        )
 
     def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
         graph, options = captured.graph, self._options
