@@ -13,13 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GroupDifference", "compare_group", "projected", "projection_weights", "relative_difference"]
+__all__ = ["GroupDifference", "compare_group", "largest_of", "projected", "projection_weights", "relative_difference"]
 
 
 def projection_weights(results: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Random weights between 0 and 1 for every element of every result; the same for the same shapes and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(_real(result).shape, generator=generator, dtype=torch.float64) for result in results]
+    """Weights between 0 and 1 without a pattern for every element of every result, fixed by shapes and seed.
+
+    They come from no generator: the step may run where random draws are replaced by constants.
+    """
+    return [_scattered(_real(result).shape, seed + index) for index, result in enumerate(results)]
+
+
+def _scattered(shape: Sequence[int], seed: int) -> Tensor:
+    places = torch.arange(math.prod(shape), dtype=torch.float64).view(tuple(shape))
+    return (torch.sin(places * 12.9898 + (1 + seed) * 78.233) * 43758.5453).frac().abs()
 
 
 def projected(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -60,10 +67,9 @@ def compare_group(
     """Compare the tensors of one group by name; None counts as zeros.
 
     Args:
-        floor: the share of the group's largest element that a tensor's difference is measured against at least: a
-            tensor far smaller than the others is rounding noise (the gradient of a bias in front of a batch norm).
+        floor: what a tensor's difference is measured against at least, such as a share of the group's largest element:
+            a tensor far smaller than the others is rounding noise (the gradient of a bias in front of a batch norm).
     """
-    largest = max((size_of(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     found: dict[str, float] = {}
     for name, tensor in expected.items():
         other = actual[name]
@@ -72,7 +78,7 @@ def compare_group(
             continue
         wanted = tensor if tensor is not None else torch.zeros_like(other)  # type: ignore[arg-type]
         given = other if other is not None else torch.zeros_like(wanted)
-        found[name] = relative_difference(wanted, given, floor * largest)
+        found[name] = relative_difference(wanted, given, floor)
     worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name], default="")
     return GroupDifference(group, len(found), found.get(worst, 0.0), worst, found)
 
@@ -95,6 +101,11 @@ def relative_difference(expected: Tensor, actual: Tensor, floor: float) -> float
         difference = float((wanted - given)[both].abs().max()) if bool(both.any()) else 0.0
     scale = max(size_of(wanted), floor)
     return difference / scale if scale > 0 else difference
+
+
+def largest_of(*groups: Mapping[str, Tensor | None]) -> float:
+    """The largest absolute value of a finite element in groups of tensors."""
+    return max((size_of(tensor) for group in groups for tensor in group.values() if tensor is not None), default=0.0)
 
 
 def size_of(tensor: Tensor) -> float:

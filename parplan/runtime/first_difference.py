@@ -8,7 +8,7 @@ values agree, gradients differ: the layers are walked from the last one back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -51,10 +51,14 @@ class FirstDifference:
 
 
 def first_difference(
-    module: nn.Module, programs: Programs, captured: Captured, part: Call, values: tuple[StepValues, StepValues]
+    module: nn.Module, programs: Programs, captured: Captured, part: Call, plain: StepValues, off: Set[str]
 ) -> FirstDifference:
-    """Name the first layer that differs between the plain module's and the planned program's step on `part`."""
-    plain, planned = values
+    """Name the first layer that differs between the plain module's and the planned program's step on `part`.
+
+    Args:
+        plain: the plain module's step.
+        off: which results ("result 0"), parameters' gradients, inputs' gradients ("input 0") and buffers differ.
+    """
     graph, found = captured.graph, None
     gradients = bool(plain.gradients) or bool(plain.input_gradients)
     with isolated(module, graph, gradients), suspects(module, graph) as seen, _Outputs(module) as outputs:
@@ -62,19 +66,26 @@ def first_difference(
     with isolated(module, graph, gradients):
         executor = programs.checking_executor(captured, (part.batch if part.batch is not None else 1,), keep=False)
         whole = _run_whole(module, executor, part.first(None), gradients)
-    found = _lost_in_capture(graph, outputs.tensors, whole, plain)
-    if found is None:
+    forward = not off or any(name.startswith("result ") for name in off)
+    found = _lost_in_capture(graph, outputs.tensors, whole, plain) if forward else None
+    if found is None and forward:
         with isolated(module, graph, gradients):
             probe = _Probe(executor)
             probe.run(module, part.first(None))
         found = _lost_by_plan(graph, executor, probe, whole)
     if found is None:
-        found = _gradient_lost(graph, plain, planned, whole)
+        found = _gradient_lost(graph, plain, whole, off)
     if found is None:
-        found = _buffer_lost(graph, plain, planned)
+        found = _buffer_lost(graph, off)
     reasons = seen.text(found.layer if found is not None else None)
     if found is None:
-        return FirstDifference(None, ("every layer agrees by itself; results are put together otherwise", *reasons))
+        return FirstDifference(
+            None,
+            (
+                "no layer differs by itself: what goes into the model or comes out of it is put together otherwise",
+                *reasons,
+            ),
+        )
     line = _line_of(graph, found.layer)
     return FirstDifference(found.layer, (*found.text, *([f"  at {line}"] if line else []), *reasons))
 
@@ -243,12 +254,12 @@ def _lost_by_plan(graph: LayerGraph, executor: Executor, probe: _Probe, whole: _
     return None
 
 
-def _gradient_lost(graph: LayerGraph, plain: StepValues, planned: StepValues, whole: _Whole) -> FirstDifference | None:
+def _gradient_lost(graph: LayerGraph, plain: StepValues, whole: _Whole, off: Set[str]) -> FirstDifference | None:
     """Going backward, the first layer whose parameters' gradients differ."""
     for name, layer in reversed(list(graph.layers.items())):
         paths = [graph.parameters[parameter] for parameter in layer.parameters]
         for path in paths:
-            if path in plain.gradients and _gradient_differs(plain.gradients[path], planned.gradients.get(path)):
+            if path in off and path in plain.gradients:
                 captured = _gradient_differs(plain.gradients[path], whole.gradients.get(path))
                 readers = [reader for value in layer.outputs for reader in graph.consumers(value)]
                 where = f"{name}, or behind it in {', '.join(dict.fromkeys(readers))}," if readers else name
@@ -270,9 +281,9 @@ def _gradient_differs(wanted: Tensor | None, found: Tensor | None) -> bool:
     return _differs(wanted, found)
 
 
-def _buffer_lost(graph: LayerGraph, plain: StepValues, planned: StepValues) -> FirstDifference | None:
-    for name, wanted in plain.buffers.items():
-        if name in planned.buffers and _differs(wanted, planned.buffers[name]):
+def _buffer_lost(graph: LayerGraph, off: Set[str]) -> FirstDifference | None:
+    for name in sorted(off):
+        if name in graph.buffers.values():
             users = [n for n, layer in graph.layers.items() if name in (graph.buffers.get(b) for b in layer.buffers)]
             text = f"buffer {name} has another value after the step" + (f"; {', '.join(users)} use it" if users else "")
             return FirstDifference(users[0] if users else None, (text,))

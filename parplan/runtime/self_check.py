@@ -21,7 +21,7 @@ from parplan.graph.user_line import user_line
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, bound_to_batch
 from parplan.runtime.checked_step import StepValues, executed_step, isolated, plain_step
-from parplan.runtime.comparison import GroupDifference, compare_group
+from parplan.runtime.comparison import GroupDifference, compare_group, largest_of
 from parplan.runtime.double_copy import double_call, double_casts, double_copy
 from parplan.runtime.first_difference import first_difference
 from parplan.runtime.programs import Captured, Options
@@ -198,7 +198,7 @@ class SelfCheck:
         self, record: CheckRecord, part: Call, side: _Side, found: _Found, how: str, double: bool = False
     ) -> SelfCheckError:
         with double_casts(double):
-            place = first_difference(side.module, side.captures.programs, side.captured, part, found.values)
+            place = first_difference(side.module, side.captures.programs, side.captured, part, found.plain, found.off)
         lines = [
             f"{side.captured.graph.model}: the planned program does not compute what the module computes "
             f"({_told(record)}, {how}):",
@@ -218,8 +218,14 @@ class _Found:
     differences: tuple[GroupDifference, ...]
     limits: Mapping[str, float]
     precision: torch.dtype
-    values: tuple[StepValues, StepValues]
+    plain: StepValues
     unknown: frozenset[str]
+
+    @property
+    def off(self) -> frozenset[str]:
+        """Names of tensors that differ."""
+        found = ((name, value, self.limits[g.group]) for g in self.differences for name, value in g.differences.items())
+        return frozenset(name for name, value, limit in found if not value <= limit)
 
     @property
     def agrees(self) -> bool:
@@ -313,22 +319,23 @@ def _precision(graph: LayerGraph) -> torch.dtype:
 
 def _compared(plain: StepValues, planned: StepValues, precision: torch.dtype, unknown: set[str]) -> _Found:
     limits = _PRECISIONS[precision]
-    results = [
-        compare_group("results", _tensors(plain.results), _tensors(planned.results), limits.floor)
-        if _alike(plain.results, planned.results)
-        else GroupDifference("results", len(plain.results), float("inf"), "structure", {})
-    ]
+    wanted, given = _tensors(plain.results), _tensors(planned.results)
+    pulled = largest_of(plain.gradients, plain.input_gradients)
     groups = [
-        ("gradients", plain.gradients, planned.gradients),
-        ("input gradients", plain.input_gradients, planned.input_gradients),
-        ("buffers", plain.buffers, planned.buffers),
+        ("results", wanted, given, largest_of(wanted)),
+        ("gradients", plain.gradients, planned.gradients, pulled),
+        ("input gradients", plain.input_gradients, planned.input_gradients, pulled),
+        ("buffers", plain.buffers, planned.buffers, largest_of(plain.buffers)),
     ]
-    found = [*results, *(compare_group(name, a, b, limits.floor) for name, a, b in groups if a)]
+    alike = _alike(plain.results, planned.results)
+    found = [compare_group(n, a, b, limits.floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
+    if not alike:
+        found.insert(0, GroupDifference("results", len(plain.results), float("inf"), "structure", {}))
     return _Found(
         tuple(found),
         {group.group: limits.tolerance for group in found},
         precision,
-        (plain, planned),
+        plain,
         frozenset(unknown),
     )
 
