@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,35 +14,51 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.programs import Captured
 from parplan.runtime.transport import Transport
 
-__all__ = ["agree"]
+__all__ = ["Agreement", "agree"]
 
 
-def agree(transport: Transport, call: Call, captured: Captured) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Agreement:
+    """What processes know of each other before a step.
+
+    Args:
+        samples: per process.
+        wishes: which processes want to compare the step with the plain module; None where they did not tell.
+    """
+
+    samples: tuple[int, ...]
+    wishes: tuple[bool, ...] | None
+
+
+def agree(transport: Transport, call: Call, captured: Captured, wish: bool = False) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
+
+    Args:
+        wish: whether this process wants to compare the step with the plain module.
 
     Raises:
         RuntimeFailure: no process has a sample, or processes of one group brought different numbers.
     """
-    samples = _samples(transport, call, captured)
+    agreement = _agreement(transport, call, captured, wish)
     if captured.shares or transport.processes == 1:
-        call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
-    return samples
+        call.check(sum(agreement.samples))  # else a rank may have no samples, and does not know of the others'
+    return agreement
 
 
-def _samples(transport: Transport, call: Call, captured: Captured) -> tuple[int, ...]:
+def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool) -> Agreement:
     own = call.batch if call.batch is not None else 1
     seed = int(torch.randint(1 << 62, ()).item()) if captured.draws.any else 0
     if not isinstance(transport, DistributedTransport):
         captured.draws.seed = seed
-        return (own,)
+        return Agreement((own,), (wish,))
     if not captured.shares:
-        return (own,) * transport.processes
-    agreed = transport.gather(own, seed)
+        return Agreement((own,) * transport.processes, None)
+    agreed = transport.gather(own, seed, int(wish))
     captured.draws.seed = agreed[0][1]
-    sizes = tuple(size for size, _ in agreed)
+    sizes = tuple(size for size, _, _ in agreed)
     if captured.groups is not None:
         _same_in_rows(captured.groups, sizes, call)
-    return sizes
+    return Agreement(sizes, tuple(bool(wishes) for _, _, wishes in agreed))
 
 
 def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:

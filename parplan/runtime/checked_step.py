@@ -7,7 +7,7 @@ training, and would see samples twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +20,14 @@ from parplan.compat import pytree
 from parplan.graph.hooks import without_hooks
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.runtime.calls import Call
-from parplan.runtime.comparison import projected, projection_weights
+from parplan.runtime.comparison import projected
 from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.constant_draws import ConstantDraws
 from parplan.runtime.draws import draws_numbers
 from parplan.runtime.executor import Executor
 from parplan.runtime.preserve_state import preserved_by_forward
 
-__all__ = ["StepValues", "count_forward", "executed_step", "isolated", "plain_step"]
-
-SEED = 0
+__all__ = ["StepValues", "Weigh", "count_forward", "executed_step", "isolated", "plain_step"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,17 @@ class StepValues:
     buffers: Mapping[str, Tensor]
 
 
-def plain_step(module: nn.Module, call: Call, training: bool, gradients: bool, accumulated: bool = False) -> StepValues:
+# The weights of a step's results in its loss.
+Weigh = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def plain_step(
+    module: nn.Module, call: Call, training: bool, weigh: Weigh | None, accumulated: bool = False
+) -> StepValues:
     """One step of the module itself.
 
     Args:
+        weigh: weighs results for the loss whose gradients are taken; None for no gradients.
         accumulated: read gradients from `.grad`, which are put back: checkpoints with use_reentrant=True refuse
             `torch.autograd.grad`.
     """
@@ -62,13 +67,13 @@ def plain_step(module: nn.Module, call: Call, training: bool, gradients: bool, a
     try:
         args, kwargs = call.arguments
         leaves = pytree.tree_leaves(module(*args, **kwargs))
-        return _values(module, call, leaves, gradients, accumulated)
+        return _values(module, call, leaves, weigh, accumulated)
     finally:
         for part, mode in modes.items():
             part.training = mode
 
 
-def executed_step(module: nn.Module, executor: Executor, call: Call, gradients: bool) -> StepValues:
+def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weigh | None) -> StepValues:
     """One step of a program made from the module."""
     graph = executor.graph
     count_forward(module, graph)
@@ -76,7 +81,7 @@ def executed_step(module: nn.Module, executor: Executor, call: Call, gradients: 
     inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
     results = iter(executor(inputs))
     leaves = [leaf.value if isinstance(leaf, Constant) else next(results) for leaf in graph.user_outputs]
-    return _values(module, call, leaves, gradients)
+    return _values(module, call, leaves, weigh)
 
 
 @torch.no_grad()
@@ -87,22 +92,22 @@ def count_forward(module: nn.Module, graph: LayerGraph) -> None:
 
 
 def _values(
-    module: nn.Module, call: Call, leaves: Sequence[Any], gradients: bool, accumulated: bool = False
+    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh | None, accumulated: bool = False
 ) -> StepValues:
-    found, given = _gradients(module, call, leaves, accumulated) if gradients else ({}, {})
+    found, given = _gradients(module, call, leaves, weigh, accumulated) if weigh is not None else ({}, {})
     results = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     return StepValues(results, found, given, buffers)
 
 
 def _gradients(
-    module: nn.Module, call: Call, leaves: Sequence[Any], accumulated: bool
+    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh, accumulated: bool
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """Gradients of the results' projection: of parameters, and of inputs."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     inputs = {f"input {i}": t for i, t in enumerate(call.leaves) if isinstance(t, Tensor) and t.requires_grad}
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    loss = projected(tensors, projection_weights(tensors, SEED))
+    loss = projected(tensors, weigh(tensors))
     wanted = [*parameters.values(), *inputs.values()]
     if not loss.requires_grad or not wanted:
         return dict.fromkeys(parameters), dict.fromkeys(inputs)
@@ -137,8 +142,8 @@ def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[
         stack.enter_context(preserved_by_forward(module))
         stack.enter_context(without_hooks(module))
         stack.enter_context(without_tensor_hooks(module.parameters()))
-        # A checkpoint around the call must not see this step.
-        stack.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
+        # A checkpoint around the call must not see this step. Detached, as a graph that holds its own results would stay.
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
         stack.enter_context(_without_autocast_cache())
         draws = ConstantDraws() if draws_numbers(graph) else None
         if draws is not None:

@@ -30,7 +30,7 @@ from parplan.runtime.executor import Executor
 from parplan.runtime.expected import Expected
 from parplan.runtime.measured import MeasuredStep
 from parplan.runtime.measuring import Effort, Recorder, Subject, measure
-from parplan.runtime.preserve_state import preserved_modes
+from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
 from parplan.runtime.self_check import CheckRecord, SelfCheck
@@ -196,7 +196,6 @@ class Compiled(Wrapped):
                 "an input needs a gradient, which there is none of where weights are updated between passes; give it "
                 "detached, or take update_period out of the plan"
             )
-        self._self_check.before(call, captured, self.training)
         executor = self._ready(call, captured)
         graph, program = captured.graph, executor.program
         found = moments(captured, program.staged, early)
@@ -210,8 +209,6 @@ class Compiled(Wrapped):
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
-        if recorder is None:
-            self._self_check.before(call, captured, self.training)
         executor = self._ready(call, captured)
         if recorder is not None:
             executor = recorder.executor(executor)
@@ -225,11 +222,16 @@ class Compiled(Wrapped):
         return {name: tensor for name, tensor in values if name is not None and tensor is not None}
 
     def _ready(self, call: Call, captured: Captured) -> Executor:
-        """What runs a graph for these samples, with the ranks' buffers in step."""
-        executor = self._programs.executor(captured, agree(self._transport, call, captured))
-        self.program = executor.program
+        """What runs a graph for these samples, compared with the plain module, with the ranks' buffers in step."""
+        wanted = self._self_check.wants(captured)
+        agreement = agree(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
             self._programs.sync.run()
+        if wanted:
+            self._self_check.before(call, captured, self.training, agreement)
+        self._programs.hold(captured)
+        executor = self._programs.executor(captured, agreement.samples)
+        self.program = executor.program
         return executor
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
@@ -280,8 +282,8 @@ class Compiled(Wrapped):
                 if not mode:
                     self.train()
                 captured = self._find(call)
-                with torch.inference_mode(False), torch.enable_grad():
-                    self._self_check.before(call, captured, self.training)
+                with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
+                    self._ready(call, captured)  # compared with the plain module, if it was not yet
                 graph = captured.graph
                 expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
                 return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)

@@ -195,6 +195,28 @@ class DistributedTransport:
             dist.all_gather(found, own, group=self._group)
         return [tuple(entry.tolist()) for entry in found]
 
+    def gather_rows(self, own: Tensor, dim: int, sizes: Sequence[int], ranks: Sequence[int]) -> Tensor:
+        """The tensors of `ranks` behind each other along `dim`, on every rank.
+
+        Args:
+            sizes: along `dim`, of every rank's tensor.
+        """
+        rows = own.movedim(dim, 0)
+        # gloo gathers tensors of one shape only.
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        found = [torch.empty_like(padded) for _ in range(self.processes)]
+        with explained("gathering inputs for the self-check", self.rank):
+            dist.all_gather(found, padded, group=self._group)
+        return torch.cat([found[rank][: sizes[rank]] for rank in ranks]).movedim(0, dim)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text that every rank passes here, by rank."""
+        found: list[Any] = [None] * self.processes
+        with explained("exchanging findings of the self-check", self.rank):
+            dist.all_gather_object(found, text, group=self._group)
+        return [str(entry) for entry in found]
+
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""
         told: list[Any] = [None, None]

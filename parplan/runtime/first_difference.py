@@ -23,12 +23,14 @@ from parplan.graph.local import LocalLayer, local_module
 from parplan.plan import Strategy
 from parplan.runtime.calls import Call
 from parplan.runtime.checked_step import StepValues, count_forward, isolated, plain_step
-from parplan.runtime.comparison import projected, projection_weights, relative_difference
+from parplan.runtime.comparison import projected, relative_difference
+from parplan.runtime.double_copy import double_casts
 from parplan.runtime.executor import Executor
+from parplan.runtime.gathered_batch import Batch
 from parplan.runtime.parts import Parts
 from parplan.runtime.program import Compute, Forward, Join, Transfer
-from parplan.runtime.programs import Captured, Programs
 from parplan.runtime.run import Run
+from parplan.runtime.step_comparison import StepDifference, Subject
 from parplan.runtime.suspects import suspects
 from parplan.runtime.transport import block
 
@@ -50,44 +52,40 @@ class FirstDifference:
     text: tuple[str, ...]
 
 
-def first_difference(
-    module: nn.Module, programs: Programs, captured: Captured, part: Call, plain: StepValues, off: Set[str]
-) -> FirstDifference:
-    """Name the first layer that differs between the plain module's and the planned program's step on `part`.
+def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> FirstDifference:
+    """Name the first layer that differs; every process of the comparison has to call this.
 
     Args:
-        plain: the plain module's step.
-        off: which results ("result 0"), parameters' gradients, inputs' gradients ("input 0") and buffers differ.
+        subject: whose step differs.
+        batch: on which samples.
+        found: what differs.
     """
-    graph, found = captured.graph, None
-    gradients = bool(plain.gradients) or bool(plain.input_gradients)
-    with isolated(module, graph, gradients), suspects(module, graph) as seen, _Outputs(module) as outputs:
-        plain_step(module, part.first(None), graph.training, gradients=False)
-    with isolated(module, graph, gradients):
-        executor = programs.checking_executor(captured, (part.batch if part.batch is not None else 1,), keep=False)
-        whole = _run_whole(module, executor, part.first(None), gradients)
+    module, graph = subject.module, subject.captured.graph
+    alone = isolated(module, graph, subject.gradients)
+    watch, outputs = suspects(module, graph), _Outputs(module)
+    with subject.whole(), alone, double_casts(subject.double), watch as seen, outputs:
+        plain_step(module, batch.whole.first(None), subject.training, None)
+    executor = subject.programs.checking_executor(subject.captured, batch.sizes, keep=False)
+    with subject.whole(), isolated(module, graph, subject.gradients):
+        whole = _run_whole(module, executor, batch, subject.gradients)
+    with isolated(module, graph, False):
+        probe = _Probe(executor)
+        probe.run(module, batch.own.first(None))
+    off = found.off
     forward = not off or any(name.startswith("result ") for name in off)
-    found = _lost_in_capture(graph, outputs.tensors, whole, plain) if forward else None
-    if found is None and forward:
-        with isolated(module, graph, gradients):
-            probe = _Probe(executor)
-            probe.run(module, part.first(None))
-        found = _lost_by_plan(graph, executor, probe, whole)
-    if found is None:
-        found = _gradient_lost(graph, plain, whole, off)
-    if found is None:
-        found = _buffer_lost(graph, off)
-    reasons = seen.text(found.layer if found is not None else None)
-    if found is None:
-        return FirstDifference(
-            None,
-            (
-                "no layer differs by itself: what goes into the model or comes out of it is put together otherwise",
-                *reasons,
-            ),
-        )
-    line = _line_of(graph, found.layer)
-    return FirstDifference(found.layer, (*found.text, *([f"  at {line}"] if line else []), *reasons))
+    place = _lost_in_capture(graph, outputs.tensors, whole, found.plain) if forward else None
+    if place is None and forward:
+        place = _lost_by_plan(graph, executor, probe, whole)
+    if place is None:
+        place = _gradient_lost(graph, found.plain, whole, off)
+    if place is None:
+        place = _buffer_lost(graph, off)
+    reasons = seen.text(place.layer if place is not None else None)
+    if place is None:
+        text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
+        return FirstDifference(None, (text, *reasons))
+    line = _line_of(graph, place.layer)
+    return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
 
 
 # --- the plain module's parts ----------------------------------------------------------------
@@ -132,8 +130,8 @@ class _Whole:
     gradients: Mapping[str, Tensor | None]
 
 
-def _run_whole(module: nn.Module, executor: Executor, call: Call, gradients: bool) -> _Whole:
-    graph = executor.graph
+def _run_whole(module: nn.Module, executor: Executor, batch: Batch, gradients: bool) -> _Whole:
+    graph, call = executor.graph, batch.whole.first(None)
     count_forward(module, graph)
     known: dict[str, Tensor] = dict(graph.constants)
     known |= {name: module.get_parameter(path) for name, path in graph.parameters.items()}
@@ -152,7 +150,7 @@ def _run_whole(module: nn.Module, executor: Executor, call: Call, gradients: boo
     found: dict[str, Tensor | None] = {}
     if gradients:
         results = [known[value] for value in graph.user_outputs if isinstance(value, str)]
-        loss = projected(results, projection_weights(results, 0))
+        loss = projected(results, batch.whole_weights(graph, results))
         parameters = {path: known[name] for name, path in graph.parameters.items() if known[name].requires_grad}
         found = dict.fromkeys(parameters)
         if loss.requires_grad and parameters:

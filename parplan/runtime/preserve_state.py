@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["preserved", "preserved_by_forward", "preserved_modes"]
+__all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes"]
 
 
 @contextmanager
@@ -31,6 +31,16 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put torch's, Python's and NumPy's random generators back."""
+    generators = _RandomState.here()
+    try:
+        yield
+    finally:
+        generators.restore()
 
 
 @contextmanager

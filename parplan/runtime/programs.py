@@ -59,6 +59,7 @@ class Captured:
 
     Attributes:
         draws: random numbers that devices draw together.
+        supposed: the program of a few samples per process, which says what each holds of the parameters.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check.py).
@@ -68,7 +69,8 @@ class Captured:
     strategies: Mapping[str, Strategy]
     scheme: Scheme
     draws: Draws
-    shares: bool
+    supposed: Program | None = None
+    shares: bool = True
     groups: Grid | None = None
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
@@ -118,12 +120,20 @@ class Programs:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
         draws = Draws(graph, strategies)
-        known = Captured(graph, strategies, plan.scheme, draws, True, self.groups(plan))
-        supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
-        if isinstance(self._transport, DistributedTransport):
-            self._hold(graph, supposed)
-        known.shares = bool(supposed.transfers) or draws.any or known.groups is not None
+        known = Captured(graph, strategies, plan.scheme, draws, groups=self.groups(plan))
+        known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        known.shares = bool(known.supposed.transfers) or draws.any or known.groups is not None
         return known
+
+    def hold(self, captured: Captured) -> None:
+        """Under torchrun, cut the module's parameters to this rank's blocks before the first step.
+
+        Raises:
+            RuntimeFailure: an earlier graph needs other blocks.
+        """
+        if isinstance(self._transport, DistributedTransport) and captured.supposed is not None:
+            self._hold(captured.graph, captured.supposed)
+            captured.supposed = None
 
     def groups(self, plan: Plan) -> Grid | None:
         """Which ranks bring the same samples: the shards of one replica of the first layer.
@@ -186,11 +196,12 @@ class Programs:
             keep: the step itself has these samples, so that it may use the same executor.
         """
         plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True)
-        if plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
+        held = self._transport.processes == 1 or self.sharding is not None
+        if held and plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
             return self.executor(captured, samples) if keep else self._executor(captured, samples)
         program = self._lower(captured, samples, plain)
-        distributed = isinstance(self._transport, DistributedTransport)
-        store = Store(self._module, captured.graph, program, self._transport, sharded=distributed)
+        cut = self.sharding is not None
+        store = Store(self._module, captured.graph, program, self._transport, sharded=cut, copies=self.copies)
         return Executor(
             captured.graph,
             captured.strategies,

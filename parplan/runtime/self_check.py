@@ -3,28 +3,34 @@
 Both run one step on the call's own samples, or on a few of them where the capture serves any number: results, gradients
 of a fixed projection of the results, and buffers have to agree. A difference beyond rounding is looked at again in
 float64, on a copy of the module, before it is an error.
+
+Under torchrun all processes compare together where they all come to a new capture, which they tell each other with
+their numbers of samples, or where a first training step brings them together in its backward. A process that comes to
+a capture alone checks it by itself, on logical devices of its own, as far as it holds the whole model.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.packed import RNN_PACKED
-from parplan.graph.user_line import user_line
+from parplan.runtime.agreement import Agreement
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, bound_to_batch
-from parplan.runtime.checked_step import StepValues, executed_step, isolated, plain_step
-from parplan.runtime.comparison import GroupDifference, compare_group, largest_of
+from parplan.runtime.comparison import GroupDifference
+from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.double_copy import double_call, double_casts, double_copy
 from parplan.runtime.first_difference import first_difference
-from parplan.runtime.programs import Captured, Options
+from parplan.runtime.gathered_batch import Batch, gather_batch, signature_digest
+from parplan.runtime.local import LocalTransport
+from parplan.runtime.programs import Captured, Options, Programs
+from parplan.runtime.step_comparison import GROSS, PlainFailure, StepDifference, Subject
 from parplan.runtime.transport import Transport
 
 __all__ = ["CHECKS", "CheckRecord", "SelfCheck"]
@@ -36,36 +42,12 @@ _PER_REPLICA, _FEWEST = 4, 8
 
 
 @dataclass(frozen=True)
-class _Precision:
-    """How far two runs in one type may be apart by rounding.
-
-    Args:
-        tolerance: relative to a tensor's largest element.
-        floor: the share of the largest element of all tensors of its group that is the least to measure against.
-    """
-
-    tolerance: float
-    floor: float
-
-
-# A difference beyond these is repeated in float64, so they need not be wide; those of float64 are final.
-_PRECISIONS = {
-    torch.float64: _Precision(1e-7, 1e-4),
-    torch.float32: _Precision(1e-4, 0.1),
-    torch.float16: _Precision(1e-2, 0.1),
-    torch.bfloat16: _Precision(5e-2, 0.1),
-}
-# Beyond this a difference is no rounding in this type, where it cannot be repeated in float64.
-_GROSS = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 0.5, torch.bfloat16: 0.5}
-
-
-@dataclass(frozen=True)
 class CheckRecord:
     """What one check found.
 
     Args:
         training: of the capture.
-        samples: how many were compared, and `of` how many the call brought; None without samples.
+        samples: how many of this process's were compared, and `of` how many the call brought; None without samples.
         gradients: whether gradients were compared.
         differences: by group; none where nothing was compared.
         unchecked: why nothing was compared; "" where it was.
@@ -81,6 +63,10 @@ class CheckRecord:
     unchecked: str = ""
     left_out: tuple[str, ...] = ()
     note: str = ""
+
+
+class _Unchecked(Exception):
+    """Nothing can be compared; the text says why."""
 
 
 class SelfCheck:
@@ -108,198 +94,233 @@ class SelfCheck:
         self._options = options
         self._mode = mode
         self._warned: set[str] = set()
+        self._trained_together = False
         self.records: list[CheckRecord] = []
 
-    def before(self, call: Call, captured: Captured, training: bool) -> None:
-        """Compare, if this capture was not yet, or every call is to be.
+    def wants(self, captured: Captured) -> bool:
+        """Whether a capture is to be compared before the step that is about to run."""
+        return self._mode == "always" or (self._mode == "first" and torch.is_grad_enabled() not in captured.checked)
+
+    def before(self, call: Call, captured: Captured, training: bool, agreement: Agreement) -> None:
+        """Compare a step of the planned program with the plain module's.
 
         Raises:
             SelfCheckError: the planned program computes something else.
         """
         gradients = torch.is_grad_enabled()
-        known = self._mode == "first" and gradients in captured.checked
-        if self._mode == "off" or known or self._transport.processes > 1:
-            return
-        record = self._checked(call, captured, training, gradients)
+        record = CheckRecord(captured.graph.training, None, call.batch, gradients)
+        try:
+            record = self._checked(call, captured, training, agreement, record)
+        except _Unchecked as reason:
+            record = replace(record, unchecked=str(reason))
         captured.checked |= {gradients, False}  # what holds with gradients holds without
         if record.unchecked and record.unchecked not in self._warned:
             self._warned.add(record.unchecked)
             warnings.warn(f"{captured.graph.model} runs unchecked: {record.unchecked}", UncheckedWarning, stacklevel=4)
-        if self._mode == "first" or record.unchecked:
-            self.records.append(record)
-        else:
-            self.records[:] = [record]
+        if self._mode == "always" and not record.unchecked:
+            self.records.clear()
+        self.records.append(record)
 
-    def _checked(self, call: Call, captured: Captured, training: bool, gradients: bool) -> CheckRecord:
-        samples = call.batch if self._mode == "always" else part_of(call, captured)
-        try:
-            return self._compared(call, samples, captured, training, gradients)
-        except _PlainFailure as failure:
-            if samples == call.batch:
-                return _unchecked(call, captured, gradients, str(failure))
-        try:
-            return self._compared(call, call.batch, captured, training, gradients)
-        except _PlainFailure as failure:
-            return _unchecked(call, captured, gradients, str(failure))
+    def _checked(
+        self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
+    ) -> CheckRecord:
+        if not isinstance(self._transport, DistributedTransport):
+            subject = Subject(
+                self._module, self._captures.programs, self._transport, captured, training, record.gradients
+            )
+            return self._compared(_Peers(None), subject, call, agreement.samples, record)
+        if self._together(captured, agreement, record.gradients):
+            self._trained_together |= captured.graph.training and record.gradients
+            subject = Subject(
+                self._module, self._captures.programs, self._transport, captured, training, record.gradients
+            )
+            return self._compared(_Peers(self._transport), subject, call, agreement.samples, record)
+        sharding = self._captures.programs.sharding
+        if captured.groups is not None or (sharding is not None and sharding.partial):
+            raise _Unchecked(
+                "this process came to a new capture alone (other shapes or another mode than the others'), and holds "
+                "only a part of the model; let all processes meet new shapes in the same step"
+            )
+        transport = LocalTransport([self._transport.physical(self._transport.rank)] * self._transport.processes)
+        programs = Programs(self._module, transport, replace(self._options, threads=False, output=0))
+        subject = Subject(self._module, programs, transport, captured, training, record.gradients)
+        found = self._compared(_Peers(None), subject, call, None, record)
+        return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
+
+    def _together(self, captured: Captured, agreement: Agreement, gradients: bool) -> bool:
+        """Whether all processes are about to compare this capture, so that they can do it together."""
+        if agreement.wishes is not None:
+            return all(agreement.wishes)
+        # The backward of a training step waits for all processes, so all of them are at one.
+        return captured.graph.training and gradients and (self._mode == "always" or not self._trained_together)
 
     def _compared(
-        self, call: Call, samples: int | None, captured: Captured, training: bool, gradients: bool
+        self, peers: _Peers, subject: Subject, call: Call, step: tuple[int, ...] | None, record: CheckRecord
+    ) -> CheckRecord:
+        """Compare on a part of the samples, or on all where the module fails on a part.
+
+        Args:
+            step: samples per process of the step itself, which its executor serves.
+        """
+        few = call.batch if self._mode == "always" else _part(call, subject.captured, peers.processes)
+        failure = ""
+        for samples in (few, call.batch):
+            try:
+                return self._compared_on(peers, subject, call, samples, step, record)
+            except PlainFailure as error:
+                failure = str(error)
+            if peers.all_alike(few == call.batch):
+                break
+        raise _Unchecked(failure)
+
+    def _compared_on(
+        self,
+        peers: _Peers,
+        subject: Subject,
+        call: Call,
+        samples: int | None,
+        step: tuple[int, ...] | None,
+        record: CheckRecord,
     ) -> CheckRecord:
         part = call.first(samples if samples != call.batch else None)
-        side = _Side(self._module, self._captures, captured, training, gradients)
+        batch, unknown = peers.batch(part, subject.captured), set[str]()
+        reason, failed, plain = "", False, None
         try:
-            found = side.compare(part, keep=samples == call.batch)
+            _check_room(subject, batch)
+            plain = subject.plain(batch, unknown)
         except torch.OutOfMemoryError as error:
             reason = f"there is no room to run it beside the plain module ({str(error).splitlines()[0]})"
-            return _unchecked(call, captured, gradients, reason)
-        record = CheckRecord(
-            captured.graph.training,
-            part.batch,
-            call.batch,
-            gradients,
-            found.differences,
-            left_out=_left_out(self._options, captured.graph, found.unknown),
+        except PlainFailure as error:
+            reason, failed = str(error), True
+        peers.agree(reason, failed)
+        assert plain is not None  # else there is a reason
+        found = subject.compare(batch, plain, unknown, keep=batch.sizes == step)
+        record = replace(
+            record,
+            samples=part.batch,
+            differences=found.differences,
+            left_out=_left_out(self._options, subject.captured.graph, batch, found.unknown),
         )
-        if found.unknown and not found.agrees:
-            ops = ", ".join(sorted(found.unknown))
-            return _unchecked(call, captured, gradients, f"{ops} draws random numbers that two runs cannot draw alike")
-        return record if found.agrees else self._repeated(record, part, side, found)
+        if peers.all_alike(found.agrees):
+            return record
+        if found.unknown:
+            raise _Unchecked(f"{', '.join(sorted(found.unknown))} draws random numbers that two runs cannot draw alike")
+        return self._repeated(peers, record, batch, subject, found)
 
-    def _repeated(self, record: CheckRecord, part: Call, side: _Side, found: _Found) -> CheckRecord:
+    def _repeated(
+        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference
+    ) -> CheckRecord:
         """Settle a difference: what float64 shows too is an error."""
         if found.precision is torch.float64:
-            raise self._error(record, part, side, found, "in float64")
+            raise self._error(peers, record, batch, subject, found, "in float64")
         type_name = str(found.precision).removeprefix("torch.")
+        twin, reason = None, ""
         try:
-            twin = self._twin(side, part)
+            with subject.whole():
+                twin = double_copy(self._module)
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip(": ")
-            if any(group.difference > _GROSS[found.precision] for group in found.differences):
-                how = f"in {type_name} (a copy in float64 cannot be made: {reason})"
-                raise self._error(record, part, side, found, how) from error
-            return _with_note(record, f"differs by rounding of {type_name}; a copy in float64 cannot be made: {reason}")
-        again = twin.side.compare(twin.call, keep=False, double=True)
-        if again.agrees:
-            return _with_note(record, f"differs by rounding of {type_name}; agrees in float64")
-        how = f"in {type_name}, and in float64 on a copy"
-        raise self._error(record, twin.call, twin.side, again, how, double=True)
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        reason = peers.first(reason)
+        if twin is None or reason:
+            gross = any(group.difference > GROSS[found.precision] for group in found.differences)
+            if not peers.all_alike(not gross):
+                how = f"in {type_name}; a copy in float64 cannot be made: {reason}"
+                raise self._error(peers, record, batch, subject, found, how)
+            return replace(record, note=f"differs by rounding of {type_name}; a copy cannot be made: {reason}")
+        double = self._captured_anew(subject, twin, double_call(batch.own))
+        again = self._found_in_double(peers, double, batch)
+        if peers.all_alike(again.agrees):
+            return replace(record, note=f"differs by rounding of {type_name}, and agrees in float64")
+        record = replace(record, differences=again.differences)
+        raise self._error(peers, record, batch, double, again, f"in {type_name}, and in float64 on a copy")
 
-    def _twin(self, side: _Side, part: Call) -> _Twin:
-        """A copy of the module in float64, captured anew under the same plan."""
-        module, call, plan = double_copy(self._module), double_call(part), self._captures.plan
+    def _captured_anew(self, subject: Subject, module: nn.Module, call: Call) -> Subject:
+        """The module's copy in float64, captured under the same plan."""
+        plan = self._captures.plan
         assert plan is not None  # else nothing was captured
         options = Options(dim=self._options.dim, output=self._options.output, groups=self._options.groups)
-        captures = Captures(module, lambda graph: plan, self._transport, options)
+        captures = Captures(module, lambda graph: plan, subject.transport, options)
         with double_casts():
-            captured = captures.find(call, side.training)
-        return _Twin(_Side(module, captures, captured, side.training, side.gradients), call)
+            captured = captures.find(call, subject.training)
+        return replace(subject, module=module, programs=captures.programs, captured=captured, double=True)
+
+    def _found_in_double(self, peers: _Peers, double: Subject, batch: Batch) -> StepDifference:
+        unknown: set[str] = set()
+        exact = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
+        return double.compare(exact, double.plain(exact, unknown), unknown, keep=False)
 
     def _error(
-        self, record: CheckRecord, part: Call, side: _Side, found: _Found, how: str, double: bool = False
+        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference, how: str
     ) -> SelfCheckError:
-        with double_casts(double):
-            place = first_difference(side.module, side.captures.programs, side.captured, part, found.plain, found.off)
-        lines = [
-            f"{side.captured.graph.model}: the planned program does not compute what the module computes "
+        if subject.double:
+            batch = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
+        place = first_difference(subject, batch, found)
+        lines = [*found.lines(), *place.text]
+        own = "\n".join([place.layer or "", *lines]) if not found.agrees or place.layer else ""
+        layer, *told = peers.first(own).splitlines()
+        text = [
+            f"{subject.captured.graph.model}: the planned program does not compute what the module computes "
             f"({_told(record)}, {how}):",
-            *(f"  {_line(group, found.limits[group.group])}" for group in found.differences),
-            *(f"  {text}" for text in place.text),
+            *(f"  {line}" for line in told),
             "  This is a defect of parplan, or code of the model's that a captured graph cannot hold: please report it "
             'with the model\'s code. compile(check="off") runs the plan anyway; what differs can also be kept out of '
             "the compiled model and called in front of it or behind it.",
         ]
-        return SelfCheckError("\n".join(lines), place.layer)
+        return SelfCheckError("\n".join(text), layer or None)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The comparison of two steps."""
+class _Peers:
+    """What the processes of one check tell each other; None in place of a transport where one process is alone."""
 
-    differences: tuple[GroupDifference, ...]
-    limits: Mapping[str, float]
-    precision: torch.dtype
-    plain: StepValues
-    unknown: frozenset[str]
+    def __init__(self, transport: DistributedTransport | None) -> None:
+        self._transport = transport
 
     @property
-    def off(self) -> frozenset[str]:
-        """Names of tensors that differ."""
-        found = ((name, value, self.limits[g.group]) for g in self.differences for name, value in g.differences.items())
-        return frozenset(name for name, value, limit in found if not value <= limit)
+    def processes(self) -> int:
+        return self._transport.processes if self._transport is not None else 1
 
-    @property
-    def agrees(self) -> bool:
-        return all(group.difference <= self.limits[group.group] for group in self.differences)
+    def batch(self, part: Call, captured: Captured) -> Batch:
+        """The samples of all processes.
 
-
-@dataclass(frozen=True)
-class _Side:
-    """A module, and a capture of it."""
-
-    module: nn.Module
-    captures: Captures
-    captured: Captured
-    training: bool
-    gradients: bool
-
-    def compare(self, part: Call, keep: bool, double: bool = False) -> _Found:
-        """Run the plain module and its planned program on the same samples.
-
-        Args:
-            keep: the executor may serve the step itself.
-            double: casts to shorter types are casts to float64.
+        Raises:
+            _Unchecked: they are of different shapes.
         """
-        graph = self.captured.graph
-        samples = (part.batch if part.batch is not None else 1,)
-        unknown: set[str] = set()
-        with double_casts(double):
-            plain = self._plain(part, unknown)
-        with isolated(self.module, graph, self.gradients) as draws:
-            executor = self.captures.programs.checking_executor(self.captured, samples, keep)
-            planned = executed_step(self.module, executor, part.first(None), self.gradients)
-            unknown |= draws.unknown if draws is not None else set()
-        return _compared(plain, planned, _precision(graph), unknown)
+        if self._transport is None:
+            return Batch.of_one_process(part)
+        told = self._transport.gather(part.batch if part.batch is not None else 1, signature_digest(part))
+        if len({digest for _, digest in told}) > 1:
+            raise _Unchecked("processes brought inputs of different shapes, types or settings")
+        return gather_batch(self._transport, part, [size for size, _ in told], captured.groups)
 
-    def _plain(self, part: Call, unknown: set[str]) -> StepValues:
-        """The plain module's step; names ops whose random draws could not be replaced."""
-        for accumulated in (False, True):
-            try:
-                with isolated(self.module, self.captured.graph, self.gradients) as draws:
-                    found = plain_step(self.module, part.first(None), self.training, self.gradients, accumulated)
-                unknown |= draws.unknown if draws is not None else set()
-                return found
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if accumulated or not self.gradients:
-                    raise _PlainFailure(error) from error
-        raise AssertionError("unreachable")
+    def agree(self, reason: str, failed: bool) -> None:
+        """Go on where no process has a reason not to.
 
+        Raises:
+            PlainFailure: the plain module failed in a process.
+            _Unchecked: a process has another reason.
+        """
+        told = self.first(f"{int(failed)}{reason}" if reason else "")
+        if told:
+            raise PlainFailure(told[1:]) if told[0] == "1" else _Unchecked(told[1:])
 
-@dataclass(frozen=True)
-class _Twin:
-    """The same in float64."""
+    def first(self, text: str) -> str:
+        """This process's text, or that of the first one that has any."""
+        if self._transport is None:
+            return text
+        texts = self._transport.gather_texts(text)
+        return text or next(filter(None, texts), "")
 
-    side: _Side
-    call: Call
+    def all_alike(self, agrees: bool) -> bool:
+        """Whether all processes say so."""
+        return agrees if self._transport is None else all(said for (said,) in self._transport.gather(int(agrees)))
 
 
-class _PlainFailure(Exception):
-    """The plain module itself fails on what it is given."""
-
-    def __init__(self, error: Exception) -> None:
-        line = user_line(error)
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        where = f" at {line}" if line else ""
-        super().__init__(f"the plain module fails on these inputs with {type(error).__name__}: {first}{where}")
-
-
-def part_of(call: Call, captured: Captured) -> int | None:
+def _part(call: Call, captured: Captured, processes: int) -> int | None:
     """How many samples are compared: all, or a few for every replica where the capture serves any number."""
     if call.batch is None or bound_to_batch(captured.graph) or _reads_lengths(captured.graph):
         return call.batch
     replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
-    few = max(_FEWEST, _PER_REPLICA * replicas)
+    few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
     return few if call.batch > 2 * few else call.batch
 
 
@@ -308,56 +329,26 @@ def _reads_lengths(graph: LayerGraph) -> bool:
     return any(node.target is RNN_PACKED for layer in graph.layers.values() for node in layer.nodes)
 
 
-def _precision(graph: LayerGraph) -> torch.dtype:
-    """The shortest floating-point type that anything is computed in."""
-    types = {spec.dtype for spec in graph.values.values()}
-    found = [dtype for dtype in reversed(_PRECISIONS) if dtype in types]
-    complex_types = {torch.complex64: torch.float32, torch.complex32: torch.float16}
-    found += [real for dtype, real in complex_types.items() if dtype in types]
-    return max(found, key=lambda dtype: _PRECISIONS[dtype].tolerance, default=torch.float32)
+def _check_room(subject: Subject, batch: Batch) -> None:
+    """Refuse to run the plain module where its weights, gradients and activations exceed what is free on a GPU.
+
+    Raises:
+        OutOfMemoryError: there is too little room.
+    """
+    place = subject.transport.physical(subject.transport.owned[0])
+    if place.type != "cuda":
+        return
+    graph = subject.captured.graph
+    held = sum(tensor.nbytes for tensor in (*subject.module.parameters(), *subject.module.buffers()))
+    share = (batch.whole.batch or 1) / (graph.batch or 1)
+    values = sum(graph.values[value].nbytes for layer in graph.layers.values() for value in layer.outputs)
+    wanted = 3 * held + int(values * (share if graph.batch else 1))
+    free = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    if wanted > free:
+        raise torch.OutOfMemoryError(f"about {wanted:,} bytes are needed and {free:,} are free on {place}")
 
 
-def _compared(plain: StepValues, planned: StepValues, precision: torch.dtype, unknown: set[str]) -> _Found:
-    limits = _PRECISIONS[precision]
-    wanted, given = _tensors(plain.results), _tensors(planned.results)
-    pulled = largest_of(plain.gradients, plain.input_gradients)
-    groups = [
-        ("results", wanted, given, largest_of(wanted)),
-        ("gradients", plain.gradients, planned.gradients, pulled),
-        ("input gradients", plain.input_gradients, planned.input_gradients, pulled),
-        ("buffers", plain.buffers, planned.buffers, largest_of(plain.buffers)),
-    ]
-    alike = _alike(plain.results, planned.results)
-    found = [compare_group(n, a, b, limits.floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
-    if not alike:
-        found.insert(0, GroupDifference("results", len(plain.results), float("inf"), "structure", {}))
-    return _Found(
-        tuple(found),
-        {group.group: limits.tolerance for group in found},
-        precision,
-        plain,
-        frozenset(unknown),
-    )
-
-
-def _alike(plain: Sequence[object], planned: Sequence[object]) -> bool:
-    """Whether results have as many leaves, with tensors in the same places, and the same values in the others."""
-    return len(plain) == len(planned) and all(
-        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _equal(a, b))
-        for a, b in zip(plain, planned, strict=True)
-    )
-
-
-def _equal(a: object, b: object) -> bool:
-    simple = (bool, int, float, str, bytes)
-    return a == b or (a != a and b != b) if isinstance(a, simple) and isinstance(b, simple) else type(a) is type(b)
-
-
-def _tensors(results: Sequence[object]) -> dict[str, Tensor | None]:
-    return {f"result {i}": leaf for i, leaf in enumerate(results) if isinstance(leaf, Tensor)}
-
-
-def _left_out(options: Options, graph: LayerGraph, unknown: frozenset[str]) -> tuple[str, ...]:
+def _left_out(options: Options, graph: LayerGraph, batch: Batch, unknown: frozenset[str]) -> tuple[str, ...]:
     """What is not compared as the model runs it, by name."""
     found = []
     if not options.global_statistics and any(layer.mixes_batch for layer in graph.layers.values()):
@@ -368,15 +359,9 @@ def _left_out(options: Options, graph: LayerGraph, unknown: frozenset[str]) -> t
         found.append("dropout=False: compared with dropout that keeps everything")
     if graph.sites:
         found.append("module hooks: they are not called")
+    shared = [i for i, leaf in enumerate(batch.whole.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    found += [f"the gradient of input {i}, which all processes share" for i in shared if batch.shares_input(i)]
     return (*found, *(f"{op} draws random numbers" for op in sorted(unknown)))
-
-
-def _unchecked(call: Call, captured: Captured, gradients: bool, reason: str) -> CheckRecord:
-    return CheckRecord(captured.graph.training, None, call.batch, gradients, unchecked=reason)
-
-
-def _with_note(record: CheckRecord, note: str) -> CheckRecord:
-    return CheckRecord(**{**record.__dict__, "note": note})
 
 
 def _told(record: CheckRecord) -> str:
@@ -384,15 +369,3 @@ def _told(record: CheckRecord) -> str:
     if record.samples is None:
         return mode
     return f"{mode}, {record.samples} samples" + (f" of {record.of}" if record.of != record.samples else "")
-
-
-def _line(group: GroupDifference, limit: float) -> str:
-    if group.difference <= limit:
-        return f"{group.group}: {group.count} agree"
-    off = sum(not difference <= limit for difference in group.differences.values())
-    if group.difference == float("inf"):
-        return f"{group.group}: {group.worst} has another shape or structure, or infinities elsewhere"
-    return (
-        f"{group.group}: {off} of {group.count} differ, most {group.worst}: {group.difference:.2g} of its largest "
-        f"element (tolerance {limit:.0e})"
-    )

@@ -99,6 +99,13 @@ class Sharding:
         """Whether this rank's module holds less than the whole model."""
         return any(tuple(self._module.get_parameter(n).shape) != shape for n, shape in self._shapes.items())
 
+    @property
+    def partial(self) -> bool:
+        """Whether any rank's module holds less than the whole model; the same on every rank."""
+        everyone = range(self._transport.processes)
+        held = ((blocks.get(rank), self._shapes[name]) for name, blocks in self._held.items() for rank in everyone)
+        return any(own is None or shape_of(own) != whole for own, whole in held)
+
     def _cut(self, whole: Tensor, held: Mapping[int, Region]) -> Tensor:
         own = held.get(self._transport.rank)
         if own is None:
@@ -118,6 +125,25 @@ class Sharding:
             for memory in kept:
                 memory.parameter.data = memory.data
                 memory.parameter.grad = memory.grad
+
+    @contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """Give parameters and buffers their whole shapes and values for a while; every rank has to call this."""
+        held = {**self._held, **self.fresh}
+        tensors: dict[str, Tensor] = {name: self._module.get_parameter(name) for name in self._shapes}
+        tensors |= {name: self._module.get_buffer(name) for name in self.fresh}
+        before = {name: (tensor.data, tensor.grad) for name, tensor in tensors.items()}
+        try:
+            for name, tensor in tensors.items():
+                whole = self._gathered(name, tensor.data, held[name], self._shapes.get(name, tuple(tensor.shape)))
+                if whole is not tensor.data:
+                    tensor.grad = None
+                    tensor.data = whole
+            yield
+        finally:
+            for name, (data, grad) in before.items():
+                tensors[name].data = data
+                tensors[name].grad = grad
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Full tensors for a module's state dict; every rank has to call this."""

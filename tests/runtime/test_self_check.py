@@ -20,6 +20,8 @@ from parplan.runtime.parameters import Store
 from tests.runtime.faulty_nets import FAULTY, LosesFunction, losing
 from tests.runtime.helpers import compiled, planner, spread
 from tests.runtime.nets import conv_net, mlp
+from tests.runtime.ranks import run_cases
+from tests.runtime.self_check_cases import CASES
 
 PLANS = [(1, "one"), (2, "data"), (2, "hybrid")]
 
@@ -300,3 +302,18 @@ def test_measuring_checks_before_the_first_step() -> None:
     model = compiled(mlp(), spread(2, "data"), 2)
     model.measure(torch.randn(6, 6, dtype=torch.float64), steps=1, warmup=0)
     assert [record.unchecked for record in model.checked] == [""]
+
+
+# --- over processes --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What failed on two processes, by case."""
+    return run_cases(CASES, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_processes_check_together(reports: dict[str, str], case: str) -> None:
+    assert reports[case] == "", reports[case]
