@@ -142,7 +142,7 @@ def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[
         stack.enter_context(preserved_by_forward(module))
         stack.enter_context(without_hooks(module))
         stack.enter_context(without_tensor_hooks(module.parameters()))
-        # A checkpoint around the call must not see this step. Detached, as a graph that holds its own results would stay.
+        # A checkpoint around must not see this step. Detached: a graph that holds its own results would stay.
         stack.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
         stack.enter_context(_without_autocast_cache())
         draws = ConstantDraws() if draws_numbers(graph) else None
