@@ -6,7 +6,8 @@
 `alarms` runs the examples' small networks and those of benchmarks/sound_models.py in float32, bfloat16 and under
 autocast, with replicas, with shards and with the solver's plan, in training and evaluation; an error or a warning of
 the self-check is an alarm. `time` compiles each example anew with and without the check, in turns, and runs its first
-training step: every round gives one ratio; the median counts, with the quartiles as its spread.
+training step: every round gives one ratio, of this process's CPU seconds as other programs on a machine change the time
+by the clock; the median counts, with the quartiles as its spread.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until the first step of one example, without the check, and the ratio with it: median and quartiles."""
+    """CPU seconds until the first step of an example without the check, and the ratio with it: median, quartiles."""
 
     model: str
     seconds: float
@@ -130,14 +131,14 @@ def outcome(module: nn.Module, args: Sequence[Any], plan: str, precision: str, d
 
 
 def first_step_s(module: nn.Module, args: Sequence[Any], devices: int, check: str) -> float:
-    """Seconds to compile and run one training step."""
-    started = time.perf_counter()
+    """CPU seconds to compile and run one training step."""
+    started = time.process_time()
     model = parplan.compile(module, devices=["cpu"] * devices, check=check)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     leaves = pytree.tree_leaves(model(*args))
     torch.stack([leaf.float().mean() for leaf in leaves]).sum().backward()
     optimizer.step()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def timed(name: str, make: Sound, devices: int, rounds: int) -> Timing:

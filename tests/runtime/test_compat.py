@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.runtime.compat import keeps_graph, version
+from parplan.runtime.compat import keeps_graph, version, without_tensor_hooks
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:
@@ -49,3 +49,18 @@ def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
     y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
     y.backward(retain_graph=keep)
     assert _Asks.answers == [keep]
+
+
+def test_tensor_hooks_rest_and_come_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    handle = parameter.register_hook(lambda gradient: calls.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    with without_tensor_hooks([parameter]):
+        parameter.sum().backward()
+    assert calls == []
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+    handle.remove()
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated", "accumulated"]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.self_check import outcome
+from benchmarks.sound_models import SOUND
 from parplan.errors import PlanError, RuntimeFailure, SelfCheckError, UncheckedWarning
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.gradients import Gradients
@@ -302,6 +304,71 @@ def test_measuring_checks_before_the_first_step() -> None:
     model = compiled(mlp(), spread(2, "data"), 2)
     model.measure(torch.randn(6, 6, dtype=torch.float64), steps=1, warmup=0)
     assert [record.unchecked for record in model.checked] == [""]
+
+
+# --- no false alarm --------------------------------------------------------------------------
+
+SLICE = {
+    "residual, four samples": "bfloat16",
+    "variational autoencoder": "float32",
+    "llama": "bfloat16",
+    "lstm": "autocast",
+    "critic": "autocast",
+    "mlp rrelu": "float32",
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), SLICE.items())
+def test_sound_models_raise_no_alarm(name: str, precision: str) -> None:
+    """A slice of `python -m benchmarks.self_check alarms`."""
+    torch.manual_seed(0)
+    module, args = SOUND[name]()
+    assert outcome(module, args, "shards", precision, 2) in ("agrees", "agrees in float64")
+
+
+def test_gradients_behind_dropout_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection must not be made of the constants that stand for draws: norms would have no gradient."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4)).double()
+    model = compiled(net, spread(2, "data"), 2)
+    lost_gradient(monkeypatch)
+    with pytest.raises(SelfCheckError, match=r"gradients: \d of 6 differ"):
+        model(torch.randn(8, 6, dtype=torch.float64))
+
+
+def test_intended_differences_are_left_out_by_name() -> None:
+    class OwnLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x).square().mean()
+
+    options = {"batch_norm": "local", "scalars": "per_replica", "dropout": False}
+    model = compiled(OwnLoss().double(), spread(2, "data"), 2, **options)
+    assert model(torch.randn(8, 6, dtype=torch.float64)).shape == (2,)
+    (record,) = model.checked
+    assert not record.unchecked
+    assert [text.split(":")[0] for text in record.left_out] == [
+        'batch_norm="local"',
+        'scalars="per_replica"',
+        "dropout=False",
+    ]
+
+
+def test_draws_that_cannot_be_replaced_are_told() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            return y * torch.multinomial(torch.ones(len(y), 9, dtype=y.dtype), 4)
+
+    model = compiled(Picks().double(), spread(1, "one"), 1)
+    with pytest.warns(UncheckedWarning, match="multinomial draws random numbers that two runs cannot draw alike"):
+        model(torch.randn(64, 6, dtype=torch.float64))
 
 
 # --- over processes --------------------------------------------------------------------------
