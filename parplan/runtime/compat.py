@@ -50,11 +50,13 @@ def recomputed_once() -> AbstractContextManager[object]:
 def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     """While it lasts, hooks of `register_hook` and `register_post_accumulate_grad_hook` on these are not called."""
     fields = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    hooked = [(leaf, field, hooks) for leaf in leaves for field in fields if (hooks := getattr(leaf, field))]
-    for leaf, field, _ in hooked:
-        setattr(leaf, field, None)
+    hooks = [found for leaf in leaves for field in fields if (found := getattr(leaf, field))]
+    # autograd reads these dictionaries when it comes to the leaf, and handles remove their hooks from them.
+    saved = [(found, dict(found)) for found in hooks]
+    for found, _ in saved:
+        found.clear()
     try:
         yield
     finally:
-        for leaf, field, hooks in hooked:
-            setattr(leaf, field, hooks)
+        for found, before in saved:
+            found.update(before)
