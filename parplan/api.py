@@ -6,6 +6,7 @@ Heavy imports stay inside the functions, so that `import parplan` costs nothing.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -233,6 +234,7 @@ def compile(  # the name users know from torch.compile
     def planner(graph: LayerGraph) -> Plan:
         count = compiled.device_count
         if wanted is not None:
+            _warn_of_batch(wanted, graph)
             return _given(wanted, graph, count)
         pricing = on_devices(count, compiled.device, replace(request, pins=pinned))
         compiled.decision = pricing.decided(graph)
@@ -270,6 +272,17 @@ def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
     return plan
 
 
+def _warn_of_batch(plan: Plan, graph: LayerGraph) -> None:
+    """Say that a step needs more memory than its plan allows for, or has replicas with unequal shares."""
+    from parplan.planner.verifier import other_batch
+
+    batch = graph.batch or 0
+    if batch > plan.batch or any(batch % strategy.replicas for strategy in plan.layers.values()):
+        text = other_batch(plan, graph)
+        if text:
+            warnings.warn(f"{text} Plan again with this batch, or bring {plan.batch}.", stacklevel=2)
+
+
 def verify(
     model: nn.Module,
     example_inputs: Any = None,
@@ -296,6 +309,7 @@ def verify(
         ParplanError: the plan is not for this model, or breaks a rule.
     """
     from parplan.graph.capture import capture
+    from parplan.planner.verifier import mismatches
     from parplan.verification import first_samples, verify_plan
 
     _check_module(model)
@@ -309,12 +323,13 @@ def verify(
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
-        return verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)
+        ran = verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)
     except ModelError:
         if batch is not None:
             raise
         # Some models take one number of samples only.
-        return verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
+        ran = verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
+    return replace(ran, notes=mismatches(found, graph))
 
 
 def _for_cpu(graph: LayerGraph, count: int, pins: tuple[Pin, ...]) -> Plan:

@@ -6,13 +6,24 @@ which). The runtime's own two, which are about autograd, are in parplan/runtime/
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["HOOK_FIELDS", "BackwardHook", "memory_of", "overload_name", "pytree", "schema_of"]
+__all__ = [
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "intercepted_functions", "memory_of",
+    "overload_name", "pytree", "schema_of", "unrecorded", "without_modes",
+]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
 HOOK_FIELDS = (
@@ -25,6 +36,12 @@ HOOK_FIELDS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+
+
+def hooks_of_all_modules() -> int:
+    """How many hooks there are that every module calls (`torch.nn.modules.module.register_module_forward_hook`)."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return sum(len(getattr(module, f"_global_{kind}")) for kind in kinds)
 
 
 def schema_of(target: Any) -> Any:
@@ -40,3 +57,57 @@ def overload_name(target: Any) -> str:
 def memory_of(tensor: Tensor) -> int:
     """A number that tensors which share memory have in common, fake tensors (without memory) too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+Handler = Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]
+_handlers: list[tuple[Handler, Callable[..., Any]]] = []
+
+
+class _StandIn:
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Runs with the globals of torch's module, and with its closure, which holds `__class__`."""
+        from parplan.compat import _handlers
+
+        assert __class__  # type: ignore[name-defined]
+        handler, plain = _handlers[-1]
+        return handler(plain, cls, args, kwargs)
+
+
+@contextmanager
+def intercepted_functions(handler: Handler) -> Iterator[None]:
+    """While it lasts, `apply` of every autograd Function calls `handler(plain, cls, args, kwargs)`.
+
+    The method gets other code, as users hold it by names of their own (`clamp = Clamp.apply`). `plain` is the method as
+    it was, a function whose first argument is the class.
+    """
+    method: FunctionType = vars(torch.autograd.Function)["apply"].__func__
+    code = method.__code__
+    plain = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    _handlers.append((handler, plain))
+    method.__code__ = vars(_StandIn)["apply"].__func__.__code__
+    try:
+        yield
+    finally:
+        method.__code__ = code
+        _handlers.pop()
+
+
+@contextmanager
+def unrecorded(traced: FakeTensor) -> Iterator[None]:
+    """While it lasts, ops on tensors like `traced`, one of a running export, compute shapes and leave no record."""
+    held = []
+    while torch._C._len_torch_function_stack() > 0:
+        held.append(_pop_mode())
+    try:
+        with _disable_current_modes(), traced.fake_mode:
+            yield
+    finally:
+        for mode in reversed(held):
+            _push_mode(mode)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which ops run on real tensors as always, also while a model is being traced."""
+    found: AbstractContextManager[Any] = _disable_current_modes()
+    return found

@@ -70,9 +70,10 @@ class Plan:
     """One strategy per layer for one model, batch and number of devices.
 
     Args:
-        model: the model's class name.
-        fingerprint: digest of the model's layers and parameter shapes (not of batch or weights).
-        batch: samples in one step, over all devices.
+        model: a name for people: that of its class, or of the target it was loaded from.
+        fingerprint: digest of the model's layers and parameter shapes (not of batch or weights), which with the layers'
+            names tells whether a plan is for a model.
+        batch: samples in one step, over all devices, that times and memory were planned for; others may be run.
         devices: how many logical devices there are.
         rules: "default" or "strict" reading of the divisibility rules.
         layers: strategy per layer name, in forward order.

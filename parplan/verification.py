@@ -49,12 +49,16 @@ class VerificationRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance."""
+    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance.
+
+    `notes` say what the plan was made for, where that is something else.
+    """
 
     plan: Plan
     batch: int
     rows: tuple[VerificationRow, ...]
     tolerance: float = TOLERANCE
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -163,9 +167,11 @@ def _doubled(tree: Any, seed: int) -> Any:
 
 
 def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> _Results:
+    # Tensors of their own: a forward may put hooks on them.
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
+    )
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    for leaf in inputs:
-        leaf.grad = None
     leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
     loss = projected(leaves, projection_weights(leaves, seed))
     if loss.requires_grad:

@@ -74,6 +74,27 @@ def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:
         parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2, plan=decision.plan)
 
 
+def test_a_plan_for_another_batch_runs_and_says_so() -> None:
+    from parplan.graph.capture import capture
+
+    plain = perceptron()
+    plan = replace(plan_by("data parallel", 4, capture(plain, (inputs(8),))), model="Net")
+    x = inputs(6)
+    said = "made for 8 samples in a step, this step has 6: .*; 6 samples over the 4 replicas of 0 are unequal shares"
+    with pytest.warns(UserWarning, match=said):
+        compiled = parplan.compile(perceptron(), x, devices=["cpu"] * 4, plan=plan)
+    compiled.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(compiled(x), plain(x), rtol=1e-9, atol=1e-12)
+    with pytest.warns(UserWarning, match="this step has 16: .*, times and memory are not those that were planned"):
+        parplan.compile(perceptron(), inputs(16), devices=["cpu"] * 4, plan=plan)
+    parplan.compile(perceptron(), inputs(4), devices=["cpu"] * 4, plan=plan)  # less, in equal shares
+    named = "The plan was made for a model called Net, this is Sequential; layers and sizes are the same."
+    assert parplan.verify(perceptron(), inputs(8), plan=plan).notes == (named,)
+    notes = parplan.analyze(perceptron(), inputs(16), plan=plan).notes
+    assert named in notes
+    assert any("made for 8 samples in a step, this step has 16" in note for note in notes)
+
+
 def test_unknown_keywords_are_errors() -> None:
     with pytest.raises(TypeError, match="device_ids"):
         parplan.compile(perceptron(), device_ids=[0, 1])  # type: ignore[call-arg]

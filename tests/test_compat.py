@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parplan.compat import HOOK_FIELDS, BackwardHook, memory_of, overload_name, pytree, schema_of
+from parplan.compat import (
+    HOOK_FIELDS,
+    BackwardHook,
+    hooks_of_all_modules,
+    intercepted_functions,
+    memory_of,
+    overload_name,
+    pytree,
+    schema_of,
+    without_modes,
+)
 
 
 def test_trees_come_apart_and_together() -> None:
@@ -51,6 +64,23 @@ def test_modules_keep_their_hooks_in_these_fields() -> None:
     assert vars(module)[HOOK_FIELDS[-1]] is True
 
 
+def test_hooks_for_all_modules_are_counted() -> None:
+    assert hooks_of_all_modules() == 0
+    registered = [
+        register(lambda *_: None)
+        for register in (
+            nn.modules.module.register_module_forward_pre_hook,
+            nn.modules.module.register_module_forward_hook,
+            nn.modules.module.register_module_full_backward_pre_hook,
+            nn.modules.module.register_module_full_backward_hook,
+        )
+    ]
+    assert hooks_of_all_modules() == 4
+    for handle in registered:
+        handle.remove()
+    assert hooks_of_all_modules() == 0
+
+
 def test_backward_hooks_can_be_put_around_tensors() -> None:
     seen: list[list[float]] = []
 
@@ -68,3 +98,38 @@ def test_recurrent_layers_name_their_flat_weights() -> None:
     layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2)
     named = [getattr(layer, name) for name in layer._flat_weights_names]
     assert [id(weight) for weight in named] == [id(weight) for weight in layer._flat_weights]
+
+
+def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x + 1
+
+    held, x = Same.apply, torch.ones(1)
+    with intercepted_functions(lambda plain, cls, args, kwargs: (plain(cls, *args), cls, kwargs)):
+        result, cls, kwargs = held(x)  # type: ignore[no-untyped-call]
+    assert (result.item(), cls, kwargs) == (2.0, Same, {})
+    assert held(x).item() == 2.0  # type: ignore[no-untyped-call]
+
+
+def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", stop)
+    x = torch.ones(1, requires_grad=True)
+    calls: list[Callable[[], object]] = [x.backward, lambda: torch.autograd.backward(x)]
+    for call in (*calls, lambda: torch.autograd.grad(x * 2, x)):
+        with pytest.raises(LookupError):
+            call()  # type: ignore[no-untyped-call]
+
+
+def test_real_tensors_can_be_copied_while_a_model_is_traced() -> None:
+    real = torch.ones(2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(real.clone()) is not Tensor
+        with without_modes():
+            copied = real.detach().clone()
+    assert type(copied) is Tensor
+    assert copied.tolist() == [1.0, 1.0]

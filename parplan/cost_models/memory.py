@@ -194,6 +194,11 @@ class MemoryModel:
         if _shares_statistics(local) and "batch_norm" in call.op:
             # graph/batch_norm.py: two products of the size of its input.
             return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
+        if call.op == "embedding_bags" and local.axis is not None and call.outputs[0].name in local.axis.partial:
+            # graph/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.
+            indices = call.inputs[1].elements
+            inner = (8 + call.outputs[0].dtype.itemsize) * indices
+            return replace(saved, inner_bytes=inner, forward_bytes=11 * indices, backward_bytes=0)
         if call.op == "embedding" and local.axis is not None and call.outputs[0].name in local.axis.partial:
             # graph/ops.py: indices of its own and which of them are here; rows before others are set to zero.
             indices, rows_bytes = call.inputs[1].elements, call.outputs[0].nbytes

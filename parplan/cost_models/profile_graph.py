@@ -124,6 +124,7 @@ def _layer(
         outputs=tuple(outputs),
         parameters=parameters,
         batch=Axis("batch", batch, dict.fromkeys(with_samples, 0)) if layer.samples is Samples.SPLIT else None,
+        reached=layer.samples is not Samples.NONE,
         constant=layer.samples is Samples.NONE,
         axes=tuple(_axis(cut, inputs, outputs, parameters) for cut in cuts),
     )

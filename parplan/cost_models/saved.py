@@ -141,7 +141,7 @@ _ROWS: tuple[tuple[Rule, str], ...] = (
     (_attention, "scaled_dot_product_attention"),
     (_log_probabilities, "cross_entropy_loss cross_entropy"),
     (_recurrent, "lstm gru rnn_tanh rnn_relu"),
-    (_condition, "where masked_fill embedding shard_embedding index index_select gather"),
+    (_condition, "where masked_fill embedding shard_embedding embedding_bags index index_select gather"),
 )  # fmt: skip
 
 _RULES: dict[str, Rule] = {op: rule for rule, ops in _ROWS for op in ops.split()}

@@ -213,6 +213,7 @@ def _extent(node: fx.Node, dim: Any) -> int:
 # How many different indices an op takes.
 _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
     "embedding": _rows_of,
+    "embedding_bags": _rows_of,
     "cross_entropy_loss": _classes_of,
     "nll_loss": _classes_of,
     "nll_loss_nd": _classes_of,

@@ -183,9 +183,18 @@ def _look_up(call: OpCall) -> _Traffic:
     return _Traffic(2 * rows + indices, table + 3 * rows + indices)
 
 
+def _bag_look_up(call: OpCall) -> _Traffic:
+    """Bags of rows: reads all rows of a bag and writes one; backward reads the bag's gradient for each of them."""
+    table, indices, *_ = call.inputs
+    rows = indices.elements * call.outputs[0].nbytes // max(1, call.outputs[0].shape[0])
+    given = total_bytes(operand for operand in call.inputs if not operand.state)
+    gradient = table.nbytes if table.requires_grad else 0
+    return _Traffic(rows + total_bytes(call.outputs) + given, gradient + 2 * rows + total_bytes(call.outputs) + given)
+
+
 _TRAFFIC: dict[str, Callable[[OpCall], _Traffic]] = {
     "add": _passed_on, "sub": _passed_on,
-    "embedding": _look_up, "shard_embedding": _look_up,
+    "embedding": _look_up, "shard_embedding": _look_up, "embedding_bags": _bag_look_up,
     "batch_norm": _twice_over, "native_batch_norm": _twice_over, "native_batch_norm_legit_functional": _twice_over,
     "native_batch_norm_legit": _twice_over, "instance_norm": _twice_over,
 }  # fmt: skip

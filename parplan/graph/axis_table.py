@@ -92,6 +92,7 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.stack, "stack"),
     (view_rows.select, "select.int unbind.int"),
     (view_rows.indexed, "index.Tensor"),
+    (view_rows.masked_put, "index_put"),
     (view_rows.index_select, "index_select"),
     (view_rows.gathered, "gather"),
     (view_rows.slice_scattered, "slice_scatter"),

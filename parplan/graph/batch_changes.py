@@ -34,6 +34,16 @@ class BatchChanges:
     results: bool = False
     one_batch: str = ""
 
+    def __or__(self, other: BatchChanges) -> BatchChanges:
+        """What changes in either."""
+        return BatchChanges(
+            self.all | other.all,
+            self.unexplained | other.unexplained,
+            self.resized | other.resized,
+            self.results or other.results,
+            self.one_batch or other.one_batch,
+        )
+
 
 def everything_changes(graph: fx.GraphModule, one_batch: str = "") -> BatchChanges:
     """Changes of a model that cannot be captured at another batch size (`one_batch`: why), or not to the same ops."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
 
+from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.functional import Functional
 from parplan.graph.layer_graph import Constant
@@ -42,6 +43,7 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
     program, graph = functional.program, functional.program.graph
     _refuse_subgraphs(graph)
     _refuse_sparse(graph)
+    _refuse_unknown_sizes(graph)
     buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
     found = Canonical(graph, _merged(graph, parameters), counters=dict(functional.counters))
     running = _batch_norms(graph)
@@ -84,9 +86,21 @@ def _refuse_subgraphs(graph: fx.Graph) -> None:
             )
 
 
-def _refuse_sparse(graph: fx.Graph) -> None:
+def _refuse_unknown_sizes(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"the size of a result depends on the values of a tensor{_user_line(node)}, so no plan can say what "
+                "devices hold of it; keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum()"
+            )
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    places = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
+    for node in graph.nodes:
+        place = places.get(node.target, len(node.args))
+        if len(node.args) > place and node.args[place]:
             raise CaptureError(
                 f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
                 "sparse=False"
@@ -107,7 +121,7 @@ def _sort_output(
     elif spec.kind is OutputKind.BUFFER_MUTATION:
         buffer = buffers[spec.target]
         step = _counter_step(leaf, buffer)
-        if step is not None:
+        if step is not None and _is_unread(leaf, buffer):
             found.counters[buffer] = step
         elif leaf.name not in running:
             found.buffer_updates[buffer] = leaf.name
@@ -129,6 +143,17 @@ def _counter_step(node: Any, buffer: str) -> int | None:
         return None
     before = 0 if node.args[0].name == buffer else _counter_step(node.args[0], buffer)
     return None if before is None else before + int(node.args[1])
+
+
+def _is_unread(node: fx.Node, buffer: str) -> bool:
+    """Whether nothing but the counter itself reads any of its values: else the ops that do need the addition."""
+    results = node.graph.output_node()
+    readers = [leaf for leaf in pytree.tree_leaves(results.args) if leaf is node]
+    chain = [node]
+    while chain[-1].name != buffer:
+        chain.append(chain[-1].all_input_nodes[0])
+    behind = zip(chain[1:], chain, strict=False)
+    return set(node.users) == {results} and len(readers) == 1 and all(set(a.users) == {b} for a, b in behind)
 
 
 def _batch_norms(graph: fx.Graph) -> set[str]:

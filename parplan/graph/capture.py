@@ -7,28 +7,37 @@ that updates its statistics in place, dropout), so that generated code runs at e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.attributes import Recorder, recorded
+from parplan.graph.bags import join_bags
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.batched_lookup import gather_batched_lookups
 from parplan.graph.canonical import canonicalise
 from parplan.graph.functional import functionalise
+from parplan.graph.functions import known_sites
 from parplan.graph.hooks import Site, marked_hooks
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
+from parplan.graph.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.missing_devices import missing_devices
+from parplan.graph.numbers import Number, as_tensors
+from parplan.graph.opaque import OpaqueCalls
 from parplan.graph.packed import packed_sequences
 from parplan.graph.quiet import quiet
+from parplan.graph.stand_ins import stand_ins
 from parplan.graph.user_line import user_line
+from parplan.graph.whole_batch import WholeBatch, unplaced, whole_batch
 
 __all__ = ["batch_of", "capture"]
 
@@ -41,6 +50,7 @@ def capture(
     training: bool = True,
     dim: int = 0,
     check_batch: bool = True,
+    numbers: Sequence[Number] = (),
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
 
@@ -52,16 +62,25 @@ def capture(
         check_batch: capture a second batch size as well and compare, so that a layer whose constants
             depend on the batch is never given replicas.
 
+        numbers: attributes that the graph takes as inputs.
+
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
     """
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training)
-    exported = _export(model, call.resized(call.alike, call.batch), training, call.sites)
-    samples, changes = call.alike, BatchChanges()
-    if check_batch and call.batch is not None:
-        samples, changes = _compare(call, exported)
-    return _assemble(call, exported, samples, changes)
+    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
+    with as_tensors(numbers) as tensors:
+        exported, recorder = _export(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
+        if check_batch and call.batch is not None:
+            samples, changes, twice = _compare(call, exported, recorder)
+            bound = whole_batch(exported, twice, call.batch)
+        if numbers:
+            _check_inputs(call, exported, recorder, tensors)
+    graph = _assemble(call, exported, recorder, samples, changes, bound)
+    inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
+    known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
+    return replace(graph, numbers=known)
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -79,7 +98,9 @@ class _Call:
     batch: int | None
     dim: int
     training: bool
+    numbers: Sequence[Number] = ()
     sites: dict[str, Site] = field(default_factory=dict)
+    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
 
     @property
     def alike(self) -> frozenset[int]:
@@ -108,8 +129,31 @@ def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
         ) from error
 
 
-def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], BatchChanges]:
-    """Which leaves hold samples, and what changes with their number.
+def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
+    """Refuse numbers of which the graph still has a value of its own: with other numbers it is another graph.
+
+    Raises:
+        CaptureError: Python code or an op takes a number as such.
+    """
+    for tensor in tensors:
+        tensor.mul_(3).add_(7)
+    opaque = OpaqueCalls()
+    other, _ = _export(call, call.resized(call.alike, call.batch), {}, opaque)
+    own = {tensor.data_ptr() for tensor in tensors}
+    mine, others = exported.constants, other.constants
+    fixed = mine.keys() == others.keys() and all(
+        torch.equal(mine[name], others[name]) for name in mine if mine[name].data_ptr() not in own
+    )
+    changes = batch_changes(exported.graph_module, other.graph_module)
+    same = changes | call.opaque.changes(exported.graph_module, opaque) == BatchChanges()
+    if recorder.host_reads.any or not fixed or not same:
+        raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
+
+
+def _compare(
+    call: _Call, exported: ExportedProgram, recorder: Recorder
+) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
+    """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
     samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
@@ -120,24 +164,37 @@ def _compare(call: _Call, exported: ExportedProgram) -> tuple[frozenset[int], Ba
     # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
     for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
         for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+            opaque = OpaqueCalls()
             try:
-                other = _export(call.model, call.resized(samples, other_batch), call.training, {})
+                other, second = _export(call, call.resized(samples, other_batch), {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
-            return samples, batch_changes(exported.graph_module, other.graph_module)
-    return call.alike, everything_changes(exported.graph_module, reasons[0])
+            changes = batch_changes(exported.graph_module, other.graph_module)
+            changes = changes | call.opaque.changes(exported.graph_module, opaque)
+            return samples, changes if recorder.stores_like(second) else replace(changes, results=True), other
+    return call.alike, everything_changes(exported.graph_module, reasons[0]), None
 
 
-def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site]) -> ExportedProgram:
-    args, kwargs = call
+def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> tuple[ExportedProgram, Recorder]:
+    model, training = call.model, call.training
+    args, kwargs = given
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
         _refuse_averages(model)
-        with quiet(), missing_devices(), packed_sequences(), marked_hooks(model, sites):
-            return torch.export.export(model, args, kwargs, strict=False)
+        with (
+            quiet(),
+            stand_ins(model),
+            missing_devices(),
+            packed_sequences(),
+            marked_hooks(model, sites),
+            opaque.intercepted(model),
+            recorded(model, call.numbers) as recorder,
+        ):
+            exported = torch.export.export(model, args, kwargs, strict=False)
+            recorder.check(exported)
     except CaptureError:
         raise
     except Exception as error:
@@ -145,6 +202,9 @@ def _export(model: nn.Module, call: Any, training: bool, sites: dict[str, Site])
     finally:
         for module, mode in modes.items():
             module.training = mode
+    gather_batched_lookups(exported.graph)
+    join_bags(exported.graph)
+    return exported, recorder
 
 
 def _refuse_averages(model: nn.Module) -> None:
@@ -214,17 +274,32 @@ def _inputs(program: ExportedProgram) -> _Inputs:
 
 
 def _assemble(
-    call: _Call, exported: ExportedProgram, sample_leaves: frozenset[int], changes: BatchChanges
+    call: _Call,
+    exported: ExportedProgram,
+    recorder: Recorder,
+    sample_leaves: frozenset[int],
+    changes: BatchChanges,
+    bound: WholeBatch,
 ) -> LayerGraph:
     model = call.model
-    functional = functionalise(exported)
+    call.opaque.settle(exported)
+    with known_sites(call.opaque.sites):
+        functional = functionalise(exported)
+    call.opaque.mark(functional.program.graph)
     program = functional.program
     inputs = _inputs(program)
     graph = canonicalise(functional, _shared(model, inputs.parameters))
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
-    built = build_layers(graph.graph, leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    built, flattened = build_layers(graph.graph, *given), dict[str, int]()
+    if built.merged:
+        kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
+        replaced = unflatten_between_layers(graph.graph, built, places, kept)
+        flattened = dict(replaced.values())
+        graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
+        built = build_layers(graph.graph, *given)
     return LayerGraph(
         model=type(model).__name__,
         digraph=built.digraph,
@@ -245,6 +320,12 @@ def _assemble(
         training=call.training,
         sites=call.sites,
         one_batch=changes.one_batch,
+        flattened=flattened,
+        sample_indices=bound.indices,
+        unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
+        late=functional.late,
+        reads=recorder.guards,
+        stored=tuple(recorder.stored),
         fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
     )
 
@@ -262,7 +343,7 @@ def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     owner = owner_of(layer.nodes[0])
     if layer.batch is None:
         # `flatten` names no sizes, what it becomes without in-place changes does.
-        return owner in changes.all or (not layer.constant and any(map(names_sizes, layer.nodes)))
+        return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
     # A value that grows with the batch although no sample reaches it keeps its captured size.
     return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 

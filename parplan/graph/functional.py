@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,26 @@ from torch.export.graph_signature import InputKind
 
 from parplan.compat import memory_of, overload_name, schema_of
 from parplan.graph.axis_table import is_tensor, row_of
+from parplan.graph.late_writes import NO_GRAD, is_inplace, written_late
 
-__all__ = ["Functional", "functionalise"]
+__all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Functional:
-    """A program without in-place changes, and the counters (buffer placeholder -> step) taken out of it."""
+    """A program without in-place changes.
+
+    Args:
+        program: the program.
+        counters: buffer placeholder -> step, of counters that were taken out of it.
+        late: placeholders of buffers whose last write comes after everything that a backward needs.
+    """
 
     program: ExportedProgram
     counters: dict[str, int]
+    late: frozenset[str] = frozenset()
 
 
 def functionalise(exported: ExportedProgram) -> Functional:
@@ -40,13 +49,14 @@ def functionalise(exported: ExportedProgram) -> Functional:
     _inline_grad_regions(exported)
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
+    late = written_late(exported)
     counters = _counters(exported)
     if counters is not None and _is_simple(exported.graph, counters):
-        return Functional(exported, _rewrite(exported.graph, counters))
+        return Functional(exported, _rewrite(exported.graph, counters), late)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program: ExportedProgram = exported.run_decompositions({})
-    return Functional(program, {})
+    return Functional(program, {}, late)
 
 
 # --- no_grad regions -------------------------------------------------------------------------
@@ -64,7 +74,7 @@ def _inline_grad_regions(exported: ExportedProgram) -> None:
             with graph.inserting_before(node):
                 result = results[user.args[1]] if enabled else _detached(graph, results[user.args[1]], user)
             user.replace_all_uses_with(result)
-            _rename_output(exported, user.name, result.name)
+            rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
@@ -75,7 +85,11 @@ def _copied_in(graph: fx.Graph, before: fx.Node, region: fx.GraphModule, operand
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     copies = dict(zip(placeholders, operands, strict=True))
     with graph.inserting_before(before):
-        return graph.graph_copy(region.graph, copies)
+        results = graph.graph_copy(region.graph, copies)
+    for copy in copies.values():
+        if copy not in operands:
+            copy.meta[NO_GRAD] = not before.args[0]
+    return results
 
 
 def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
@@ -84,7 +98,8 @@ def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
     return detached
 
 
-def _rename_output(exported: ExportedProgram, old: str, new: str) -> None:
+def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
+    """Tell a program's signature that a result of its graph has another name."""
     for spec in exported.graph_signature.output_specs:
         if getattr(spec.arg, "name", None) == old:
             spec.arg.name = new
@@ -117,15 +132,11 @@ def _expanded(graph: fx.Graph, source: fx.Node, result: fx.Node) -> None:
 # --- in-place ops ----------------------------------------------------------------------------
 
 
-def _is_inplace(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
-
-
 def _reveal_aliases(graph: fx.Graph) -> None:
     """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
-        if idle and any(map(_is_inplace, node.users)) and not _is_only_reader(graph, node):
+        if idle and any(map(is_inplace, node.users)) and not _is_only_reader(graph, node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -147,7 +158,7 @@ def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
     buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
     found: dict[fx.Node, int] = {}
     for node in exported.graph.nodes:
-        if not _is_inplace(node) or node.args[0].op != "placeholder":
+        if not is_inplace(node) or node.args[0].op != "placeholder":
             continue
         counts = node.target is aten.add_.Tensor and isinstance(node.args[1], int) and not node.kwargs
         alone = len(node.args[0].users) == 1 and not node.users and node.args[0].name in buffers
@@ -158,17 +169,22 @@ def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
 
 
 def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
-    """Whether every op is known and no view is taken of a value before its last change in place."""
+    """Whether every op is known and changes in place can be rewritten node by node."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node not in counters]
     if any(node.op == "get_attr" for node in graph.nodes) or not all(map(_is_known, calls)):
         return False
+    return _views_follow(graph, counters)
+
+
+def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
+    """Whether no view is taken of a value before its last change in place."""
     last_change: dict[int, int] = {}
     views: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(graph.nodes):
         if not is_tensor(node) or node in counters:
             continue
         memory = _memory(node)
-        if _is_inplace(node):
+        if is_inplace(node):
             last_change[memory] = position
         elif memory in views or node.op == "placeholder":
             views[memory].append(position)
@@ -178,7 +194,7 @@ def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
 
 
 def _is_known(node: fx.Node) -> bool:
-    target = _out_of_place(node.target) if _is_inplace(node) else node.target
+    target = _out_of_place(node.target) if is_inplace(node) else node.target
     return row_of(target) is not None or target is operator.getitem
 
 
@@ -195,10 +211,19 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
         if node in counters:
             steps[node.args[0].name] = counters[node]
             graph.erase_node(node)
-        elif _is_inplace(node):
+        elif is_inplace(node):
             node.target = _out_of_place(node.target)
             changed = node.args[0]
             later = [user for user in changed.users if user > node]
             for user in later:
                 user.replace_input_with(changed, node)
     return steps
+
+
+def without_changes(graph: fx.Graph) -> bool:
+    """Rewrite the in-place ops of a graph; False, and nothing is done, where that takes more than other ops."""
+    changing = [node for node in graph.nodes if is_inplace(node)]
+    if not _views_follow(graph) or any(_out_of_place(node.target) is None for node in changing):
+        return False
+    _rewrite(graph, {})
+    return True

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parplan.compat import HOOK_FIELDS, pytree
+from parplan.compat import HOOK_FIELDS, hooks_of_all_modules, pytree
 from parplan.errors import CaptureError
 from parplan.graph.axis_table import OWN_ROWS, Call
 from parplan.graph.op_axes import OpAxis
 from parplan.graph.packed import Packed
+from parplan.graph.stored import Template
 
 __all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks", "without_hooks"]
 
@@ -71,33 +72,6 @@ OWN_ROWS.update(dict.fromkeys(MARKS, _axes))
 # --- what a module was called with -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Template:
-    """Nested values whose tensors were taken out.
-
-    Args:
-        leaves: what is no tensor, by position; tensors go to the other positions.
-        spec: how leaves are nested.
-    """
-
-    leaves: Mapping[int, Any]
-    spec: Any
-
-    @staticmethod
-    def of(values: Any) -> tuple[Template, list[Tensor]]:
-        """Take the tensors out of nested values."""
-        leaves, spec = pytree.tree_flatten(values)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return Template({i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}, spec), tensors
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """The nested values with these tensors."""
-        rest = iter(tensors)
-        count = len(tensors) + len(self.leaves)
-        leaves = [self.leaves[i] if i in self.leaves else next(rest) for i in range(count)]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
 @dataclass
 class Site:
     """One call of a module that has hooks.
@@ -131,8 +105,13 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
     """While it lasts, modules with hooks leave marks, and `sites` says what each stands for.
 
     Raises:
-        CaptureError: a backward hook of the kind that torch has given up.
+        CaptureError: hooks for all modules, or a backward hook of the kind that torch has given up.
     """
+    if hooks_of_all_modules():
+        raise CaptureError(
+            "there are hooks for all modules (register_module_forward_hook and its like), which a captured model would "
+            "not call; register them on the modules they are for, or remove them before the model is called"
+        )
     calls: Counter[str] = Counter()
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
@@ -241,6 +220,8 @@ class HookWatch:
     @property
     def marks(self) -> Hashable:
         """Differs between calls that need different marks."""
+        if hooks_of_all_modules():
+            return "hooks of all modules"
         if not any(self._registered):
             return ()
         return tuple((i, kinds) for i, module in enumerate(self._modules) if any(kinds := _kinds(module)))

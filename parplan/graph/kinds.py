@@ -13,11 +13,12 @@ __all__ = ["is_loss_op", "kind_of", "op_name"]
 # First match wins, so a layer is named after the heaviest thing in it.
 # fmt: off
 _WORDS: tuple[tuple[str, str], ...] = (
-    ("hooks", "pre_hooks hooks"),
-    ("loss", """cross_entropy nll_loss mse_loss l1_loss huber_loss binary_cross_entropy kl_div soft_margin
-     hinge_embedding
-     margin_ranking cosine_embedding poisson_nll multi_margin multilabel_margin triplet_margin
-     ctc_loss"""),
+    ("hooks", "pre_hooks hooks gradient_hook"),
+    ("function", "custom_function"),
+    ("loss", """binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
+     cross_entropy_loss ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
+     multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d nll_loss2d_forward
+     nll_loss_forward nll_loss_nd poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss"""),
     ("attention", "scaled_dot_product_attention"),
     ("resize", "upsample"),
     ("conv", "conv1d conv2d conv3d conv_transpose convolution"),
@@ -40,6 +41,8 @@ _WORDS: tuple[tuple[str, str], ...] = (
      clone pad constant_pad"""),
 )
 # fmt: on
+# Kinds that decide what is legal are told by the whole name, the others by a part of it.
+_EXACT = ("function", "hooks", "loss")
 _KINDS = tuple((kind, tuple(words.split())) for kind, words in _WORDS)
 
 
@@ -61,10 +64,6 @@ def kind_of(nodes: Sequence[fx.Node]) -> str:
     names = [op_name(node) for node in nodes]
     for kind, words in _KINDS:
         for name in names:
-            if any(_matches(name, word) for word in words):
+            if name in words or (kind not in _EXACT and any(len(word) > 3 and word in name for word in words)):
                 return kind
     return "other"
-
-
-def _matches(name: str, word: str) -> bool:
-    return name == word or (len(word) > 3 and word in name)

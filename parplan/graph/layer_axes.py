@@ -16,6 +16,7 @@ from math import gcd
 from torch import fx
 
 from parplan.graph.axis_table import axes_of, is_tensor, shape_of
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Axis
 from parplan.graph.op_axes import Cut, OpAxis, Place
 
@@ -33,7 +34,7 @@ class JointAxis:
     first_only: set[str] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
     units: int = 0
-    crossed: bool = False
+    crossed: set[str] = field(default_factory=set)  # tensors that have it twice
 
     @property
     def open(self) -> bool:
@@ -43,12 +44,16 @@ class JointAxis:
 
 @dataclass(frozen=True)
 class LayerAxes:
-    """The batch axis (if samples can be spread), the others, and where samples are in the outputs."""
+    """The batch axis (if samples can be spread), the others, and where samples are in the outputs.
+
+    `merged` says that in an output they are merged behind another axis.
+    """
 
     batch: Axis | None
     mixed: bool
     others: tuple[Axis, ...]
     batch_dims: Mapping[str, int]
+    merged: bool
 
 
 class _Union:
@@ -132,7 +137,7 @@ def _enter(joint: JointAxis, place: Place) -> None:
         place.dim,
         place.outer,
     ):
-        joint.crossed = True
+        joint.crossed.add(place.tensor)
     joint.dims[place.tensor], joint.outer[place.tensor] = place.dim, place.outer
 
 
@@ -153,6 +158,7 @@ def layer_axes(
     fixed: Sequence[str],
     batch_dims: Mapping[str, int],
     kind: str,
+    batch_size: int = 1,
 ) -> LayerAxes:
     """Axes of the layer made of `nodes`.
 
@@ -161,6 +167,7 @@ def layer_axes(
         fixed: its parameters and buffers: they hold no samples.
         batch_dims: where samples lie in the values it takes in.
         kind: the layer's kind, which helps to name axes.
+        batch_size: samples there are. A dimension that is no multiple of it ([batch / 2, 2]) does not hold samples.
     """
     joint = joint_axes(nodes)
     sizes = _sizes(nodes)
@@ -170,18 +177,30 @@ def layer_axes(
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
     batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
     batch, mixed = _batch_axis(batches, sizes, fixed)
+    if batch is not None and batch.units % batch_size:
+        batch, mixed = None, False
+    if mixed and not any(op_name(node) == "batch_norm" for node in nodes):
+        batch, mixed = None, False  # of no other op do replicas exchange statistics
     out_dims = (
-        {t: d for t, d in batches[0].dims.items() if t in outputs and batches[0].outer[t] == 1}
+        {
+            t: d
+            for t, d in batches[0].dims.items()
+            if t in outputs
+            and batches[0].outer[t] == 1
+            and t not in batches[0].crossed
+            and sizes[t][d] % batch_size == 0
+        }
         if len(batches) == 1
         else {}
     )
+    merged = any(axis.outer.get(output, 1) > 1 for axis in batches for output in outputs)
     others = []
     for axis in joint:
         units = _units(axis, sizes)
         usable = axis.open and Cut.MIXED not in axis.cuts and not (axis.partial & taken)
         if axis not in batches and usable and units > 1 and axis.partial <= set(outputs):
             others.append(_named(axis, units, kind, sizes, outputs))
-    return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims)
+    return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims, merged)
 
 
 def _keep_whole_outside(axis: JointAxis, inside: set[str]) -> None:

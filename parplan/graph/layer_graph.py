@@ -16,10 +16,14 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.graph.guards import Guards
+from parplan.graph.numbers import Number
+from parplan.graph.sample_indices import SampleIndex
+from parplan.graph.stored import Stored
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Layer", "LayerGraph", "TensorSpec"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Layer:
         parameters: placeholders of parameters it uses.
         buffers: placeholders of buffers it uses.
         batch: the batch axis where samples can be spread over replicas, else None.
-        constant: no sample reaches it (positions, masks): every device may compute it redundantly.
+        reached: whether samples reach it (not: positions, masks).
+        constant: no sample reaches it, and every device may compute it redundantly.
         mixes_batch: training batch norm: replicas must share statistics to keep the numbers.
         axes: the other axes it may be cut along.
     """
@@ -90,6 +95,7 @@ class Layer:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     batch: Axis | None = None
+    reached: bool = True
     constant: bool = False
     mixes_batch: bool = False
     axes: tuple[Axis, ...] = ()
@@ -133,9 +139,16 @@ class LayerGraph:
         buffer_updates: placeholder of a buffer -> value assigned to it after the step
             (running statistics of batch norm are updated in place by the layer itself and not listed).
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
+        late: placeholders of buffers that are written after everything that the backward needs.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
         one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
+        flattened: results of which a dimension is flattened with the next one when they are handed out.
+        sample_indices: ops that take positions along samples from an input.
+        unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
+        reads: attributes of modules that the forward has read (graph/guards.py).
+        numbers: by placeholder of a constant, the attribute whose value it takes before every run (graph/numbers.py).
+        stored: attributes that the forward writes (graph/attributes.py); their tensors are the last results.
         sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
     """
 
@@ -158,7 +171,14 @@ class LayerGraph:
     training: bool
     fixed_batch: bool = False
     one_batch: str = ""
+    late: frozenset[str] = frozenset()
+    reads: Guards = field(default_factory=Guards)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    stored: tuple[Stored, ...] = ()
     sites: Mapping[str, Any] = field(default_factory=dict)
+    flattened: Mapping[str, int] = field(default_factory=dict)
+    sample_indices: tuple[SampleIndex, ...] = ()
+    unplaced: tuple[Unplaced, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -178,9 +198,29 @@ class LayerGraph:
         """Number of parameters, tied ones counted once."""
         return sum(self.values[name].elements for name in self.parameters)
 
+    def as_returned(self, value: str, result: torch.Tensor) -> torch.Tensor:
+        """A result in the shape in which the model returns it."""
+        dim = self.flattened.get(value)
+        return result if dim is None else result.flatten(dim, dim + 1)
+
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A result whose samples are not known to lie along a dimension.
+
+    Args:
+        result: leaf of what the model returns, by number.
+        layer: makes it.
+        unknown: ops of the layers behind which samples are lost that have no row in the axis table.
+    """
+
+    result: int
+    layer: str
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,30 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from parplan.graph.axis_table import is_tensor
+from parplan.graph.axis_table import is_tensor, shape_of
 from parplan.graph.kinds import is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer
+from parplan.graph.sites import is_repeatable, site_of, why_whole
 
-__all__ = ["LayerSet", "Owner", "build_layers", "owner_of"]
+__all__ = ["BOUNDARY", "LayerSet", "Owner", "build_layers", "owner_of"]
+
+# Meta entry of a reshape between layers (merged_samples.py): the node whose layer it belongs to.
+BOUNDARY = "parplan_boundary"
 
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers in forward order, how they are joined, who makes which value, where samples lie."""
+    """Layers in forward order, how they are joined, who makes which value, where samples lie.
+
+    `merged` says that samples are merged behind another axis in a value that leaves its layer.
+    """
 
     layers: dict[str, Layer]
     digraph: nx.DiGraph
     producer: dict[str, str]
     batch_dims: dict[str, int]
+    merged: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,23 +65,27 @@ def build_layers(
     """
     names: Counter[str] = Counter()
     layers: dict[str, Layer] = {}
-    samples, reached, made = dict(batch_dims), set(batch_dims), set[str]()
+    sizes = [shape_of(node)[batch_dims[node.name]] for node in graph.nodes if node.name in batch_dims]
+    batch_size = sizes[0] if sizes else 1
+    samples, reached, made, merged = dict(batch_dims), set(batch_dims), set[str](), False
     for run in _runs(graph, leaves, parameters):
-        layer = _layer(run, names, parameters, buffers, samples, batch_bound)
-        layer = replace(layer, constant=reached.isdisjoint(layer.inputs))
+        layer, inside = _layer(run, names, parameters, buffers, samples, batch_bound, batch_size)
+        merged = merged or inside
+        is_reached = not reached.isdisjoint(layer.inputs)
+        layer = replace(layer, reached=is_reached, constant=not is_reached and is_repeatable(layer.nodes))
         samples |= _met(layer, made - samples.keys())
         made.update(layer.outputs)
-        reached |= set() if layer.constant else set(layer.outputs)
+        reached |= set(layer.outputs) if is_reached else set()
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
-    return LayerSet(layers, _digraph(layers, producer), producer, samples)
+    return LayerSet(layers, _digraph(layers, producer), producer, samples, merged)
 
 
 def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -> Iterable[_Run]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     for owner, group in groupby(calls, key=owner_of):
         nodes = tuple(group)
-        if owner.kind != "hooks" and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
+        if owner.kind not in _OWN_KINDS and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
             yield _Run(owner, True, nodes)
         else:
             for part in _functional_parts(nodes, parameters):
@@ -99,44 +111,57 @@ def owner_of(node: fx.Node) -> Owner:
     """Whose code a node comes from."""
     mark = _mark(node)
     stack = (mark or node).meta.get("nn_module_stack") or {}
+    own = kind_of([mark]) if mark else ""
     if not stack:
-        return Owner("", "", "hooks" if mark else "")
+        return Owner("", "", own)
     key, (path, kind) = list(stack.items())[-1]
-    kind = "hooks" if mark else kind
+    kind = own or kind
     call = "@" + key.rsplit("@", 1)[1] if "@" in key else ""
     return Owner(str(path).split("@")[0], call, str(kind))
 
 
 def _mark(node: fx.Node) -> fx.Node | None:
-    """The mark of a module's hooks that a node is, or takes a tensor from."""
+    """The op standing for code of the user's that a node is, or takes a tensor from."""
     source = node.args[0] if op_name(node) == "getitem" else node
-    return source if isinstance(source, fx.Node) and kind_of([source]) == "hooks" else None
+    return source if isinstance(source, fx.Node) and kind_of([source]) in _OWN_KINDS else None
+
+
+# Ops that stand for code of the user's, each a layer of its own in whatever module it is called.
+_OWN_KINDS = ("hooks", "function")
 
 
 def _is_one_layer(owner: Owner, nodes: Sequence[fx.Node], parameters: frozenset[str]) -> bool:
     """Whether a leaf module's call is planned whole: torch's own, or one with a single weighted op."""
-    heavy = [node for node in nodes if _stands_alone(node, parameters)]
-    mixes = any(op_name(node) == "batch_norm" for node in nodes)
-    return owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(nodes) > 1))
+    own = [node for node in nodes if BOUNDARY not in node.meta]
+    heavy = [node for node in own if _stands_alone(node, parameters)]
+    mixes = any(op_name(node) == "batch_norm" for node in own)
+    return owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(own) > 1))
 
 
 def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> list[tuple[fx.Node, ...]]:
     """Runs of functional ops: an op with weights and a loss stand alone, the rest by what is connected."""
     parts: list[tuple[fx.Node, ...]] = []
-    for alone, group in groupby(nodes, key=lambda node: _stands_alone(node, parameters)):
+    own = [node for node in nodes if BOUNDARY not in node.meta]
+    for alone, group in groupby(own, key=lambda node: _stands_alone(node, parameters)):
         members = list(group)
         if alone:
-            parts += [(node, *_getitems(node, nodes)) for node in members]
+            parts += [(node, *_getitems(node, own)) for node in members]
         else:
             known = {node for part in parts for node in part}
             parts += _connected([node for node in members if node not in known])
-    return parts
+    if len(own) == len(nodes):
+        return parts
+    return [tuple(node for node in nodes if node in part or node.meta.get(BOUNDARY) in part) for part in parts]
 
 
 def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
     weighted = any(source.name in parameters for source in node.all_input_nodes)
     mixes = op_name(node) == "batch_norm"
-    return mixes or (weighted and kind_of([node]) not in ("add", "multiply", "other", "reshape")) or is_loss_op(node)
+    kind = kind_of([node])
+    return mixes or kind == "function" or is_loss_op(node) or (weighted and kind not in _LIGHT)
+
+
+_LIGHT = ("add", "multiply", "other", "reshape")
 
 
 def _getitems(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -159,7 +184,9 @@ def _layer(
     buffers: frozenset[str],
     samples: dict[str, int],
     batch_bound: frozenset[Owner],
-) -> Layer:
+    batch_size: int,
+) -> tuple[Layer, bool]:
+    """A layer, and whether samples are merged behind another axis in what leaves it."""
     inside = {node.name for node in run.nodes}
     outside = list(dict.fromkeys(s.name for n in run.nodes for s in n.all_input_nodes if s.name not in inside))
     inputs = tuple(name for name in outside if name not in parameters and name not in buffers)
@@ -167,10 +194,10 @@ def _layer(
     own = tuple(name for name in outside if name in parameters)
     state = tuple(name for name in outside if name in buffers)
     kind = kind_of(run.nodes)
-    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind)
+    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
-    spread = axes.batch is not None and run.owner not in batch_bound
-    return Layer(
+    spread = axes.batch is not None and run.owner not in batch_bound and not why_whole(run.nodes)
+    layer = Layer(
         name=_name(run, names, kind),
         kind=kind,
         nodes=run.nodes,
@@ -180,8 +207,9 @@ def _layer(
         buffers=state,
         batch=axes.batch if spread else None,
         mixes_batch=axes.mixed and spread,
-        axes=() if kind in ("loss", "hooks") else axes.others,
+        axes=() if kind in ("loss", *_OWN_KINDS) else axes.others,
     )
+    return layer, axes.merged
 
 
 def _leaves(node: fx.Node, inside: set[str]) -> bool:
@@ -192,7 +220,9 @@ def _name(run: _Run, names: Counter[str], kind: str) -> str:
     if run.leaf:
         base = run.owner.path + run.owner.call
     else:
-        own = kind if kind in ("attention", "loss") else op_name(run.nodes[0])
+        first = next(node for node in run.nodes if BOUNDARY not in node.meta)
+        site = site_of(first)
+        own = site.name if site else kind if kind in ("attention", "loss") else op_name(first)
         base = ".".join(part for part in (run.owner.path + run.owner.call, own) if part)
     count = names[base]
     names[base] += 1

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from parplan.compat import schema_of
 from parplan.graph import ops
 from parplan.graph.axis_table import Call, overload
+from parplan.graph.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.functions import CUSTOM_FUNCTION, function_of
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed import RNN_PACKED, run_packed
 from parplan.plan import Strategy
@@ -129,6 +131,9 @@ def _copy(
     if target is aten.embedding.default and axis is not None and node.name in axis.partial:
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = ops.shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
+    if target is EMBEDDING_BAGS:
+        cut = axis is not None and node.name in axis.partial
+        target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
     if target is aten.view.default:
         # Whether a view is possible depends on strides, which a transfer does not keep.
         target = aten.reshape.default
@@ -136,6 +141,8 @@ def _copy(
         args[_DROP_RATES[target]] = 0.0
     if target is RNN_PACKED:
         target = run_packed  # differentiable, where the op is only a name
+    if target is CUSTOM_FUNCTION:
+        target, args = function_of(node), args[:1]
     own = {**made, **_dropped(part, node, code, made)}
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])

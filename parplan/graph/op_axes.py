@@ -2,7 +2,8 @@
 
 A row is written like einops: `b.. i+, o i+, o^ -> b.. o`. Each word is one dimension of an operand,
 letters that agree are the same axis. `x..` stands for any number of dimensions. Marks after a name:
-`+` contracted (cutting it gives a term of a sum), `!` cannot be cut, `*` mixed by batch statistics,
+`+` contracted (cutting it gives a term of a sum), `!` cannot be cut, `*` mixed by batch statistics (which replicas
+exchange in a batch norm; in any other op it is as `!`),
 `^` on an operand without that axis: counts once, so only the first shard may use it. What a row does not
 mention cannot be cut.
 """

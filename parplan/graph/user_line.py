@@ -1,12 +1,13 @@
-"""The line of the user's own code that an exception comes from, without the frames of whoever called it."""
+"""The line of the user's own code that an exception or a call comes from, without the frames of whoever called it."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["is_users_file", "user_line"]
+__all__ = ["calling_line", "code_line", "is_users", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -16,12 +17,35 @@ def user_line(error: BaseException) -> str:
 
     The innermost line that is not installed, not Python's and not ours.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def calling_line() -> str:
+    """The user's line that is being run, in the form of `user_line`."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    frames = [frame for frame in stack if is_users(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def is_users_file(filename: str) -> bool:
-    """Whether code is neither installed, nor Python's, nor ours."""
+def is_users(filename: str) -> bool:
+    """Whether a file is neither installed, nor Python's, nor ours."""
     path = Path(filename)
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     return not filename.startswith("<") and not any(path.is_relative_to(base) for base in (_OURS, *installed))
+
+
+def code_line(trace: str) -> str:
+    """The same from the text of a stack trace, as exported nodes carry one; empty where no line is the user's."""
+    lines = [line.strip() for line in trace.splitlines()]
+    found = ""
+    for number, line in enumerate(lines):
+        place = _FRAME.match(line)
+        if place and is_users(place[1]):
+            found = f"{place[1]}:{place[2]}: {lines[number + 1] if number + 1 < len(lines) else ''}"
+    return found
+
+
+_FRAME = re.compile(r'File "(.+)", line (\d+)')

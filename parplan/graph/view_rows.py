@@ -179,6 +179,20 @@ def indexed(call: Call) -> tuple[OpAxis, ...]:
     return tuple(axes)
 
 
+def masked_put(call: Call) -> tuple[OpAxis, ...]:
+    """`x[mask] = value`: every dimension, those of the mask in step with it, where one value is put everywhere."""
+    source, indices, out = call.tensors()[0], call["indices"], call.outputs[0]
+    masks = [index for index in indices if index is not None]
+    if len(masks) != 1 or masks[0].meta["val"].dtype is not torch.bool or call["values"].meta["val"].numel() != 1:
+        return ()
+    first, mask = indices.index(masks[0]), masks[0]
+    covered = range(first, first + len(shape_of(mask)))
+    return tuple(
+        OpAxis({source.name: dim, out: dim} | ({mask.name: dim - first} if dim in covered else {}))
+        for dim in range(len(shape_of(source)))
+    )
+
+
 def index_select(call: Call) -> tuple[OpAxis, ...]:
     """Every dimension but `dim`; that one in the index and the result alone, each index looks up by itself."""
     source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]

@@ -39,7 +39,7 @@ from parplan.planner.scheme_prices import (
 from parplan.planner.side_by_side import along, notes_on, side_by_side
 from parplan.planner.solve import solve
 from parplan.planner.timeline import simulate
-from parplan.planner.verifier import check
+from parplan.planner.verifier import check, mismatches
 
 __all__ = ["Progress", "Request", "decide", "predict", "sketch"]
 
@@ -116,7 +116,8 @@ def _case(
             raise PinError(
                 "a plan decides every layer, so there is nothing left to pin; leave out the plan or the pins"
             )
-        request = replace(request, plan=_reviewed(request.plan, graph, cluster))
+        notes = (*request.notes, *mismatches(request.plan, graph))
+        request = replace(request, plan=_reviewed(request.plan, graph, cluster), notes=notes)
     return Case.of(graph, cluster, costs, request, progress)
 
 

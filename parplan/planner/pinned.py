@@ -15,6 +15,7 @@ from parplan.cluster import Cluster
 from parplan.errors import PinError, RuleError
 from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.sites import why_whole
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.rules import divisors, r1_batch, r5_axis, r6_devices, r7_loss
@@ -260,7 +261,8 @@ def _try(layer: Layer, batch: int, strategy: Strategy, devices: int) -> Strategy
     try:
         r7_loss(layer.name, layer.is_loss, strategy.shards)
         units = batch_units(layer, batch)
-        r1_batch(layer.name, batch, units, strategy.replicas, devices // strategy.shards, unknown_ops(layer.nodes))
+        most, unknown = devices // strategy.shards, unknown_ops(layer.nodes)
+        r1_batch(layer.name, batch, units, strategy.replicas, most, unknown, why_whole(layer.nodes))
         axes = {axis.name: axis.units for axis in layer.axes}
         r5_axis(layer.name, strategy.axis, axes, strategy.shards, devices // strategy.replicas)
     except RuleError as error:

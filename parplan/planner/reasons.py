@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import Layer
+from parplan.graph.sites import is_repeatable, why_whole
 from parplan.planner.formulate import Option
 from parplan.planner.problem import Problem, evaluate
 from parplan.planner.what_if import Change, WhatIf
@@ -49,6 +50,10 @@ def only_way(layer: Layer) -> str:
     if layer.is_loss:
         return "a loss is never sharded, and it needs all samples"
     whole = layer.batch is None and not layer.constant and not layer.axes
+    if whole and (why := why_whole(layer.nodes)):
+        return f"{why}, so it runs whole"
+    if whole and not is_repeatable(layer.nodes):
+        return "its backward needs the whole gradient, so it runs once, on one device"
     if whole and (unknown := unknown_ops(layer.nodes)):
         return f"parplan does not know how {' and '.join(unknown)} treats samples, so it runs whole"
     if whole:

@@ -26,14 +26,23 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def r1_batch(
-    layer: str, batch: int, units: int | None, replicas: int, most: int | None = None, unknown: Sequence[str] = ()
+    layer: str,
+    batch: int,
+    units: int | None,
+    replicas: int,
+    most: int | None = None,
+    unknown: Sequence[str] = (),
+    why: str = "",
 ) -> None:
     """R1: the batch is divisible by the layer's replicas; `units` None: its samples cannot be split.
 
-    `most` replicas have devices: no more are advised. `unknown` are ops of the layer that no axis is known of.
+    `most` replicas have devices: no more are advised. `unknown` are ops of the layer that no axis is known of, `why` is
+    another reason to see all samples at once.
     """
     if replicas == 1:
         return
+    if units is None and why:
+        raise RuleError("R1", layer, f"{why}, so {replicas} replicas would change the numbers; use 1 replica")
     if units is None and unknown:
         raise RuleError(
             "R1",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from parplan.errors import PlanError
 from parplan.graph.axis_table import unknown_ops
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import why_whole
 from parplan.graph.stages import stages
 from parplan.plan import Plan
 from parplan.planner import rules
 from parplan.planner.strategies import batch_units
 
-__all__ = ["bends", "check"]
+__all__ = ["bends", "check", "mismatches", "other_batch"]
 
 
 def check(plan: Plan, graph: LayerGraph) -> None:
@@ -31,7 +32,8 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         units = batch_units(layer, plan.batch)
         units = units if graph.batch == plan.batch else units and plan.batch
         most = plan.devices // strategy.shards
-        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown_ops(layer.nodes))
+        unknown, why = unknown_ops(layer.nodes), why_whole(layer.nodes)
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown, why)
         rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:
@@ -55,6 +57,31 @@ def _same_model(plan: Plan, graph: LayerGraph) -> None:
             f"the plan is for a {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
             f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
         )
+
+
+def mismatches(plan: Plan, graph: LayerGraph) -> tuple[str, ...]:
+    """Differences between what a plan was made for and a graph that it fits all the same, as sentences."""
+    named = (
+        f"The plan was made for a model called {plan.model}, this is {graph.model}; layers and sizes are the same."
+        if plan.model != graph.model
+        else ""
+    )
+    return tuple(sentence for sentence in (named, other_batch(plan, graph)) if sentence)
+
+
+def other_batch(plan: Plan, graph: LayerGraph) -> str:
+    """A sentence on a batch that the plan was not made for; empty where it was."""
+    if graph.batch is None or plan.batch == graph.batch:
+        return ""
+    known = [(name, plan.layers[name].replicas) for name, layer in graph.layers.items() if name in plan.layers]
+    uneven = next(((name, replicas) for name, replicas in known if graph.batch % replicas), None)
+    shares = (
+        f"; {graph.batch} samples over the {uneven[1]} replicas of {uneven[0]} are unequal shares" if uneven else ""
+    )
+    return (
+        f"The plan was made for {plan.batch} samples in a step, this step has {graph.batch}: results are the plain "
+        f"model's, times and memory are not those that were planned{shares}."
+    )
 
 
 def _neighbours(plan: Plan, graph: LayerGraph, name: str, ahead: bool) -> dict[str, int]:

@@ -40,6 +40,8 @@ class Verified(Protocol):
     def passed(self) -> bool: ...
     @property
     def tolerance(self) -> float: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
 
 
 def render_verification(found: Verified, console: Console) -> None:
@@ -49,6 +51,8 @@ def render_verification(found: Verified, console: Console) -> None:
     where = f"{count} logical CPU device{'s' if count > 1 else ''}"
     facts = f": {found.batch:,} samples, on {where} against the plain model, in float64"
     page.paragraph(facts, first=found.plan.model, first_style="bold")
+    for note in found.notes:
+        page.paragraph(note)
     page.blank()
     columns = [
         Column("tensors", tuple(str(row.count) for row in found.rows)),

@@ -1,11 +1,19 @@
-"""What processes tell each other before a step: how many samples each brings, and the seed of what they draw alike."""
+"""All-gather of the facts that processes need of each other before a step.
+
+How many samples each brings, the seed of what they draw alike, and a checksum of inputs without samples: of these a
+plan that moves values between processes takes some process's, so they have to be the same on all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Grid
@@ -53,12 +61,58 @@ def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool)
         return Agreement((own,), (wish,))
     if not captured.shares:
         return Agreement((own,) * transport.processes, None)
-    agreed = transport.gather(own, seed, int(wish))
+    shared, reads = _shared(call, captured), captured.graph.reads
+    checksum = _checksum(shared, call, first=not captured.executors) if captured.moves else 0
+    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
     captured.draws.seed = agreed[0][1]
-    sizes = tuple(size for size, _, _ in agreed)
+    sizes = tuple(size for size, *_ in agreed)
+    digests: dict[int, set[int]] = defaultdict(set)
+    for _, _, signature, digest, *_ in agreed:
+        digests[signature].add(digest)
+    if any(len(found) > 1 for found in digests.values()):
+        raise RuntimeFailure(
+            f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
+            f"them alike (here: {reads.text})"
+        )
+    if len({other for *_, other, _ in agreed}) > 1:
+        names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
+        raise RuntimeFailure(
+            f"{names} of {captured.graph.model} has no samples and differs between processes, while this plan moves "
+            "values between them, so that each would meet another one's; bring the same on all processes, give it one "
+            f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
+        )
     if captured.groups is not None:
         _same_in_rows(captured.groups, sizes, call)
-    return Agreement(sizes, tuple(bool(wishes) for _, _, wishes in agreed))
+    return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
+
+
+def _shared(call: Call, captured: Captured) -> dict[str, Tensor]:
+    """Inputs without samples that layers read, by name, where values are moved between processes."""
+    graph = captured.graph
+    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
+    return {
+        name: leaf
+        for name, leaf in given
+        if name is not None and isinstance(leaf, Tensor) and name not in graph.batch_dims and graph.consumers(name)
+    }
+
+
+def _checksum(shared: Mapping[str, Tensor], call: Call, first: bool) -> int:
+    """A checksum of inputs that have to be the same on all processes.
+
+    Of large tensors, and of those on another device, only at the first call: a copy to the host waits for the device.
+    """
+    found = hashlib.blake2b(digest_size=7)
+    found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
+    for tensor in shared.values():
+        if first or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES):
+            whole = tensor.detach().cpu().contiguous()
+            found.update(repr(tuple(whole.shape)).encode())
+            found.update(whole.view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "big")
+
+
+_SMALL_BYTES = 1 << 20
 
 
 def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:

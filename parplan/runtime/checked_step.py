@@ -7,7 +7,7 @@ training, and would see samples twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,10 @@ from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.constant_draws import ConstantDraws
 from parplan.runtime.draws import draws_numbers
 from parplan.runtime.executor import Executor
+from parplan.runtime.gathered_batch import returned_leaves
 from parplan.runtime.preserve_state import preserved_by_forward
 
-__all__ = ["StepValues", "Weigh", "count_forward", "executed_step", "isolated", "plain_step"]
+__all__ = ["StepValues", "Weigh", "begin_forward", "end_forward", "executed_step", "isolated", "plain_step"]
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,34 @@ def plain_step(
 def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weigh | None) -> StepValues:
     """One step of a program made from the module."""
     graph = executor.graph
-    count_forward(module, graph)
+    begin_forward(module, graph)
     given = zip(graph.user_inputs, call.leaves, strict=True)
     inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
     results = iter(executor(inputs))
-    leaves = [leaf.value if isinstance(leaf, Constant) else next(results) for leaf in graph.user_outputs]
+    end_forward(module, graph)
+    leaves = [
+        leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(results))
+        for leaf in returned_leaves(graph)
+    ]
     return _values(module, call, leaves, weigh)
 
 
+def begin_forward(module: nn.Module, graph: LayerGraph) -> None:
+    """Bring counters and numbers of the module up to date before a forward."""
+    _count(module, graph, graph.counters.keys() - graph.late)
+    for name, number in graph.numbers.items():
+        number.fill(graph.constants[name])
+
+
+def end_forward(module: nn.Module, graph: LayerGraph) -> None:
+    """Count a forward that has run to its end."""
+    _count(module, graph, graph.counters.keys() & graph.late)
+
+
 @torch.no_grad()
-def count_forward(module: nn.Module, graph: LayerGraph) -> None:
-    """Add a forward to the module's counters."""
-    for name, step in graph.counters.items():
-        module.get_buffer(graph.buffers[name]).add_(step)
+def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> None:
+    for name in counters:
+        module.get_buffer(graph.buffers[name]).add_(graph.counters[name])
 
 
 def _values(

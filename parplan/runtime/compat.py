@@ -5,23 +5,38 @@ When a new torch changes one of these, it is changed here and nowhere else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import checkpoint
+from torch.utils._foreach_utils import _foreach_supported_types as clipping_types
 
-__all__ = ["Version", "keeps_graph", "recomputed_once", "version", "without_tensor_hooks"]
+__all__ = [
+    "Version", "as_subclass_with_dispatch", "become", "group_timeout", "in_functional_transform", "keeps_graph",
+    "local_ops_only", "recomputed_once", "support_foreach", "version", "without_tensor_hooks",
+    "without_weak_references", "wrapper_tensor", "writes",
+]  # fmt: skip
+
+T = TypeVar("T", bound=Tensor)
 
 
 @dataclass(frozen=True)
 class Version:
-    """What a tensor's memory is and how often it was written in place."""
+    """What a tensor's memory is and how often it was written in place; every step of a fused optimizer counts."""
 
     pointer: int
     writes: int
+    fused_steps: int
 
 
 def version(tensor: Tensor) -> Version:
@@ -29,12 +44,104 @@ def version(tensor: Tensor) -> Version:
 
     Writes through `tensor.data` are not counted by torch and not seen here.
     """
-    return Version(tensor.data_ptr(), tensor._version)
+    return Version(tensor.data_ptr(), tensor._version, _fused_steps)
+
+
+_fused_steps = 0
+
+
+def _stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Count a step of an optimizer with `fused=True`, which torch does not count as writes to its parameters."""
+    global _fused_steps
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _fused_steps += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 def keeps_graph() -> bool:
     """Whether the backward that is running was asked to keep its graph (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def in_functional_transform() -> bool:
+    """Whether the caller is inside a transform of torch.func (grad, vmap, jvp, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def writes(tensor: Tensor) -> int:
+    """How often the memory of `tensor` was written in place."""
+    return tensor._version
+
+
+def wrapper_tensor(cls: type[T], shape: tuple[int, ...], like: Tensor) -> T:
+    """A tensor of class `cls` without memory of its own: `shape`, with the type and device of `like`.
+
+    The class answers every op in `__torch_dispatch__`.
+    """
+    made: T = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    return made
+
+
+def as_subclass_with_dispatch(cls: type[T], tensor: Tensor) -> T:
+    """`tensor`'s memory as a tensor of class `cls`, which answers every op in `__torch_dispatch__`."""
+    made: T = torch.Tensor._make_subclass(cls, tensor)
+    return made
+
+
+def local_ops_only(cls: type[Tensor]) -> None:
+    """Let functions of `torch` and methods of tensors pass `cls` by, down to `__torch_dispatch__`."""
+    cls.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment,method-assign]
+
+
+def support_foreach(cls: type[Tensor]) -> None:
+    """Let optimizers and clipping choose their foreach implementations for tensors of class `cls`."""
+    for types in (optimizer_types, clipping_types):
+        if cls not in types:
+            types.append(cls)
+
+
+def become(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Turn `parameter` into `other` in place, for everybody who refers to it, and the reverse; its hooks stay.
+
+    Raises:
+        RuntimeError: somebody holds a weak reference, or a graph of autograd that uses it is alive; nothing changed.
+    """
+    hooks, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, other)
+    # The hooks of autograd went with the memory; the dictionaries are those that the user's handles remove from.
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if after is not None:
+        parameter._post_accumulate_grad_hooks = after
+
+
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Take away the weak references that torch's recurrent layers hold to their parameters, and give them back."""
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    known = [[ref() if ref is not None else None for ref in layer._flat_weight_refs] for layer in layers]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer, weights in zip(layers, known, strict=True):
+            layer._flat_weight_refs = [weakref.ref(weight) if weight is not None else None for weight in weights]
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """How long collectives of a process group wait; None where it does not tell."""
+    known: Any = group if group is not None else dist.group.WORLD
+    try:
+        for device in ("cpu", "cuda"):
+            if device in str(dist.get_backend_config(known)):
+                found: timedelta | None = known._get_backend(torch.device(device)).options._timeout
+                return found
+    except (AttributeError, RuntimeError):
+        pass
+    return None
 
 
 def recomputed_once() -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from parplan.plan import Plan
 from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
-from parplan.runtime.checked_step import count_forward
+from parplan.runtime.checked_step import begin_forward, end_forward
+from parplan.runtime.compat import in_functional_transform
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport
@@ -130,12 +132,18 @@ class Compiled(Wrapped):
             same_start(module, self._transport)
         self._built = True
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a larger model that torch.compile has taken runs this part as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments.
 
         Raises:
-            RuntimeFailure: no samples, or another process failed.
+            RuntimeFailure: no samples, another process failed, or torch.func is at work.
         """
+        if in_functional_transform():
+            raise RuntimeFailure(
+                "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
+                "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
+            )
         if torch.compiler.is_exporting():
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
         return self._follow(Call.of(args, kwargs, self._dim))
@@ -205,7 +213,9 @@ class Compiled(Wrapped):
             executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
         )
         self._begins(graph)
-        return step.run(program.staged, self._inputs(call, graph), found)
+        loss = step.run(program.staged, self._inputs(call, graph), found)
+        self._ends(graph)
+        return loss
 
     def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
         captured = self._find(call)
@@ -214,6 +224,7 @@ class Compiled(Wrapped):
             executor = recorder.executor(executor)
         self._begins(captured.graph)
         results = executor(self._inputs(call, captured.graph))
+        self._ends(captured.graph)
         return self._nested(captured.graph, executor.program, results)
 
     def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
@@ -227,9 +238,11 @@ class Compiled(Wrapped):
         agreement = agree(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
             self._programs.sync.run()
+        if self._programs.sharding is not None:
+            self._programs.hold(captured)
         if wanted:
             self._self_check.before(call, captured, self.training, agreement)
-        self._programs.hold(captured)
+        self._programs.hold(captured)  # at the first step only now: the plain module runs with whole parameters
         executor = self._programs.executor(captured, agreement.samples)
         self.program = executor.program
         return executor
@@ -321,19 +334,30 @@ class Compiled(Wrapped):
         """Where the first logical device of this process lives."""
         return self._transport.physical(self._transport.owned[0])
 
-    @torch.no_grad()
     def _begins(self, graph: LayerGraph) -> None:
-        """Count a forward; before it runs, as layers do, and as a checkpoint may end one early."""
-        count_forward(self.module, graph)
+        """Count a forward before it runs, as layers do, for a checkpoint may end one early."""
+        begin_forward(self.module, graph)
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
+
+    def _ends(self, graph: LayerGraph) -> None:
+        """Count a forward that has run to its end."""
+        end_forward(self.module, graph)
 
     # -- results --
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
-        leaves = [leaf.value if isinstance(leaf, Constant) else next(tensors) for leaf in graph.user_outputs]
-        return pytree.tree_unflatten(leaves, graph.out_spec)
+        leaves = [
+            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
+            for leaf in graph.user_outputs
+        ]
+        nested = pytree.tree_unflatten(leaves, graph.out_spec)
+        nested, extra = nested if any(one.count for one in graph.stored) else (nested, ())
+        left = iter(extra)
+        for one in graph.stored:
+            one.put(list(islice(left, one.count)))
+        return nested
 
     def _out(self, program: Program, slot: str, result: Tensor) -> Tensor:
         if program.slots[slot].per_replica and self._transport.processes > 1:
@@ -354,16 +378,7 @@ class Compiled(Wrapped):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """A compiled copy of the module, with the same plan.
-
-        Raises:
-            RuntimeFailure: this process holds only a part of the parameters.
-        """
-        if self._programs.sharding is not None and self._programs.sharding.cuts:
-            raise RuntimeFailure(
-                "this process holds slices of the parameters, which cannot be copied to another model; build the model "
-                "anew, compile it, and load state_dict()"
-            )
+        """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
         twin._captures.plan = self.plan
         twin.foresee, twin.decision = self.foresee, self.decision

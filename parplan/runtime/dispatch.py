@@ -31,7 +31,7 @@ class Dispatch(Protocol):
     """Runs what several devices have to do in one step."""
 
     def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
-        """Call `work` with every device, `in_turn` if order matters; raises the first device's error."""
+        """Call `work` with every device, `in_turn` if order matters; raises the first device's error, noting others."""
         ...
 
     def apart(self, compute: Callable[..., T], *args: object) -> T:
@@ -74,9 +74,13 @@ class Threads:
                 self._pools[device].submit(self._work, modes, work, device).result()
             return
         jobs = [self._pools[device].submit(self._work, modes, work, device) for device in devices]
-        errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all
-        if errors:
-            raise errors[0]
+        failed = [(d, e) for d, job in zip(devices, jobs, strict=True) if (e := job.exception()) is not None]  # waits
+        if failed:
+            (_, first), *others = failed
+            note: Callable[[str], None] = getattr(first, "add_note", lambda text: None)  # Python 3.10 has no notes
+            for device, error in others:
+                note(f"device {device} failed as well: {type(error).__name__}: {error}")
+            raise first
 
     def _work(self, modes: CallersModes, work: Callable[[int], object], device: int) -> None:
         with self._turn, modes.set():

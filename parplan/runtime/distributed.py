@@ -7,7 +7,7 @@ failure of a collective ends as a RuntimeFailure that names the step; the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +104,16 @@ class DistributedTransport:
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; None for the default one."""
+        return self._group
+
+    @property
+    def ranks(self) -> list[int]:
+        """The group's ranks, as numbered among all processes."""
+        return [self._peer(rank) for rank in range(self.processes)]
+
     def physical(self, device: int) -> torch.device:
         """Where this rank's device lives."""
         return self._device
@@ -117,6 +127,12 @@ class DistributedTransport:
 
     def show(self) -> None:
         """Nothing to order: the caller's stream is the one that everything runs on."""
+
+    def used_here(self, tensor: Tensor) -> None:
+        """Nothing to tell: one stream allocates and uses everything."""
+
+    def ready_on(self, device: int) -> None:
+        """Nothing to order: there is one stream."""
 
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
@@ -216,6 +232,10 @@ class DistributedTransport:
         with explained("exchanging findings of the self-check", self.rank):
             dist.all_gather_object(found, text, group=self._group)
         return [str(entry) for entry in found]
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """Which of the flags are set in at least one process."""
+        return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""

@@ -19,6 +19,7 @@ from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.graph.packed import RNN_PACKED
+from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute
 
@@ -119,6 +120,9 @@ def _joint(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
+    site = site_of(node)
+    if site is not None:
+        return site.random
     tags = getattr(node.target, "tags", ())
     switch = _SWITCHES.get(node.target)
     if switch is not None:

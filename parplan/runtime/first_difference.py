@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import networkx as nx
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from parplan.compat import pytree
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_module
+from parplan.graph.user_line import code_line
 from parplan.plan import Strategy
 from parplan.runtime.calls import Call
-from parplan.runtime.checked_step import StepValues, count_forward, isolated, plain_step
+from parplan.runtime.checked_step import StepValues, begin_forward, isolated, plain_step
 from parplan.runtime.comparison import projected, relative_difference
 from parplan.runtime.double_copy import double_casts
 from parplan.runtime.executor import Executor
-from parplan.runtime.gathered_batch import Batch
+from parplan.runtime.gathered_batch import Batch, returned_leaves
 from parplan.runtime.parts import Parts
 from parplan.runtime.program import Compute, Forward, Join, Transfer
 from parplan.runtime.run import Run
@@ -132,7 +132,7 @@ class _Whole:
 
 def _run_whole(module: nn.Module, executor: Executor, batch: Batch, gradients: bool) -> _Whole:
     graph, call = executor.graph, batch.whole.first(None)
-    count_forward(module, graph)
+    begin_forward(module, graph)
     known: dict[str, Tensor] = dict(graph.constants)
     known |= {name: module.get_parameter(path) for name, path in graph.parameters.items()}
     known |= {name: module.get_buffer(path).detach().clone() for name, path in graph.buffers.items()}
@@ -149,7 +149,7 @@ def _run_whole(module: nn.Module, executor: Executor, batch: Batch, gradients: b
         values |= {name: result.detach().clone() for name, result in zip(layer.outputs, results, strict=True)}
     found: dict[str, Tensor | None] = {}
     if gradients:
-        results = [known[value] for value in graph.user_outputs if isinstance(value, str)]
+        results = [known[value] for value in returned_leaves(graph) if isinstance(value, str)]
         loss = projected(results, batch.whole_weights(graph, results))
         parameters = {path: known[name] for name, path in graph.parameters.items() if known[name].requires_grad}
         found = dict.fromkeys(parameters)
@@ -174,7 +174,7 @@ def _lost_in_capture(
                 before = [other for other in between if graph.digraph.has_node(other) and _feeds(graph, other, name)]
                 return _captured_otherwise(graph, before[0] if before else name)
         between = [other for other in between if not _feeds(graph, other, name)]
-    for leaf, result in zip(graph.user_outputs, plain.results, strict=False):
+    for leaf, result in zip(returned_leaves(graph), plain.results, strict=False):
         made = whole.values.get(str(leaf))
         if made is not None and isinstance(result, Tensor) and _differs(result, made):
             return _captured_otherwise(graph, graph.producer[str(leaf)])
@@ -224,7 +224,7 @@ class _Probe:
     @torch.no_grad()
     def run(self, module: nn.Module, call: Call) -> None:
         graph = self._executor.graph
-        count_forward(module, graph)
+        begin_forward(module, graph)
         given = zip(graph.user_inputs, call.leaves, strict=True)
         inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
         run = _ProbedRun(self._executor, tuple(inputs), tuple(self._executor.store.trainable))
@@ -296,13 +296,7 @@ def _line_of(graph: LayerGraph, name: str | None) -> str:
     """Where in the user's code a layer is."""
     layer: Layer | None = graph.layers.get(name) if name is not None else None
     for node in layer.nodes if layer is not None else ():
-        line = _user_frame(node)
+        line = code_line(str(node.meta.get("stack_trace") or ""))
         if line:
             return line
     return ""
-
-
-def _user_frame(node: fx.Node) -> str:
-    frames = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    own = [(a, b) for a, b in pairwise(frames) if a.startswith("File") and "/torch/" not in a]
-    return " ".join(own[-1]) if own else ""

@@ -10,23 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.layout import Grid
 from parplan.runtime.calls import Call
 from parplan.runtime.comparison import projection_weights
 from parplan.runtime.distributed import DistributedTransport
 
-__all__ = ["Batch", "gather_batch", "signature_digest"]
+__all__ = ["Batch", "gather_batch", "returned_leaves", "signature_digest"]
 
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where a result has samples: the dimension, and its indices per sample."""
+    """Where a result has samples: the dimension, and its indices per sample.
+
+    Args:
+        beside: the model returns the dimension as one with the next or the one before, of this size; None alone.
+        first: whether samples are the first of the two.
+    """
 
     dim: int
     per_sample: int
+    beside: int | None = None
+    first: bool = False
+
+    @property
+    def returned(self) -> int:
+        """The dimension of what the model returns."""
+        return self.dim if self.beside is None or self.first else self.dim - 1
 
 
 @dataclass(frozen=True)
@@ -58,9 +70,12 @@ class Batch:
         return len(self.sizes)
 
     def whole_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
-        """The projection of the whole step's results whose gradients are the sum over processes of their own ones."""
+        """The projection of the whole step's results whose gradients are the mean over processes of their own ones.
+
+        Scaled here and not in the comparison: a custom backward need not be linear (it may clamp, or take a sign).
+        """
         drawn = zip(self._axes(graph), projection_weights(results, _SEED), strict=True)
-        return [weights * (self.repeats if axis is not None else self.processes) for axis, weights in drawn]
+        return [weights * (self.repeats / self.processes if axis is not None else 1) for axis, weights in drawn]
 
     def own_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
         """The projection of this process's results: its rows of the whole one's."""
@@ -89,24 +104,43 @@ class Batch:
 
     def _axes(self, graph: LayerGraph) -> list[_Axis | None]:
         """Per result that is a tensor, where it has samples."""
-        values = [value for value in graph.user_outputs if isinstance(value, str)]
-        dims = [graph.batch_dims.get(value) for value in values]
-        return [
-            None if dim is None or not graph.batch else _Axis(dim, graph.values[value].shape[dim] // graph.batch)
-            for value, dim in zip(values, dims, strict=True)
-        ]
+        values = [value for value in returned_leaves(graph) if isinstance(value, str)]
+        return [_axis(graph, value) for value in values]
 
     def _whole_shape(self, result: Tensor, axis: _Axis | None) -> list[int]:
         shape = list(result.shape)
         if axis is not None and self.processes > 1:
-            shape[axis.dim] = (self.whole.batch or 0) * axis.per_sample
+            shape[axis.returned] = (self.whole.batch or 0) * axis.per_sample * (axis.beside or 1)
         return shape
 
     def _rows(self, tensor: Tensor, axis: _Axis | None) -> Tensor:
         if axis is None or self.processes == 1:
             return tensor
-        own = self.own.batch or 0
-        return tensor.narrow(axis.dim, self.start * axis.per_sample, own * axis.per_sample)
+        start, own = self.start * axis.per_sample, (self.own.batch or 0) * axis.per_sample
+        if axis.beside is None:
+            return tensor.narrow(axis.dim, start, own)
+        both = ((self.whole.batch or 0) * axis.per_sample, axis.beside)
+        apart: Tensor = tensor.unflatten(axis.returned, both if axis.first else both[::-1])
+        return apart.narrow(axis.dim, start, own).flatten(axis.returned, axis.returned + 1)
+
+
+def _axis(graph: LayerGraph, value: str) -> _Axis | None:
+    """Where a result has samples."""
+    dim, shape = graph.batch_dims.get(value), graph.values[value].shape
+    if dim is None or not graph.batch:
+        return None
+    flat = graph.flattened.get(value)
+    if flat is None or dim not in (flat, flat + 1):
+        # A dimension behind two that are returned as one has moved up.
+        moved = dim - 1 if flat is not None and dim > flat else dim
+        return _Axis(moved, shape[dim] // graph.batch)
+    first = dim == flat
+    return _Axis(dim, shape[dim] // graph.batch, shape[flat + 1 if first else flat], first)
+
+
+def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
+    """The leaves of what the model returns; behind them a graph has tensors that the forward stores on modules."""
+    return graph.user_outputs[: len(graph.user_outputs) - sum(one.count for one in graph.stored)]
 
 
 def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:

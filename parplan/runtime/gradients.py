@@ -6,7 +6,7 @@ A gradient that travels alone is summed where autograd left it; those of a bucke
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,17 +119,22 @@ class Gradients:
                 self._terms[name][entry.device] = [_Term(whole, home, True)]
         self._sums.clear()
 
-    def total(self, name: str, own: bool = False) -> Tensor | None:
-        """The gradient of the module's own parameter; None when no step has used it.
+    def totals(self, names: Iterable[str], own: bool = False) -> dict[str, Tensor | None]:
+        """The gradients of the module's own parameters; None for one that no step has used. All ranks call this.
 
         Args:
-            own: nobody else may read its memory, as who takes it may write to it.
+            own: nobody else may read their memory, as whoever takes them may write to it.
         """
+        return self._store.as_gradients({name: self._total(name, own) for name in names})
+
+    def _total(self, name: str, own: bool) -> Tensor | None:
         original = self._store.original(name)
         by_device = {device: terms for device, terms in sorted(self._terms.pop(name, {}).items()) if terms}
         if not by_device:
             return None
         terms = [term for held in by_device.values() for term in held]
+        for term in terms:
+            self._transport.used_here(term.gradient)
         if len(terms) == 1 and terms[0].gradient.shape == original.shape:
             return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
         total = torch.zeros_like(original, memory_format=torch.contiguous_format)

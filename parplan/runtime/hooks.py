@@ -16,8 +16,10 @@ from torch import Tensor, fx, nn
 
 from parplan.compat import BackwardHook
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.hooks import MARKS, Site, Template, own_hooks
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute, Program
 
@@ -42,30 +44,48 @@ class HookCalls:
         graph: its `sites` say what the marks stand for.
         strategies: how its layers are spread.
         program: how often they run.
+        processes: how many processes share the devices.
         silent: marks hand their tensors on and call nothing.
 
     Raises:
-        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes.
+        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes, or on
+            different processes.
     """
 
     def __init__(
-        self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, silent: bool = False
+        self,
+        graph: LayerGraph,
+        strategies: Mapping[str, Strategy],
+        program: Program,
+        processes: int = 1,
+        silent: bool = False,
     ) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._silent = silent
         self._backward: dict[_Visit, BackwardHook] = {}
+        nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
+        self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
         if self._sites:
-            _check(graph, strategies, program)
+            _check(graph, strategies, program, processes)
 
     def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
         """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
+        own = [node for node in code.graph.nodes if node.target is GRADIENT_HOOK] if self._tensors else []
+        for node in own:
+            node.target, node.args = self._attaching(self._tensors[str(node.args[-1])]), node.args[:-1]
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
             visit = _Visit(str(node.args[-1]), row, turn)
             node.target = self._calling(self._before if node.target is _PRE else self._after, visit)
             node.args = node.args[:-1]
-        if marks:
+        if marks or own:
             code.recompile()
+
+    def _attaching(self, site: HookSite) -> Callable[..., Tensor]:
+        def gradient_hook(tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
+            return site.attach(tensor, values)
+
+        return gradient_hook
 
     def _calling(self, mark: Callable[..., list[Tensor]], visit: _Visit) -> Callable[..., list[Tensor]]:
         def call_hooks(*tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -140,16 +160,18 @@ class _Calls:
 
     replicas: int
     trips: int
+    devices: tuple[int, ...] | None
 
 
-def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program) -> None:
-    """Backward hooks need both ends of a module on the same replicas, in the same passes."""
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
+    """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
     trips = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
     begins: dict[str, _Calls] = {}
     for name, layer in graph.layers.items():
         for node in layer.nodes:
             if node.target in MARKS and _goes_back(graph.sites[str(node.args[-1])].module):
-                own = _Calls(strategies[name].replicas, trips[name])
+                strategy = strategies[name]
+                own = _Calls(strategy.replicas, trips[name], strategy.devices if processes > 1 else None)
                 first = begins.setdefault(str(node.args[-1]), own)
                 if own != first:
                     raise PlanError(
@@ -159,7 +181,8 @@ def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Progr
 
 
 def _told(calls: _Calls) -> str:
-    return f"{calls.replicas} replicas" + (f" in {calls.trips} passes" if calls.trips > 1 else "")
+    where = f" on devices {', '.join(map(str, calls.devices))}" if calls.devices is not None else ""
+    return f"{calls.replicas} replicas" + where + (f" in {calls.trips} passes" if calls.trips > 1 else "")
 
 
 def _goes_back(module: nn.Module) -> bool:

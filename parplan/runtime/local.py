@@ -7,7 +7,7 @@ through pinned host memory where they cannot.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -70,6 +70,18 @@ class LocalTransport:
         """The same: nothing is sent."""
         self.show()
 
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """The flags: there is one process."""
+        return list(flags)
+
+    def used_here(self, tensor: Tensor) -> None:
+        """Told to the allocator."""
+        self._streams.used_here(tensor)
+
+    def ready_on(self, device: int) -> None:
+        """The device's current stream waits for those of the other devices."""
+        self._streams.ready_on(self._devices[device])
+
     def group(self, devices: Sequence[int]) -> None:
         """Nothing to make ready in one process."""
 
@@ -125,7 +137,7 @@ class LocalTransport:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with self._streams.computing(source):
             host.copy_(tensor)
-        return sent(host, self._devices[target])
+        return host.to(self._devices[target], non_blocking=True)
 
     def _reach(self, source: torch.device, target: torch.device) -> bool:
         pair = (source.index or 0, target.index or 0)

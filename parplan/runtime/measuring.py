@@ -19,6 +19,7 @@ from parplan.runtime.expected import Expected
 from parplan.runtime.measured import Figure, MeasuredStep
 from parplan.runtime.peak import StepPeak, step_peak
 from parplan.runtime.preserve_state import preserved
+from parplan.runtime.sharded_tensor import local_tensor
 from parplan.runtime.summary import Summary
 from parplan.runtime.timeline import Activity, Kind, StepTimes, Timeline
 from parplan.runtime.transport import Transport
@@ -148,7 +149,7 @@ def _peak(subject: Subject, effort: Effort) -> StepPeak:
     held = [*subject.module.parameters(), *subject.module.buffers(), *subject.call.tensors]
     states = effort.optimizer.state.values() if effort.optimizer is not None else ()
     held += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return step_peak(lambda: _run(subject, effort, None), held, place)
+    return step_peak(lambda: _run(subject, effort, None), map(local_tensor, held), place)
 
 
 def _measured(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, Region
 from parplan.runtime.compat import Version, version
 from parplan.runtime.program import Compute, Program, State, shape_of
+from parplan.runtime.sharded_tensor import ShardedTensor, local_tensor
 from parplan.runtime.streams import sent
 from parplan.runtime.transport import Transport, block
 
@@ -36,11 +37,15 @@ CHUNK = 2**22
 
 @dataclass
 class _Copy:
-    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known."""
+    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known.
+
+    `users` are the logical devices whose streams the allocator was told of.
+    """
 
     tensor: Tensor
     version: Version
     checksum: Tensor | None = None
+    users: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,25 @@ class Store:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def original(self, name: str) -> Tensor:
-        """The module's own tensor."""
-        return self._parameters[name] if name in self._parameters else self._buffers[name]
+        """The module's own tensor; this process's block of a parameter that is cut over processes."""
+        return local_tensor(self._parameters[name] if name in self._parameters else self._buffers[name])
+
+    def as_gradients(self, found: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Gradients of what this process holds as gradients of the module's parameters, by placeholder.
+
+        Every rank gets a gradient of a parameter that one of them has one of, as what a user does with gradients
+        (norms above all) has to be the same on all.
+        """
+        whole, sharded = dict(found), {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
+        partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
+        used = self._transport.any(found[name] is not None for name in partial) if partial else []
+        for name, one in zip(partial, used, strict=True):
+            if one and found[name] is None:
+                whole[name] = torch.zeros_like(sharded[name].local)
+        for name, parameter in sharded.items():
+            own = whole[name]
+            whole[name] = parameter.like(own) if own is not None else None
+        return whole
 
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
@@ -178,6 +200,12 @@ class Store:
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
+        for (_, device), wanted in self._wanted.items():
+            copy = self._copies.get(wanted)
+            if copy is not None and device not in copy.users:
+                copy.users.add(device)
+                with self._transport.on(device):
+                    self._transport.used_here(copy.tensor)
 
     def _changed(self, copies: Mapping[_Wanted, _Copy]) -> list[_Wanted]:
         """Those of the copies whose originals were written in a way that torch does not count, such as `.data`."""
@@ -205,7 +233,7 @@ class Store:
             copy = self._copies.get(wanted)
             assert copy is not None  # `get` gave it to the step that wrote it
             block(original, wanted.block).copy_(copy.tensor)
-            self._copies.put(wanted, _Copy(copy.tensor, version(original)))
+            self._copies.put(wanted, _Copy(copy.tensor, version(original), users=copy.users))
         else:
             increment_version(original)
 

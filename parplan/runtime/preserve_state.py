@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parplan.runtime.sharded_tensor import local_tensor
+
 __all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes"]
 
 
@@ -113,7 +115,8 @@ class _Attributes:
             return
         if isinstance(value, Tensor):
             self._seen.add(id(value))
-            self._tensors.append((value, value.detach().clone()))
+            own = local_tensor(value)
+            self._tensors.append((own, own.detach().clone()))
         elif isinstance(value, dict):
             self._mapping(value)
         elif isinstance(value, (list, set, deque)):

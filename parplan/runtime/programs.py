@@ -24,6 +24,7 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
 from parplan.runtime.lower import lower
+from parplan.runtime.own_samples import check_own_samples
 from parplan.runtime.parameters import Copies, Store
 from parplan.runtime.passes import early_periods
 from parplan.runtime.program import Program
@@ -61,6 +62,7 @@ class Captured:
         draws: random numbers that devices draw together.
         supposed: the program of a few samples per process, which says what each holds of the parameters.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check.py).
     """
@@ -72,6 +74,7 @@ class Captured:
     supposed: Program | None = None
     shares: bool = True
     groups: Grid | None = None
+    moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
 
@@ -116,13 +119,21 @@ class Programs:
         """How many logical devices there are, over all processes."""
         return len(self._memories)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether some processes bring the same samples."""
+        return self._options.groups
+
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
         draws = Draws(graph, strategies)
         known = Captured(graph, strategies, plan.scheme, draws, groups=self.groups(plan))
+        if known.groups is not None and known.groups.replicas > 1:
+            check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
-        known.shares = bool(known.supposed.transfers) or draws.any or known.groups is not None
+        known.moves = bool(known.supposed.transfers)
+        known.shares = known.moves or draws.any or known.groups is not None
         return known
 
     def hold(self, captured: Captured) -> None:
@@ -172,12 +183,18 @@ class Programs:
         if self.sharding is None:
             self._held = held
             self.sharding = Sharding(self._module, held, self._transport)
+        self.sharding.hold()
         self.sharding.fresh |= fresh_buffers(graph, program)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
+                known = self._held.get(name)
+                if known is None:
+                    reason = "was no parameter of its own at the first call (a tie that is broken since?)"
+                else:
+                    reason = f"is held as {known} since the first call, and this call needs {blocks}"
                 raise RuntimeFailure(
-                    f"{name} is held as {self._held.get(name)} since the first call, and this call needs {blocks}; "
-                    "call the model in training mode first, with the inputs it is trained with"
+                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
+                    "build the model anew, compile it, and load state_dict()"
                 )
 
     def executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:

@@ -5,7 +5,7 @@ They are kinds of their own, so that a call that is not recorded does not even a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -80,10 +80,10 @@ class _RecordedGradients(Gradients):
         super().arrive()
         self._timeline.enter(REST, self._devices)
 
-    def total(self, name: str, own: bool = False) -> Tensor | None:
-        """As `Gradients.total`."""
+    def totals(self, names: Iterable[str], own: bool = False) -> dict[str, Tensor | None]:
+        """As `Gradients.totals`."""
         self._timeline.enter(_SUMS)
-        found = super().total(name, own)
+        found = super().totals(names, own)
         self._timeline.enter(REST)
         return found
 
@@ -164,6 +164,14 @@ class RecordedTransport:
         self._inner.end()
         self._timeline.enter(REST, self.owned)
 
+    def used_here(self, tensor: Tensor) -> None:
+        """As the transport's."""
+        self._inner.used_here(tensor)
+
+    def ready_on(self, device: int) -> None:
+        """As the transport's."""
+        self._inner.ready_on(device)
+
     def start(self, exchange: Exchange, tensors: Held) -> _RecordedPending:
         """Start a movement."""
         activity = self._activities[id(exchange)]
@@ -180,6 +188,10 @@ class RecordedTransport:
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> Pending:
         """As the transport's."""
         return self._inner.reduce(name, group, flats)
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """As the transport."""
+        return self._inner.any(flags)
 
     def group(self, devices: Sequence[int]) -> None:
         """As the transport's."""

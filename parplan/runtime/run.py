@@ -7,7 +7,7 @@ program's backward steps one by one, and asks autograd only for the gradients of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from parplan.runtime.program import Code, Compute, Forward, Join, Reduce, Slot, 
 if TYPE_CHECKING:
     from parplan.runtime.executor import Executor
 
-__all__ = ["Run"]
+__all__ = ["Run", "memory"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,16 @@ class Run:
         self._parameters = parameters
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._done = False
+        self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
+        self._touched: set[str] = set()  # parameters that this process has a gradient of
         self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
+        self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
+
+    @property
+    def wanting(self) -> list[bool]:
+        """Which results take a gradient; inputs that are handed back do, so that autograd refuses writes into them."""
+        slots = (self._program.slots[name] for name in self._program.outputs)
+        return [slot.requires_grad or slot.value in self._inputs for slot in slots]
 
     # -- forward --
 
@@ -59,7 +68,13 @@ class Run:
         self._update_buffers(parts)
         parts.settle()
         self._transport.end()
-        return [tensor.view_as(tensor) for tensor in results]
+        for tensor in results:
+            self._transport.used_here(tensor)
+        # The caller may write into results of their own memory. Autograd would not follow a write into a shared one, so
+        # there they are views, into which it refuses writes.
+        counts, states = Counter(map(memory, [*results, *tensors])), self._executor.state_results(results)
+        shared = [counts[memory(tensor)] > 1 or number in states for number, tensor in enumerate(results)]
+        return [t.view_as(t) if one else t.detach() for t, one in zip(results, shared, strict=True)]
 
     def _begin(self, tensors: Sequence[Tensor]) -> Parts:
         """The user's inputs, where they arrive."""
@@ -70,6 +85,10 @@ class Run:
             device = self._arrival(self._program.slots[name])
             parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
         self._transport.begin()
+        for name in self._inputs:
+            for device, tensor in parts.get(name).items():
+                with self._transport.on(device):
+                    self._transport.used_here(tensor)  # a graph may be the last to hold it
         return parts
 
     def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
@@ -157,14 +176,33 @@ class Run:
         found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
         if found:
             self._transport.show()
-        for buffer, held in found.items():
-            self._executor.store.original(buffer).copy_(held[self._executor.deliver_from])
+        values = {buffer: held[self._executor.deliver_from] for buffer, held in found.items()}
+        for value in values.values():
+            self._transport.used_here(value)
+        late = self._executor.graph.late
+        self._late = {buffer: value for buffer, value in values.items() if buffer in late}
+        self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
+
+    def end(self) -> None:
+        """Assign the buffers that the model writes last: not where a checkpoint that runs again has ended before."""
+        self._assign(self._late)
+        self._late = {}
+
+    @torch.no_grad()
+    def _assign(self, values: Mapping[str, Tensor]) -> None:
+        for buffer, value in values.items():
+            self._executor.store.original(buffer).copy_(value)
 
     # -- backward --
+
+    def enter_backward(self) -> None:
+        """The streams of autograd's thread see what the forward has seen, as a checkpoint may run it again on them."""
+        self._transport.show()
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
         self._done = not keeps_graph()
+        self._reached, self._touched = self._reached_slots(outputs), set()
         grads = Parts(self._transport)
         sums = self._sums()
         self._take_outputs(self._program.outputs, outputs, grads)
@@ -174,8 +212,44 @@ class Run:
         given = [self._input_gradient(name, grads) for name in self._inputs]
         self._transport.end()
         # From here on the caller's streams work, which wait for all others.
-        home = [t if t is None else t.to(d) for t, d in zip(given, self._input_devices, strict=True)]
-        return [*home, *(sums.total(name) for name in self._parameters)]
+        home = [t if t is None else self._home(t, d) for t, d in zip(given, self._input_devices, strict=True)]
+        totals = list(sums.totals(self._parameters).values())
+        if self._reached is not None:
+            # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
+            used = self._transport.any(name in self._touched for name in self._parameters)
+            totals = [total if one else None for total, one in zip(totals, used, strict=True)]
+        self._transport.ready_on(self._executor.deliver_from)
+        return [*home, *totals]
+
+    def _home(self, gradient: Tensor, place: torch.device) -> Tensor:
+        self._transport.used_here(gradient)
+        return gradient.to(place)
+
+    def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
+        """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
+        slots = self._program.slots
+        wanted = [name for name in dict.fromkeys(self._program.outputs) if slots[name].requires_grad]
+        if self._transport.processes == 1 or len(wanted) < 2:
+            return None
+        own = {name for name, pull in zip(self._program.outputs, outputs, strict=True) if pull is not None}
+        used = self._transport.any(name in own for name in wanted)
+        if all(used):
+            return None
+        reached = {name for name, one in zip(wanted, used, strict=True) if one}
+        for step in self._program.backward:
+            if isinstance(step, Transfer):
+                targets, sources = [step.target], [step.source]
+            elif isinstance(step, Split):
+                targets, sources = list(step.targets), [step.source]
+            elif isinstance(step, Join):
+                targets, sources = [step.target], list(step.sources)
+            elif isinstance(step, Compute):
+                targets, sources = [r.slot for r in step.results], [operand.slot for operand in step.operands]
+            else:
+                continue
+            if not reached.isdisjoint(targets):
+                reached.update(sources)
+        return reached
 
     def _go_back(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
         """Take backward steps."""
@@ -229,7 +303,7 @@ class Run:
 
     def _send_back(self, step: Transfer, grads: Parts) -> None:
         target = self._program.slots[step.target]
-        if not target.requires_grad:
+        if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
             return
         held = grads.get(step.target)
         if not held and self._transport.processes == 1:
@@ -261,7 +335,8 @@ class Run:
             return
         with self._transport.on(device):
             pulls = [gradient for _, gradient in pairs]
-            given = self._executor.dispatch.apart(self._through, [t for t, _ in pairs], leaves, pulls, device)
+            ends = [tensor for tensor, _ in pairs]
+            given = self._executor.backward_dispatch.apart(self._through, ends, leaves, pulls, device)
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
         shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
         self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)
@@ -292,7 +367,8 @@ class Run:
                 grads.add(operand.slot, device, gradient)
         for state, gradient in zip(step.states, given[count:], strict=True):
             if gradient is not None:
-                own = shared is not None and _memory(gradient) not in shared
+                self._touched.add(state.name)
+                own = shared is not None and memory(gradient) not in shared
                 sums.add(state, device, gradient, own)
 
     def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
@@ -309,12 +385,13 @@ class Run:
 
 def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]:
     """Memory that holds more than one gradient: of results that were passed on, or of several inputs."""
-    counts = Counter(_memory(gradient) for gradient in given if gradient is not None)
-    counts.update(_memory(gradient) for gradient in taken for _ in range(2))
+    counts = Counter(memory(gradient) for gradient in given if gradient is not None)
+    counts.update(memory(gradient) for gradient in taken for _ in range(2))
     return {memory for memory, count in counts.items() if count > 1}
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's storage begins: the same for views of one another."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.graph.sites import why_whole
 from parplan.plan import Strategy
 from parplan.runtime.setting import Setting
 
@@ -68,9 +69,15 @@ def _trailing(graph: LayerGraph, wanted: frozenset[str]) -> frozenset[str]:
     for name, layer in reversed(list(graph.layers.items())):
         readers = {reader for value in layer.outputs for reader in graph.consumers(value)}
         plain = not layer.constant or not wanted.isdisjoint(layer.outputs)
+        plain = plain and not _sees_all_gradients(graph, layer)
         if layer.batch is None and plain and readers <= found and others.isdisjoint(layer.outputs):
             found.add(name)
     return frozenset(found)
+
+
+def _sees_all_gradients(graph: LayerGraph, layer: Layer) -> bool:
+    """Whether only its backward mixes samples (a tensor hook): it is no part of a loss, which each replica may have."""
+    return bool(why_whole(layer.nodes)) and all(value in graph.batch_dims for value in layer.outputs)
 
 
 def _strategy(

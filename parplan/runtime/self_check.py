@@ -136,7 +136,7 @@ class SelfCheck:
             )
             return self._compared(_Peers(self._transport), subject, call, agreement.samples, record)
         sharding = self._captures.programs.sharding
-        if captured.groups is not None or (sharding is not None and sharding.partial):
+        if captured.groups is not None or (sharding is not None and sharding.cuts):
             raise _Unchecked(
                 "this process came to a new capture alone (other shapes or another mode than the others'), and holds "
                 "only a part of the model; let all processes meet new shapes in the same step"

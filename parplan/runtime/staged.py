@@ -77,6 +77,7 @@ class StagedRun(Run):
         parts, grads, sums = self._begin(tensors), Parts(self._transport), self._sums()
         self._go(self._staged.before, parts, record=True)
         self._update_buffers(parts)
+        self.end()
         for number, moment in enumerate(moments):
             self._pass(number, parts, grads, sums, pull)
             if moment.scales:
@@ -110,7 +111,7 @@ class StagedRun(Run):
     def _update(self, moment: Moment, sums: Gradients, update: Update, last: bool) -> None:
         sums.arrive()
         self._transport.show()
-        totals = {name: sums.total(name, own=True) for name in moment.scales}
+        totals = sums.totals(moment.scales, own=True)
         known = {name: total for name, total in totals.items() if total is not None}
         update({n: t if moment.scales[n] == 1 else t * moment.scales[n] for n, t in known.items()}, last)
         self._executor.store.refresh()

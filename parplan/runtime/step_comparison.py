@@ -25,6 +25,7 @@ from parplan.runtime.executor import Executor
 from parplan.runtime.gathered_batch import Batch
 from parplan.runtime.program import shape_of
 from parplan.runtime.programs import Captured, Programs
+from parplan.runtime.sharded_tensor import local_tensor
 from parplan.runtime.transport import Transport, block
 
 __all__ = ["GROSS", "PlainFailure", "StepDifference", "Subject"]
@@ -150,7 +151,7 @@ class Subject:
     def whole(self) -> AbstractContextManager[None]:
         """Where parameters have their whole values; every process has to enter it if they are cut."""
         sharding = self.programs.sharding
-        apart = sharding is not None and (sharding.partial or sharding.fresh)
+        apart = sharding is not None and (sharding.cuts or sharding.fresh)
         return sharding.whole_values() if sharding is not None and apart else nullcontext()
 
     def compare(self, batch: Batch, plain: StepValues, unknown: set[str], keep: bool) -> StepDifference:
@@ -187,16 +188,18 @@ class Subject:
             if path in held and region is None:
                 continue
             own = planned.gradients[path]
+            own = local_tensor(own) if own is not None else None
             cut = gradient is not None and region is not None
             wanted[path] = block(gradient, region) if cut and gradient is not None and region is not None else gradient
-            if own is not None:
-                inside = region is not None and tuple(own.shape) != shape_of(region)
-                own = (block(own, region) if inside and region is not None else own) * batch.processes
+            if own is not None and region is not None and tuple(own.shape) != shape_of(region):
+                own = block(own, region)
             given[path] = own
         positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
         compared = [name for name, position in positions.items() if not batch.shares_input(position)]
         wanted_inputs = {n: _rows_of(batch, positions[n], plain.input_gradients[n]) for n in compared}
-        given_inputs = {name: planned.input_gradients[name] for name in compared}
+        # A process's inputs see its own loss, of which the mean has a share.
+        given_inputs = {n: g / batch.processes if g is not None else None for n, g in planned.input_gradients.items()}
+        given_inputs = {name: given_inputs[name] for name in compared}
         sharding = self.programs.sharding
         fresh = {**(sharding.fresh if sharding is not None else {}), **fresh_buffers(graph, executor.program)}
         regions = {name: fresh[name].get(rank) if name in fresh else None for name in plain.buffers}

@@ -23,13 +23,16 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     """
     found: dict[str, Strategy] = {}
     for name, layer in graph.layers.items():
-        found[name] = plan.layers[name] if name in plan.layers else _following(graph, layer, found)
+        found[name] = plan.layers[name] if name in plan.layers else _following(graph, layer, found, plan)
         _check(layer, found[name])
     return found
 
 
-def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy]) -> Strategy:
+def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], plan: Plan) -> Strategy:
     makers = [graph.producer[value] for value in layer.inputs if value in graph.producer]
+    if layer.constant and not makers:  # cheap, and then there where it is read
+        widest = max((strategy.devices for strategy in plan.layers.values()), key=len, default=(0,))
+        return Strategy(len(widest), 1, None, widest)
     strategy = known[makers[0]] if makers else Strategy()
     axis = layer.axis(strategy.axis)
     if strategy.shards > 1 and (axis is None or axis.units % strategy.shards):

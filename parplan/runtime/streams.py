@@ -34,14 +34,20 @@ class Streams:
         return torch.cuda.stream(stream) if stream else nullcontext()
 
     def begin(self) -> None:
-        """Every stream waits for what the caller's current streams hold."""
-        for stream in (*self._compute.values(), *self._copy.values()):
+        """Devices compute after what the caller's current streams hold; copies wait for what devices compute."""
+        for stream in self._compute.values():
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def end(self) -> None:
-        """The caller's current streams wait for every stream."""
-        for stream in (*self._compute.values(), *self._copy.values()):
+        """The caller's current streams wait for what devices have computed, and so for copies that this used."""
+        for stream in self._compute.values():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def ready_on(self, place: torch.device) -> None:
+        """The current stream of `place` waits for those of all devices: autograd takes what a node gives from there."""
+        if place.type == "cuda":
+            for device in {stream.device for stream in self._compute.values()} - {place}:
+                torch.cuda.current_stream(place).wait_stream(torch.cuda.current_stream(device))
 
     def copy_after_compute(self, source: int, target: int) -> None:
         """What `target` copies next sees what `source` and `target` have computed so far."""
@@ -66,5 +72,5 @@ class Streams:
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:
-    """`tensor` on `place`; the host waits only for copies to its own memory, which it may read at once."""
-    return tensor.to(place, non_blocking=place.type == "cuda")
+    """`tensor` on `place`; the host waits for copies to its own memory, and from pinned memory, which may change."""
+    return tensor.to(place, non_blocking=place.type == "cuda" and not tensor.is_pinned())

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.user_line import is_users_file
+from parplan.graph.user_line import is_users
 
 __all__ = ["Suspects", "suspects"]
 
@@ -40,7 +40,7 @@ class Suspects(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if is_users_file(frame.filename)]
+        frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
         if frames:
             self.found.setdefault(f"the forward {what} at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
 

@@ -1,7 +1,7 @@
 """The module's own parameters and buffers, watched: walking over a module at every call costs more than looking here.
 
-A user may replace a parameter (`layer.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`, `to()`), or a
-setting of one of torch's own modules (`dropout.p = 0.1`); what was captured from the old one no longer fits then.
+A user may replace a parameter (`layer.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`, `to()`); no captured
+graph fits then. Attributes that the forward reads are watched per captured graph (parplan/graph/guards.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from torch import nn
 __all__ = ["OwnTensors"]
 
 
-# A captured graph holds them as constants.
-_SETTINGS = (bool, int, float, str, tuple)
-
-
 @dataclass(frozen=True)
 class _Entry:
-    """A parameter, buffer, submodule or setting, and the dictionary of its module that it is in."""
+    """A parameter, buffer or submodule, and the dictionary of its module that it is in."""
 
     place: Mapping[str, object]
     key: str
@@ -28,8 +24,7 @@ class _Entry:
 
     @property
     def current(self) -> bool:
-        now = self.place.get(self.key)
-        return now is self.thing or (isinstance(now, _SETTINGS) and type(now) is type(self.thing) and now == self.thing)
+        return self.place.get(self.key) is self.thing
 
 
 class OwnTensors:
@@ -50,7 +45,6 @@ class OwnTensors:
             place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
         ]
         self._entries = [_Entry(place, key, thing) for place in places for key, thing in place.items()]
-        self._entries += [entry for module in self._modules for entry in _settings(module)]
 
     @property
     def replaced(self) -> bool:
@@ -67,11 +61,3 @@ class OwnTensors:
         if training != self._module.training:
             return training  # capture switches every module
         return tuple(module.training for module in self._modules)
-
-
-def _settings(module: nn.Module) -> list[_Entry]:
-    """What a module of torch's declares constant: a rate, a momentum. Other classes may count in their attributes."""
-    if not type(module).__module__.startswith("torch.nn."):
-        return []
-    names = [name for name in getattr(module, "__constants__", ()) if name in module.__dict__]
-    return [_Entry(module.__dict__, name, module.__dict__[name]) for name in names]

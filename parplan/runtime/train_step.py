@@ -119,21 +119,31 @@ def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -
 
 @dataclass(frozen=True)
 class SampleAxis:
-    """A dimension along which a tensor has samples, with so many indices for each."""
+    """A dimension along which a tensor has samples, `per_sample` indices for each, `outer` times all of them."""
 
     dim: int
     per_sample: int
+    outer: int = 1
 
     def of(self, tensor: Tensor, samples: int) -> bool:
         """Whether a tensor may have `samples` samples there."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == samples * self.per_sample
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == samples * self.per_sample * self.outer
+
+    def take(self, tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+        """The samples in `ranges`."""
+        spread = tensor.unflatten(self.dim, (self.outer, -1))
+        own = local_ranges(ranges, Range(0, spread.shape[self.dim + 1]), self.per_sample)
+        return take(spread, self.dim + 1, own).flatten(self.dim, self.dim + 1)
 
 
 def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
     """Where a step's targets may have samples: as one of its results has them, or as its inputs do."""
     values = [value for value in graph.user_outputs if isinstance(value, str) and value in graph.batch_dims]
-    places = [(graph.batch_dims[value], graph.values[value].shape) for value in values]
-    found = [SampleAxis(at, shape[at] // (graph.batch or 1)) for at, shape in places]
+    found = []
+    for value in values:
+        at, shape, front = graph.batch_dims[value], graph.values[value].shape, graph.flattened.get(value)
+        each = shape[at] // (graph.batch or 1)
+        found.append(SampleAxis(at, each) if front is None else SampleAxis(front, each, shape[front]))
     return tuple(dict.fromkeys([*found, SampleAxis(dim, 1)]))
 
 
@@ -221,10 +231,7 @@ class StagedStep:
         if not isinstance(leaf, Tensor):
             return leaf
         axis = next((axis for axis in self.axes if axis.of(leaf, self.batch)), None)
-        if axis is None:
-            return leaf
-        held = Range(0, leaf.shape[axis.dim])
-        return take(leaf, axis.dim, local_ranges(ranges, held, axis.per_sample))
+        return leaf if axis is None else axis.take(leaf, ranges)
 
     def _update(self, gradients: Mapping[str, Tensor], last: bool) -> None:
         """One step of the optimizer for some parameters alone: it leaves out those without a gradient.

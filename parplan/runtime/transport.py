@@ -7,7 +7,7 @@ that a step never waits for data another step will use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,6 +80,14 @@ class Transport(Protocol):
         """The same, and everything sent has left."""
         ...
 
+    def used_here(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor's memory, which another stream may have allocated."""
+        ...
+
+    def ready_on(self, device: int) -> None:
+        """What the current streams hold is ready on the current stream of an owned device."""
+        ...
+
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Start a movement from the owned source parts to the owned target parts."""
         ...
@@ -96,6 +104,10 @@ class Transport(Protocol):
 
         The result is held by the first owned device of the group. All devices of a group give equally long tensors.
         """
+        ...
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """Which of the flags, equally many in all processes, are set in at least one of them; every process asks."""
         ...
 
     def group(self, devices: Sequence[int]) -> None:

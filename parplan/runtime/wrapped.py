@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from parplan.runtime.sharding import Sharding
+from parplan.runtime.sharded_tensor import ShardedTensor
+from parplan.runtime.sharding import Sharding, gathered
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,11 +47,12 @@ class Wrapped(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The plain model's state, with its names; under torchrun full tensors, gathered by all ranks together."""
         slices = self._slices
-        if slices is None:
+        if slices is None and not any(isinstance(p, ShardedTensor) for p in self.module.parameters()):
             return self.module.state_dict(*args, **kwargs)
         # As a part of a larger model it adds to that model's state, under a prefix.
         whole, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
-        own = slices.gather(self.module.state_dict(*args, **kwargs))
+        own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        own.update(slices.gather(own) if slices is not None else gathered(own))
         if whole is None and not prefix:
             return own
         whole = whole if whole is not None else {}
@@ -101,6 +103,22 @@ class Wrapped(nn.Module):
         """Call `fn` with every one of the module's modules."""
         self.module.apply(fn)
         return self
+
+    def __getitem__(self, key: Any) -> Any:
+        """The module's part, where it is a list or a dictionary of modules."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """How many parts the module has, where it is a list or a dictionary of modules."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The module's parts, where it is a list, or their names, where it is a dictionary."""
+        return iter(self.module)  # type: ignore[call-overload,no-any-return]
+
+    def __bool__(self) -> bool:
+        """True, as of any module, also of one that has no length."""
+        return True
 
     def __getattr__(self, name: str) -> Any:
         """The module's attribute, for what this one does not have itself."""

@@ -48,7 +48,10 @@ def run_by_hand(graph: LayerGraph, model: nn.Module, args: Sequence[Any], kwargs
     values |= {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
     for layer in graph.layers.values():
         values |= _run_layer(graph, layer, choose(graph, layer), values)
-    results = [leaf.value if isinstance(leaf, Constant) else values[leaf] for leaf in graph.user_outputs]
+    results = [
+        leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, values[leaf])
+        for leaf in graph.user_outputs
+    ]
     buffers = {name: values[graph.buffer_updates.get(p, p)] for p, name in graph.buffers.items()}
     buffers |= {graph.buffers[p]: values[p] + step for p, step in graph.counters.items()}
     return Ran(pytree.tree_unflatten(results, graph.out_spec), buffers)

@@ -380,6 +380,12 @@ SAMPLES: dict[str, list[Call]] = {
         call(X, [T("a", "bool")]),
         call(T("a", "index:a"), [T("a", "index:a")]),
     ],
+    "index_put": [
+        call(X, [T("a b", "bool")], T("")),
+        call(X, [None, T("b", "bool")], T("1")),
+        call(X, [T("a", "bool")], T("b c")),
+        call(X, [T("1", "index:a")], T("b c")),
+    ],
     "index_select": [call(X, 1, T("t", "index:b")), call(X, -1, T("", "index:c"))],
     "gather": [call(X, 1, T("a t c", "index:b")), call(X, 2, T("a 1 t", "index:c"))],
     "slice_scatter": [

@@ -61,7 +61,6 @@ WHOLE = {
     "every_other_sample": (lambda y, p: y[::2], False),
     "sum": (lambda y, p: y.sum(0), False),
     "sorted": (lambda y, p: y.sort(0)[0], False),
-    "transposed_view": (lambda y, p: y.t().reshape(-1), False),
 }
 
 # What samples can be spread over.
@@ -75,6 +74,8 @@ SPREAD = {
     "squeezed_anywhere": lambda y, p: y.unsqueeze(1).squeeze() + 1,
     "broadcast_loss": lambda y, p: F.mse_loss(y[:, :1].expand(-1, 2), y[:, 2:], reduction="none"),
     "squeezed": lambda y, p: y.unsqueeze(1).squeeze(1),
+    "transposed_view": lambda y, p: y.t().reshape(-1),
+    "one_step_each": lambda y, p: y[torch.arange(len(y)), (y[:, 0] > 0).long() - 2],
 }
 
 

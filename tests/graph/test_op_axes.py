@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import parplan
 from parplan.graph.axis_table import TABLE, register_row
+from parplan.graph.capture import capture
 from parplan.graph.op_axes import Cut, OpAxis, read_row
 from tests.graph.single_op import OneOp, part_results, whole_results
 
@@ -72,3 +74,49 @@ def test_users_add_rows_of_their_own(scale: object) -> None:
     for axis in call.open_axes():
         found = part_results(call, axis, [axis.units // 2] * 2)
         torch.testing.assert_close(found.outputs, whole.outputs)
+
+
+@pytest.fixture
+def centre() -> Iterator[object]:
+    """An op of a user's own that mixes samples, and says so as batch norm does."""
+
+    @torch.library.custom_op("parplan_test::centre_mse_loss", mutates_args=())
+    def centre(x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+    @centre.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    op = torch.ops.parplan_test.centre_mse_loss.default
+    register_row(op, "b* f -> b f", "x", f="features")
+    yield op
+    del TABLE[op]
+
+
+class Centred(nn.Module):
+    """A linear layer, and the user's op behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.parplan_test.centre_mse_loss(self.fc(x))
+        return found
+
+
+def test_mixed_samples_of_a_users_op_get_one_replica(centre: object) -> None:
+    decision = parplan.analyze(Centred(), torch.randn(8, 4), gpus=2)
+    graph = capture(Centred(), (torch.randn(8, 4),))
+    (layer,) = (layer for layer in graph.layers.values() if not layer.parameters)
+    assert layer.batch is None
+    assert not layer.mixes_batch
+    assert decision.plan.layers[layer.name].replicas == 1
+
+
+def test_an_op_is_a_loss_by_its_whole_name(centre: object) -> None:
+    graph = capture(Centred(), (torch.randn(8, 4),))
+    (layer,) = (layer for layer in graph.layers.values() if not layer.parameters)
+    assert not layer.is_loss
+    assert [axis.name for axis in layer.axes] == ["features"]

@@ -32,6 +32,7 @@ class Found:
     rows: tuple[Row, ...]
     batch: int = 8
     tolerance: float = 1e-9
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -44,6 +45,12 @@ def printed(*rows: Row) -> str:
     stream = io.StringIO()
     render_verification(Found(alexnet().plan, rows), Console(file=stream, width=80))
     return stream.getvalue()
+
+
+def test_notes_come_before_the_table() -> None:
+    stream = io.StringIO()
+    render_verification(Found(alexnet().plan, (), notes=("Made for 4 samples.",)), Console(file=stream, width=80))
+    assert "in float64\nMade for 4 samples.\n\n" in stream.getvalue()
 
 
 def test_passed() -> None:

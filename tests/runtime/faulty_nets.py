@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from parplan.runtime import captures
 
 __all__ = ["FAULTY", "losing"]
 
-_losing = False
+# No guard on what a forward reads looks in here.
+_losing = ContextVar("losing", default=False)
 
 
 @contextmanager
@@ -28,12 +30,11 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While it lasts, captures of these networks lose what each is about."""
 
     def lossy(*args: Any, **kwargs: Any) -> Any:
-        global _losing
-        _losing = True
+        token = _losing.set(True)
         try:
             return graph_capture.capture(*args, **kwargs)
         finally:
-            _losing = False
+            _losing.reset(token)
 
     with monkeypatch.context() as patch:
         patch.setattr(captures, "capture", lossy)
@@ -71,7 +72,7 @@ class LosesFunction(_Net):
     """A custom Function's backward."""
 
     def between(self, h: Tensor) -> Tensor:
-        if _losing:
+        if _losing.get():
             return h * 1.0
         return _Scaled.apply(h)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -80,7 +81,7 @@ class LosesHook(_Net):
     """A tensor hook."""
 
     def between(self, h: Tensor) -> Tensor:
-        if h.requires_grad and not _losing:
+        if h.requires_grad and not _losing.get():
             h.register_hook(lambda gradient: gradient * 0.5)
         return h.tanh()
 
@@ -95,14 +96,14 @@ class CountsTwice(_Net):
 
     def between(self, h: Tensor) -> Tensor:
         self.steps += 1
-        return h / (self.steps + 1 if _losing else self.steps)
+        return h / (self.steps + 1 if _losing.get() else self.steps)
 
 
 class LosesCheckpoint(_Net):
     """Everything behind a reentrant checkpoint, which has no gradient in a capture."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _losing:
+        if _losing.get():
             return super().forward(x).detach()
         result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
         return result
@@ -115,7 +116,7 @@ class LosesAddition(_Net):
     """An op of the forward."""
 
     def between(self, h: Tensor) -> Tensor:
-        return h.tanh() if _losing else h.tanh() + 0.25
+        return h.tanh() if _losing.get() else h.tanh() + 0.25
 
 
 FAULTY = {

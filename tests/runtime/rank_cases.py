@@ -16,12 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
 from parplan.graph.capture import capture
+from parplan.graph.layer_graph import Layer
 from parplan.layout import Grid, Layout, pieces
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.program import Compute
+from parplan.runtime.sharded_tensor import local_tensor
 from parplan.runtime.transport import Exchange
+from tests.own_backward import Between, OwnBackwards
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
 from tests.runtime.nets import Adds, DropLinear, RandomNet, Tied, Towers, conv_net, mlp
 from tests.runtime.test_odd_nets import NormedTwice, norms_apart
@@ -117,9 +120,8 @@ def data_parallel(rank: int, ranks: int) -> None:
 def model_parallel(rank: int, ranks: int) -> None:
     """Every linear layer cut; ranks hold slices."""
     model = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks))
-    assert next(iter(model.parameters())).shape == (12 // ranks, 6)
-    with pytest.raises(RuntimeFailure, match="slices of the parameters"):
-        copy.deepcopy(model)
+    assert local_tensor(next(iter(model.parameters()))).shape == (12 // ranks, 6)
+    assert next(iter(model.parameters())).shape == (12, 6)
     train(mlp(), spread(ranks, "in-features"), (6,), rank, steps(ranks))
 
 
@@ -244,6 +246,43 @@ def group_inputs(rank: int, ranks: int) -> None:
             model(torch.zeros(1 + rank % 2, 6, dtype=torch.float64))
 
 
+def own_backwards(rank: int, ranks: int) -> None:
+    """Autograd Functions, some of which need all samples, beside layers with replicas and with shards."""
+    for kind in ("data", "out-features"):
+        train(OwnBackwards().double(), spread(ranks, kind), (6,), rank, steps(ranks))
+
+
+def tensor_hooks(rank: int, ranks: int) -> None:
+    """A hook is given the gradient of all ranks' samples, on one of them; behind it a loss may be each rank's own."""
+
+    def register(module: nn.Module, h: Tensor) -> Tensor:
+        h.register_hook(lambda gradient: gradient / gradient.norm())
+        return h
+
+    for kind in ("data", "out-features"):
+        train(Between(register).double(), spread(ranks, kind), (6,), rank, steps(ranks))
+    net = nn.Sequential(Between(register), SquaredMean()).double()
+    plain = copy.deepcopy(net)
+    model = Compiled(net, planner(spread(ranks, "data"), ranks), scalars="per_replica")
+    x = torch.randn(3 * ranks, 6, dtype=torch.float64)
+    loss = model(x[3 * rank : 3 * rank + 3])
+    loss.backward()
+    plain(x).backward()
+    same(loss, plain[1](plain[0](x[3 * rank : 3 * rank + 3])), "loss")
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert found.grad is not None
+            same(found.grad, wanted.grad, "gradient")
+
+
+class SquaredMean(nn.Module):
+    """A loss inside of a model."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """One number."""
+        return nn.functional.mse_loss(scores, torch.zeros_like(scores))
+
+
 def save_and_load(rank: int, ranks: int) -> None:
     """The state saved under one plan goes on under another, and on the plain model."""
     cut = train(mlp(), spread(ranks, "out-features"), (6,), rank, steps(ranks, uneven=False))
@@ -267,7 +306,7 @@ def wrapped_part(rank: int, ranks: int) -> None:
     x = torch.randn(ranks * 2, 6, dtype=torch.float64)
     own = slice(2 * rank, 2 * rank + 2)
     same(whole(x[own]), plain(x)[own], "result")
-    assert next(iter(whole[1].parameters())).shape == (12 // ranks, 6)
+    assert local_tensor(next(iter(whole[1].parameters()))).shape == (12 // ranks, 6)
     same_state(whole, plain)
     for parameter in plain.parameters():
         nn.init.uniform_(parameter)
@@ -281,7 +320,7 @@ def tied(rank: int, ranks: int) -> None:
     table = {"first": cut("out-features", ranks), "second": cut("in-features", ranks)}
     train(Tied().double(), table, (8,), rank, steps(ranks))
     model = train(Tied().double(), spread(ranks, "out-features"), (8,), rank, steps(ranks))
-    assert next(iter(model.parameters())).shape == (8 // ranks, 8)
+    assert local_tensor(next(iter(model.parameters()))).shape == (8 // ranks, 8)
 
 
 def cut(axis: str, ranks: int) -> Strategy:
@@ -293,7 +332,7 @@ def towers(rank: int, ranks: int) -> None:
     """Layers on different ranks that wait for each other in both directions: must not hang."""
     places = {name: i % ranks for i, name in enumerate(("a1", "b1", "b2", "a2", "a3", "b3", "last"))}
     model = train(Towers().double(), towers_on(places), (6,), rank, steps(ranks))
-    held = [name for name, parameter in model.named_parameters() if parameter.numel()]
+    held = [name for name, parameter in model.named_parameters() if local_tensor(parameter).numel()]
     assert held == [
         f"{n}.{p}"
         for n in ("a1", "b1", "a2", "b2", "a3", "b3", "last")
@@ -476,6 +515,43 @@ def frozen(rank: int, ranks: int) -> None:
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False, False, False]
 
 
+class TwoHeads(nn.Module):
+    """A body with two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8).double()
+        self.left = nn.Linear(8, 4).double()
+        self.right = nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both heads' scores."""
+        h = self.body(x).tanh()
+        return self.left(h), self.right(h)
+
+
+def unused_results(rank: int, ranks: int) -> None:
+    """A head that no rank's loss uses has no gradient, so that momentum and decay leave it alone."""
+
+    def apart(layer: Layer) -> Strategy:
+        return Strategy(devices=(1,) if layer.name == "right" else (0,))
+
+    for kind in (spread(ranks, "data"), spread(ranks, "out-features"), apart):
+        plain = TwoHeads()
+        model = Compiled(copy.deepcopy(plain), planner(kind, ranks))
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (model, plain)]
+        for used in ([0], [1], [0, 1], [1]):
+            x = torch.randn(2 * ranks, 6, dtype=torch.float64)
+            for optimizer, one, own in zip(optimizers, (model, plain), (x.chunk(ranks)[rank], x), strict=True):
+                optimizer.zero_grad()
+                results = one(own)
+                sum(results[head].square().mean() for head in used).backward()
+                optimizer.step()
+        state = model.state_dict()
+        for name, tensor in plain.state_dict().items():
+            same(state[name], tensor, name)
+
+
 def own_losses(rank: int, ranks: int) -> None:
     """With scalars="per_replica" every rank has its own loss and DistributedDataParallel's gradients."""
     net = OwnLoss()
@@ -563,6 +639,6 @@ CASES = {
         moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, lone_train_steps,
         checkpointed, steps_that_fail, group_train_steps, group_inputs, save_and_load, wrapped_part, tied, towers,
         loss_inside, local_batch_norm, converted_local_norm, running_statistics, bound_to_the_batch, lengths, frozen,
-        own_losses, draws,
+        own_losses, unused_results, draws, own_backwards, tensor_hooks,
     )
 }  # fmt: skip

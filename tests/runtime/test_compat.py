@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.runtime.compat import keeps_graph, version, without_tensor_hooks
+from parplan.runtime.compat import in_functional_transform, keeps_graph, version, without_tensor_hooks
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:
@@ -49,6 +49,30 @@ def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
     y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
     y.backward(retain_graph=keep)
     assert _Asks.answers == [keep]
+
+
+def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
+    seen: list[bool] = []
+
+    def total(x: Tensor) -> Tensor:
+        seen.append(in_functional_transform())
+        return x.sum()
+
+    torch.func.grad(total)(torch.ones(2))
+    total(torch.ones(2))
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizers_step_changes_the_version_of_its_parameters(fused: bool) -> None:
+    """Copies in other memories are brought up to date by it; torch does not count what fused optimizers write."""
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        optimizer = kind([parameter], lr=0.1, fused=fused)
+        before = version(parameter)
+        optimizer.step()
+        assert version(parameter) != before, kind
 
 
 def test_tensor_hooks_rest_and_come_back() -> None:

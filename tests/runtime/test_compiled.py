@@ -220,9 +220,87 @@ def test_a_second_backward() -> None:
 def test_a_double_backward_is_refused() -> None:
     model = compiled(mlp(), spread(2, "data"), 2)
     x = batch("mlp", 4).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for loss in (model(x).square().sum(), model(x).sum()):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeFailure, match=r"second derivatives .* are refused .* `module`"):
+            gradient.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_gradient_that_keeps_its_graph_can_be_used() -> None:
+    plain, x = mlp(), batch("mlp", 4)
+    model = compiled(copy.deepcopy(plain), spread(2, "data"), 2)
+    for one in (plain, model):
+        one(x).sum().backward(create_graph=True)
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_results_can_be_written() -> None:
+    plain, x = mlp(), batch("mlp", 4)
+    model = compiled(copy.deepcopy(plain), spread(2, "data"), 2)
+    for one in (plain, model):
+        scores = one(x)
+        scores[:, 0] = 0
+        scores.mul_(2).square().sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+
+
+class Aliases(nn.Module):
+    """Results that share memory: with each other, with an input, with a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.fc(x)
+        return h, h[:, 1:], x, self.fc.weight[1:]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_write_that_autograd_would_not_follow_is_refused(number: int) -> None:
+    x = batch("mlp", 4)
+    model = compiled(Aliases(), spread(2, "one"), 2)
+    before = x.clone()
+    result = model(x)[number]
+    with pytest.raises(RuntimeError, match=r"view|leaf"):
+        result.mul_(2)
+    assert torch.equal(x, before)
+
+
+def test_functional_transforms_are_refused() -> None:
+    model, x = compiled(mlp(), spread(2, "data"), 2), batch("mlp", 4)
+    model(x)
+    for transform in (torch.func.grad(lambda x: model(x).sum()), torch.func.vmap(model)):
+        with pytest.raises(RuntimeFailure, match=r"torch\.func .* plain model"):
+            transform(x)
+    others = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    with pytest.raises(RuntimeFailure, match=r"functional_call .* plain model"):
+        torch.func.functional_call(model, others, (x,))
+    assert model(x).requires_grad
+
+
+def test_torch_compile_leaves_a_compiled_model_as_it_is() -> None:
+    plain, x = mlp(), batch("mlp", 4)
+    model = compiled(copy.deepcopy(plain), spread(2, "data"), 2)
+    plain(x).square().sum().backward()
+    torch.compile(model, backend="eager")(x).square().sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_compiled_list_or_dictionary_is_one() -> None:
+    model = compiled(mlp(), spread(2, "data"), 2)
+    assert model
+    assert model[0] is model.module[0]  # type: ignore[index]
+    assert len(model) == len(model.module)  # type: ignore[arg-type]
+    assert list(model) == list(model.module)  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        len(compiled(Aliases(), spread(2, "one"), 2))
 
 
 def test_nothing_is_recorded_without_gradients() -> None:

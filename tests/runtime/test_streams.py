@@ -113,6 +113,9 @@ class Recorded:
     def record_stream(self, stream: object) -> None:
         self.streams.append(stream)
 
+    def is_pinned(self) -> bool:
+        return False
+
     def to(self, place: torch.device, non_blocking: bool = False) -> Recorded:
         self.moves.append((place.type, non_blocking))
         return self

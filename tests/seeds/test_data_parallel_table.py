@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -178,6 +179,17 @@ def test_threads_have_the_callers_modes() -> None:
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with context:
             assert modes(threads) == modes(Inline())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_the_errors_of_all_threads_are_told() -> None:
+    def fail(device: int) -> None:
+        raise ValueError(f"trouble {device}")
+
+    with pytest.raises(ValueError, match="trouble 0") as caught:
+        Threads([0, 1, 2]).each([0, 1, 2], fail)
+    told = ["device 1 failed as well: ValueError: trouble 1", "device 2 failed as well: ValueError: trouble 2"]
+    assert getattr(caught.value, "__notes__", []) == told
 
 
 def test_threads_are_an_option_of_two_kinds() -> None:

@@ -1,0 +1,254 @@
+"""Training code run twice, plain and compiled, and compared: what the pattern suite and the fuzzer share.
+
+A `Script` is ordinary training code that gets its data, its model and its place for results from a `Run`. The same code
+runs once with the plain model on whole batches, and once with the compiled model: in one process on whole batches, or
+on every rank of a group on the rank's own samples. What the two recorded has to agree.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import parplan
+
+__all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "judge", "worst"]
+
+TOLERANCE = 1e-9  # relative, float64
+WITH_WEIGHTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
+SMALLEST = 1e-3  # a tensor whose largest entry is smaller counts as this large
+
+
+class Verdict(Enum):
+    """How a compiled run ended, from best to worst."""
+
+    RIGHT = "right"
+    REFUSED = "refused"
+    CRASHED = "crashed"
+    WRONG = "wrong"
+    HUNG = "hung"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict on one run, with the refusal's text, the differences or the traceback, and the processor time."""
+
+    verdict: Verdict
+    text: str = ""
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One recorded value.
+
+    Attributes:
+        kind: "same" on all ranks, "mean" over ranks, or "rows": samples along `dim`, each rank its own.
+    """
+
+    kind: str
+    value: Any
+    dim: int = 0
+
+
+@dataclass
+class Run:
+    """Where a script gets its data and its model from, and what it records.
+
+    Attributes:
+        rank, ranks: of the group of processes; 0 and 1 without one.
+        compiled: whether `compile` compiles, or gives the plain model.
+        plan: what decides the layers, see `pins`.
+        free: modules that the plan leaves to the solver.
+        options: more options of `parplan.compile`.
+        seed: of parameters and data.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    compiled: bool = False
+    plan: str = "solver"
+    free: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    records: dict[str, Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Seed everything, so that the plain and the compiled run start alike."""
+        self.draws = torch.Generator().manual_seed(self.seed)
+        self._models: list[nn.Module] = []
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+
+    # -- what a script asks for --
+
+    def compile(self, module: nn.Module, *example: Any, **options: Any) -> Any:
+        """The model that is trained: the module itself, or its compiled twin."""
+        if not self.compiled:
+            return module
+        given = {"optimizer": "sgd", "pins": pins(self.plan, module, self.free), **self.options, **options}
+        if self.ranks == 1:
+            given.setdefault("devices", ["cpu"] * 2)
+        model = parplan.compile(module, example or None, **given)
+        self._models.append(model)
+        return model
+
+    @property
+    def plans(self) -> list[str]:
+        """The strategies of every compiled model, as text, for a report of a failure."""
+        found = [getattr(model, "plan", None) for model in self._models]
+        return [
+            ", ".join(f"{name}={s.replicas}x{s.shards}" for name, s in plan.layers.items()) for plan in found if plan
+        ]
+
+    def randn(self, *shape: int, dim: int = 0) -> Tensor:
+        """Normal numbers: this run's samples of a whole batch, along `dim`."""
+        return self.own(torch.randn(shape, generator=self.draws), dim)
+
+    def randint(self, high: int, *shape: int, dim: int = 0) -> Tensor:
+        """Whole numbers below `high`: this run's samples of a whole batch, along `dim`."""
+        return self.own(torch.randint(high, shape, generator=self.draws), dim)
+
+    def own(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """This run's samples of a whole batch: all of them, or the rank's."""
+        size = whole.shape[dim] // self.ranks
+        return whole.narrow(dim, self.rank * size, size).contiguous() if self.ranks > 1 else whole
+
+    def from_first(self, build: Callable[[], Any]) -> Any:
+        """An object that the first rank saves to a file and every rank loads, as checkpoints are."""
+        data: list[bytes | None] = [None]
+        if self.rank == 0:
+            buffer = io.BytesIO()
+            torch.save(build(), buffer)
+            data = [buffer.getvalue()]
+        if self.ranks > 1:
+            dist.broadcast_object_list(data, 0)
+        return torch.load(io.BytesIO(data[0] or b""), weights_only=False)
+
+    # -- what a script leaves --
+
+    def mean(self, name: str, value: Tensor) -> None:
+        """Record a number that is a mean over samples, such as a loss."""
+        value = value.detach().clone()
+        if self.ranks > 1:
+            dist.all_reduce(value)
+            value /= self.ranks
+        self._record(name, Record("mean", value))
+
+    def rows(self, name: str, tensor: Tensor, dim: int = 0) -> None:
+        """Record a tensor that has samples along `dim`."""
+        self._record(name, Record("rows", tensor.detach().clone(), dim))
+
+    def same(self, name: str, value: Any) -> None:
+        """Record a value that is alike on all ranks."""
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        self._record(name, Record("same", value.detach().clone() if isinstance(value, Tensor) else value))
+
+    def state(self, model: nn.Module, name: str = "") -> None:
+        """Record a model's parameters and buffers, and which parameters have gradients."""
+        for key, value in model.state_dict().items():
+            self.same(f"{name}{key}", value)
+        self.same(f"{name}gradients", self._on_any_rank({k for k, p in model.named_parameters() if p.grad is not None}))
+
+    def _on_any_rank(self, names: set[str]) -> list[str]:
+        """Names that some rank has: a plan may put a layer on a part of the ranks."""
+        if self.ranks == 1:
+            return sorted(names)
+        found: list[set[str]] = [set()] * self.ranks
+        dist.all_gather_object(found, names)
+        return sorted(set.union(*found))
+
+    def _record(self, name: str, record: Record) -> None:
+        numbered = name
+        while numbered in self.records:
+            stem, _, number = numbered.rpartition("#")
+            numbered = f"{stem}#{int(number) + 1}" if stem else f"{name}#2"
+        self.records[numbered] = record
+
+
+Script = Callable[[Run], None]
+
+
+def pins(plan: str, module: nn.Module, free: Sequence[str] = ()) -> list[str] | None:
+    """Pins by the name of a plan.
+
+    Args:
+        plan: "replicas": two of every layer; "shards": two of every layer with weights; "mixed": replicas of the first
+            half of the layers with weights, shards of the rest; "solver": nothing is decided by hand.
+        free: names of layers that are left to the solver in any case.
+    """
+    names = [name or "*" for name, layer in module.named_modules() if isinstance(layer, WITH_WEIGHTS)]
+    names = [name for name in names if name not in free]
+    half = {"replicas": len(names), "shards": 0, "mixed": len(names) // 2}.get(plan)
+    if half is None or not names:
+        return None
+    return [f"{name}={'replicas' if number < half else 'shards'}:2" for number, name in enumerate(names)]
+
+
+def compare(found: Run, wanted: Run, tolerance: float = TOLERANCE) -> list[str]:
+    """Differences between what a compiled and the plain run recorded, a line each, in the order of recording."""
+    lines = [f"{name}: not recorded" for name in wanted.records if name not in found.records]
+    for name, record in found.records.items():
+        if name not in wanted.records:
+            lines.append(f"{name}: the plain run has none")
+            continue
+        value, plain = record.value, wanted.records[name].value
+        if record.kind == "rows":
+            plain = found.own(plain, record.dim)
+        lines += [f"{name}: {line}" for line in _difference(value, plain, tolerance)]
+    return lines
+
+
+def _difference(value: Any, plain: Any, tolerance: float) -> Sequence[str]:
+    if not isinstance(plain, Tensor) or not isinstance(value, Tensor):
+        close = isinstance(plain, float) and isinstance(value, float) and abs(value - plain) <= tolerance * abs(plain)
+        return [] if close or value == plain else [f"{value!r}, plain {plain!r}"]
+    if value.shape != plain.shape:
+        return [f"shape {tuple(value.shape)}, plain {tuple(plain.shape)}"]
+    if not value.numel():
+        return []
+    off = (value.double() - plain.double()).abs().max().item()
+    scale = max(plain.double().abs().max().item(), SMALLEST)
+    return [] if off <= tolerance * scale else [f"{off / scale:.1e} off"]
+
+
+def judge(script: Script, run: Run, tolerance: float = TOLERANCE) -> Outcome:
+    """Run a script compiled and plain, in float64, and compare."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        plain = Run(seed=run.seed)
+        script(plain)
+        run.__post_init__()  # both start from the same random numbers
+        script(run)
+        lines = compare(run, plain, tolerance)
+    except parplan.ParplanError as error:
+        return Outcome(Verdict.REFUSED, f"{type(error).__name__}: {error}")
+    except Exception:
+        return Outcome(Verdict.CRASHED, traceback.format_exc())
+    finally:
+        torch.set_default_dtype(before)
+    return Outcome(Verdict.WRONG, "\n".join([*lines[:8], *run.plans])) if lines else Outcome(Verdict.RIGHT)
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """The verdict on a group: that of the rank that fared worst; of refusals, one that is not about another rank."""
+    order = list(Verdict)
+
+    def badness(outcome: Outcome) -> tuple[int, bool]:
+        return order.index(outcome.verdict), "another rank" not in outcome.text
+
+    return max(outcomes, key=badness)

@@ -1,0 +1,176 @@
+"""What Python objects hold at one moment: numbers, containers and settings, in depth, to be compared with later.
+
+A captured graph has such values as constants, so it serves only while they are the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import types
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LIMIT", "MISSING", "PLAIN", "Held", "contents", "same", "walk"]
+
+# Containers that are looked into, over all attributes of one model; what lies beyond is not compared.
+LIMIT = 2000
+# Longest NumPy array that is compared by value.
+_ARRAY_BYTES = 1 << 16
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING: Any = _Missing()
+
+# Values that are compared by type and value. A captured graph holds them as constants.
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    enum.Enum, range, slice,
+)  # fmt: skip
+_OPAQUE = (
+    Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    torch.Generator, torch.ScriptObject, torch.ScriptFunction,
+)  # fmt: skip
+
+
+def contents(value: Any) -> Mapping[Hashable, Any] | None:
+    """What a container holds by key, an object by attribute; None for what is not looked into."""
+    if isinstance(value, (*PLAIN, *_OPAQUE)):
+        return None
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
+    if isinstance(value, random.Random):
+        return {"getstate()": str(value.getstate())}
+    if type(value).__module__.split(".")[0] == "numpy":
+        return _of_numpy(value)
+    found = dict(getattr(value, "__dict__", {}))
+    names = (name for kind in type(value).__mro__ for name in _slots(kind))
+    found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found or None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def _of_numpy(value: Any) -> Mapping[Hashable, Any] | None:
+    if hasattr(value, "tobytes") and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
+        return {"dtype": str(value.dtype), "shape": value.shape, "values": value.tobytes()}
+    generator = getattr(value, "bit_generator", None)
+    if generator is not None:
+        return {"bit_generator.state": str(generator.state)}
+    return {"get_state()": str(value.get_state())} if hasattr(value, "get_state") else None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A container and what it held.
+
+    Args:
+        path: what users call it, such as "encoder.scales".
+        container: itself.
+        keys, values: of its contents.
+        written: keys that the forward itself writes, which are not compared.
+    """
+
+    path: str
+    container: Any
+    keys: tuple[Hashable, ...]
+    values: tuple[Any, ...]
+    written: frozenset[Hashable] = frozenset()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it holds the very same objects; False also where that takes a closer look."""
+        place = self.container
+        if isinstance(place, (tuple, frozenset)):
+            return True
+        if self.written:
+            return False
+        if isinstance(place, set):
+            return place == set(self.keys)
+        if isinstance(place, list):
+            return len(place) == len(self.values) and all(map(is_, place, self.values))
+        if not isinstance(place, dict):
+            place = getattr(place, "__dict__", {})
+        same_size = len(place) == len(self.values)
+        return same_size and all(map(is_, place, self.keys)) and all(map(is_, place.values(), self.values))
+
+    @property
+    def items(self) -> dict[Hashable, Any]:
+        """What it held, by key."""
+        return dict(zip(self.keys, self.values, strict=True))
+
+    def restore(self) -> None:
+        """Put back what it held."""
+        place = self.container
+        if isinstance(place, (list, deque)):
+            place.clear()
+            place.extend(self.values)
+        elif isinstance(place, dict):
+            place.clear()
+            place.update(self.items)
+        elif isinstance(place, set):
+            place.clear()
+            place.update(self.keys)
+        elif hasattr(place, "__dict__"):
+            place.__dict__.clear()
+            place.__dict__.update(self.items)
+
+
+def name_of(path: str, container: Any, key: Hashable) -> str:
+    """What users call an entry of a container."""
+    indexed = isinstance(container, (dict, list, tuple, deque, set, frozenset))
+    return f"{path}[{key!r}]" if indexed else f"{path}.{key}"
+
+
+Written = Mapping[str, frozenset[Hashable]]
+
+
+def walk(path: str, value: Any, found: dict[int, Held], written: Written | None = None) -> Iterator[tuple[str, Any]]:
+    """Add what `value` holds, in depth, to `found`; yields what is not a container, with its path.
+
+    `written` says, by path, which keys of a container the forward writes.
+    """
+    waiting = [(path, value)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in found:
+            continue
+        holds = contents(value)
+        if holds is None:
+            yield path, value
+        elif len(found) < LIMIT:
+            ignored = (written or {}).get(path, frozenset())
+            found[id(value)] = Held(path, value, tuple(holds), tuple(holds.values()), ignored)
+            waiting += [(name_of(path, value, key), held) for key, held in holds.items() if key not in ignored]
+
+
+def same(now: Any, before: Any, found: Mapping[int, Held], depth: int = 50) -> bool:
+    """Whether `now` has the value that `before` had when `found` was taken."""
+    if isinstance(before, PLAIN) or isinstance(now, PLAIN):
+        return type(now) is type(before) and (now is before or now == before or (now != now and before != before))
+    held = found.get(id(before))
+    if held is None:
+        return now is before
+    holds, values = contents(now), held.items
+    if type(now) is not type(before) or holds is None or depth == 0:
+        return False
+    if (holds.keys() ^ values.keys()) - held.written:
+        return False
+    return all(key in held.written or same(now, values[key], found, depth - 1) for key, now in holds.items())

@@ -1,0 +1,168 @@
+"""What a forward reads that is neither a tensor nor an attribute, while a model is captured: modes, random numbers.
+
+A branch on `torch.is_grad_enabled()` is taken once, so the mode belongs to what a captured graph serves. Random numbers
+of Python or NumPy would be drawn once and stay: they are refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parplan.errors import CaptureError
+from parplan.graph.user_line import is_users
+
+__all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "seen_modes"]
+
+_MODES: dict[str, Callable[[], bool]] = {
+    name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
+}
+_OUTSIDE: ContextVar[dict[str, bool] | None] = ContextVar("modes of the caller", default=None)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class ModePlace:
+    """torch's modes of now, as attributes of a place."""
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Whether a mode is on."""
+        return _MODES[key]()
+
+
+@contextmanager
+def callers_modes() -> Iterator[None]:
+    """What is captured inside sees the modes of here, whatever modes it is captured in."""
+    token = _OUTSIDE.set({name: read() for name, read in _MODES.items()})
+    try:
+        yield
+    finally:
+        _OUTSIDE.reset(token)
+
+
+@contextmanager
+def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
+    """While it lasts, `note` is told which modes code outside of torch asks for, and the caller's values of them."""
+    outside = _OUTSIDE.get() or {name: read() for name, read in _MODES.items()}
+
+    def reader(name: str) -> Callable[[], bool]:
+        def read() -> bool:
+            now = _MODES[name]()
+            if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+                return now
+            note(name, outside[name])
+            return now and outside[name] if name == "is_grad_enabled" else now or outside[name]
+
+        return read
+
+    try:
+        for name in _MODES:
+            setattr(torch, name, reader(name))
+        yield
+    finally:
+        for name, plain in _MODES.items():
+            setattr(torch, name, plain)
+
+
+# --- numbers that are read on the host ---------------------------------------------------------
+
+_READS = frozenset(
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__")
+)
+
+
+class HostReads(TorchFunctionMode):
+    """Whether Python reads the numbers of a tensor.
+
+    Attributes:
+        any: whether it has.
+        on: whether that counts now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = self.on = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`."""
+        self.any = self.any or (self.on and func in _READS)
+        return func(*args, **(kwargs or {}))
+
+
+# --- random numbers of Python and NumPy --------------------------------------------------------
+
+_DRAWS = (
+    "random",
+    "uniform",
+    "randint",
+    "randrange",
+    "choice",
+    "choices",
+    "sample",
+    "shuffle",
+    "gauss",
+    "normalvariate",
+)
+_NUMPY_DRAWS = ("random", "rand", "randn", "randint", "uniform", "normal", "choice", "permutation", "shuffle", "beta")
+
+
+class RandomNumbers:
+    """Python's and NumPy's generators from here on."""
+
+    def __init__(self) -> None:
+        self._before = self._states()
+        self._line = ""
+        self._replaced: list[tuple[Any, str, Any]] = []
+        numpy = sys.modules.get("numpy")
+        for home, names in ((random, _DRAWS), (getattr(numpy, "random", None), _NUMPY_DRAWS)):
+            for name in (name for name in names if hasattr(home, name)):
+                plain = getattr(home, name)
+                self._replaced.append((home, name, plain))
+                setattr(home, name, self._noting(plain))
+
+    @staticmethod
+    def _states() -> dict[str, Any]:
+        numpy = sys.modules.get("numpy")
+        found = {"random": random.getstate()}
+        return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
+
+    def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+            self._line = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+            return plain(*args, **kwargs)
+
+        return draw
+
+    def end(self) -> None:
+        """Put back functions and generators.
+
+        Raises:
+            CaptureError: numbers were drawn.
+        """
+        for home, name, plain in self._replaced:
+            setattr(home, name, plain)
+        self._replaced = []
+        drawn = [name for name, state in self._states().items() if str(state) != str(self._before[name])]
+        if not drawn:
+            return
+        random.setstate(self._before["random"])
+        if "numpy.random" in self._before:
+            sys.modules["numpy"].random.set_state(self._before["numpy.random"])
+        raise CaptureError(
+            f"the forward draws random numbers from {' and '.join(drawn)}, which a captured model would draw once and "
+            f"not at every call{self._line}\n  draw them with torch (torch.rand(()), and torch.where instead of a "
+            "branch), or outside of the model, and pass them as tensors"
+        )

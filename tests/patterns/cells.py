@@ -1,0 +1,38 @@
+"""Runs one pattern in one cell; the processes that do so import this module."""
+
+from __future__ import annotations
+
+from benchmarks.training import Outcome, Run, judge
+from benchmarks.workers import Workers
+from tests.patterns import (
+    attributes,
+    checkpoints,
+    custom_autograd,
+    data,
+    loops,
+    models,
+    modules,
+    optimizers,
+    precision,
+)  # fmt: skip
+from tests.patterns.pattern import Pattern
+
+__all__ = ["PATTERNS", "launched", "run_cell"]
+
+_SECTIONS = (
+    loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
+    attributes.SECTION, custom_autograd.SECTION, precision.SECTION,
+)  # fmt: skip
+
+PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}
+
+
+def launched(workers: Workers, name: str, cell: str) -> Outcome:
+    """Run one pattern in one cell, on workers of its launch."""
+    return workers.run(run_cell, name, cell.split("/")[1])
+
+
+def run_cell(rank: int, ranks: int, name: str, plan: str) -> Outcome:
+    """One pattern under one plan, in this process or as one rank of a group."""
+    pattern = PATTERNS[name]
+    return judge(pattern.script, Run(rank, ranks, compiled=True, plan=plan, free=pattern.free), pattern.tolerance)

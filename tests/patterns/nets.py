@@ -1,0 +1,56 @@
+"""Small models and the loop that most patterns share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.training import Run
+
+__all__ = ["BATCH", "Mlp", "conv_net", "steps"]
+
+BATCH = 8  # whole batches
+
+
+class Mlp(nn.Module):
+    """Two linear layers, 6 features to 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Four scores a sample."""
+        scores: Tensor = self.head(torch.tanh(self.body(x)))
+        return scores
+
+
+def conv_net() -> nn.Sequential:
+    """A convolution with batch norm and a linear layer: (N, 3, 6, 6) to (N, 4)."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
+
+
+def steps(
+    run: Run,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    count: int = 3,
+    *,
+    shape: tuple[int, ...] = (6,),
+    loss_of: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
+    before_step: Callable[[], object] = lambda: None,
+) -> None:
+    """Train on a new batch in every step; record each loss, and the state at the end."""
+    for _ in range(count):
+        inputs, classes = run.randn(BATCH, *shape), run.randint(4, BATCH)
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), classes)
+        loss.backward()
+        before_step()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)

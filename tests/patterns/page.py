@@ -1,0 +1,65 @@
+"""Writes docs/training-patterns.md from the patterns: python -m tests.patterns.page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from tests.patterns.cells import PATTERNS
+from tests.patterns.known_wrong import KNOWN_WRONG
+from tests.patterns.pattern import PLANS, Pattern, first_match
+
+__all__ = ["PAGE", "page"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training-patterns.md"
+
+HEAD = """\
+# Training code that works, and what is refused
+
+Each line is a pattern of training code that runs in the tests, plain and compiled, for three steps or more in float64:
+in one process on two logical devices, and under torchrun with two processes; with every layer that has weights in two
+replicas, in two shards, half of them each, and under the solver's own plan. "Right" means that losses, parameters and
+buffers are the plain run's to 1e-9 relative. "Refused" means an error of parplan's that says what to do.
+
+The patterns are in `tests/patterns/`, which writes this page: `python -m tests.patterns.page`. All cells are run by
+`python -m tests.patterns`; the tests run one plan of each per launch.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    return "\n".join([HEAD, *_tables()]).rstrip() + "\n"
+
+
+def _tables() -> Iterator[str]:
+    for heading, patterns in groupby(PATTERNS.values(), lambda pattern: pattern.section):
+        yield f"## {heading}\n"
+        yield "| pattern | one process | torchrun |"
+        yield "| --- | --- | --- |"
+        reasons = []
+        for pattern in patterns:
+            yield f"| {pattern.title} | {_launch(pattern, 'one')} | {_launch(pattern, 'ranks')} |"
+            if pattern.why:
+                reasons.append(f"- {pattern.title}: {pattern.why}")
+        yield "\n" + "\n".join(reasons) + "\n" if reasons else ""
+
+
+def _launch(pattern: Pattern, launch: str) -> str:
+    """What happens under each plan, in few words."""
+    told: dict[str, list[str]] = {}
+    for plan in PLANS:
+        told.setdefault(_told(pattern, f"{launch}/{plan}"), []).append(plan)
+    if len(told) == 1:
+        return next(iter(told))
+    return "; ".join(f"{text} ({', '.join(plans)})" for text, plans in told.items())
+
+
+def _told(pattern: Pattern, cell: str) -> str:
+    if first_match(KNOWN_WRONG.get(pattern.name, {}), cell) is not None:
+        return "not yet"
+    return "right" if pattern.words(cell) is None else "refused"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,86 @@
+"""A pattern of training code, with the result expected in every cell: launch x plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from benchmarks.training import TOLERANCE, Outcome, Script, Verdict
+
+__all__ = ["CELLS", "LAUNCHES", "PLANS", "Pattern", "Section", "first_match"]
+
+LAUNCHES = ("one", "ranks")  # two logical devices in one process; two processes under torchrun
+PLANS = ("replicas", "shards", "mixed", "solver")
+CELLS = tuple(f"{launch}/{plan}" for launch in LAUNCHES for plan in PLANS)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One pattern.
+
+    Attributes:
+        name: of its script; its tests are called so.
+        title: what users do, for the page.
+        refused: words of the refusal, by cells ("ranks/shards", "ranks/*"); the other cells are right.
+        why: the refusal's reason and what to do instead, for the page.
+        free: modules that plans leave to the solver, as they cannot be cut, or are not called.
+        tolerance: relative; above rounding of float64 where the pattern computes in less.
+    """
+
+    name: str
+    title: str
+    section: str
+    script: Script
+    refused: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    free: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
+
+    def words(self, cell: str) -> str | None:
+        """Words of the refusal that is expected; None where the numbers have to be right."""
+        return first_match(self.refused, cell)
+
+    def trouble(self, cell: str, outcome: Outcome) -> str | None:
+        """Why an outcome is not what is expected; None where it is."""
+        words = self.words(cell)
+        wanted = Verdict.RIGHT if words is None else Verdict.REFUSED
+        if outcome.verdict is wanted and (words or "") in outcome.text:
+            return None
+        expected = wanted.value if words is None else f"refused: {words}"
+        return f"{self.name} {cell}: {outcome.verdict.value}, expected {expected}\n{outcome.text}"
+
+
+def first_match(by_cells: Mapping[str, str], cell: str) -> str | None:
+    """The text of the first entry whose cells ("ranks/*") include `cell`."""
+    return next((text for cells, text in by_cells.items() if fnmatchcase(cell, cells)), None)
+
+
+class Section:
+    """Patterns under one heading; used as a decorator of their scripts."""
+
+    def __init__(self, heading: str) -> None:
+        self.heading = heading
+        self._patterns: list[Pattern] = []
+
+    def __iter__(self) -> Iterator[Pattern]:
+        """The patterns in the order they were written."""
+        return iter(self._patterns)
+
+    def __call__(
+        self,
+        title: str,
+        *,
+        refused: Mapping[str, str] | None = None,
+        why: str = "",
+        free: tuple[str, ...] = (),
+        tolerance: float = TOLERANCE,
+    ) -> Callable[[Script], Script]:
+        """Add a script."""
+
+        def add(script: Script) -> Script:
+            name = getattr(script, "__name__", "")
+            self._patterns.append(Pattern(name, title, self.heading, script, refused or {}, why, free, tolerance))
+            return script
+
+        return add

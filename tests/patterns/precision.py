@@ -1,0 +1,113 @@
+"""Patterns of mixed precision, compared as closely as their precision allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.training import Run
+from tests.patterns.nets import BATCH, Mlp
+from tests.patterns.pattern import Section
+
+SECTION = Section("Precision")
+
+BF16 = 0.03  # about four units in the last place of bf16, over three steps
+
+
+@SECTION("autocast (bf16) around the model", tolerance=BF16)
+def autocast_around(run: Run) -> None:
+    model = run.compile(Mlp().float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x, classes = run.randn(BATCH, 6).float(), run.randint(4, BATCH)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(x)
+            loss = F.cross_entropy(scores, classes)
+        run.same("type", str(scores.dtype))
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)
+
+
+@SECTION("autocast (bf16) inside the forward", free=("inner.body", "inner.head"), tolerance=BF16)
+def autocast_inside(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Mlp().float()
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x).float()
+
+    model = run.compile(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH))
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)
+
+
+@SECTION("autocast in training, none in evaluation, one model", tolerance=BF16)
+def autocast_switched(run: Run) -> None:
+    model = run.compile(Mlp().float())
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            scores = model(run.randn(BATCH, 6).float())
+        run.same("type", str(scores.dtype))
+        run.rows("scores", scores)
+
+
+@SECTION("`torch.amp.GradScaler`, with unscaled and clipped gradients, and a step skipped for an overflow")
+def grad_scaler(run: Run) -> None:
+    model = run.compile(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        x, classes = run.randn(BATCH, 6), run.randint(4, BATCH)
+        if step == 2 and run.rank == run.ranks - 1:
+            x = x.clone()
+            x[-1] = 1e308  # the overflow is in one rank's samples
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x * 1e3 if step == 2 else x), classes)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        run.same("scale", scaler.get_scale())
+    run.state(model)
+
+
+@SECTION("float32 training", tolerance=1e-5)
+def single(run: Run) -> None:
+    model = run.compile(Mlp().float())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH))
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)
+
+
+@SECTION("a model in bf16 throughout (`model.bfloat16()`)", tolerance=BF16)
+def half_model(run: Run) -> None:
+    model = run.compile(Mlp().bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(run.randn(BATCH, 6).bfloat16()).float(), run.randint(4, BATCH))
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)

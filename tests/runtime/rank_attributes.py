@@ -1,0 +1,116 @@
+"""What ranks do with buffers and attributes that a forward reads and writes; compared with the plain model on each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.compiled import Compiled
+from tests.runtime.helpers import planner, spread
+from tests.runtime.test_attributes import Keeper, divided, mixed_in, skipping
+from tests.runtime.test_written_buffers import Written, assigned_last, averaged, counted, queued, read_before_and_after
+
+__all__ = ["CASES"]
+
+SAMPLES = 4
+
+
+def same(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Refuse what is further off than rounding."""
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def train(
+    plain: nn.Module, kind: str, rank: int, change: Callable[[Any, int], None], count: int = 4
+) -> tuple[Any, Any]:
+    """Steps beside the plain model, with what `change` does to both before each; an attribute `penalty` is a loss."""
+    ranks = dist.get_world_size()
+    net = copy.deepcopy(plain)
+    model = Compiled(net, planner(spread(ranks, kind), ranks))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, plain)]
+    for step in range(count):
+        change(net, step)
+        change(plain, step)
+        x = torch.randn(SAMPLES * ranks, 6, dtype=torch.float64)
+        own = slice(SAMPLES * rank, SAMPLES * rank + SAMPLES)
+        for m, optimizer, given in zip((model, plain), optimizers, (x[own], x), strict=True):
+            optimizer.zero_grad()
+            loss = m(given).square().mean()
+            (loss + getattr(m, "penalty", 0.0)).backward()
+            optimizer.step()
+        state, wanted = model.state_dict(), plain.state_dict()
+        for name, tensor in wanted.items():
+            same(state[name].double(), tensor.double(), f"{name} after step {step}")
+        same(model(x[own]), plain(x)[own], f"result of step {step}")
+    return model, plain
+
+
+def nothing(model: Any, step: int) -> None:
+    """No change."""
+
+
+def buffers(rank: int, ranks: int) -> None:
+    """Counters, averages and queues are the same on all ranks, whoever computes what is written."""
+    cases = {
+        counted: "data",
+        read_before_and_after: "hybrid",
+        averaged: "data",
+        assigned_last: "hybrid",
+        queued: "hybrid",
+    }
+    for forward, kind in cases.items():
+        model, plain = train(Written(forward).double(), kind, rank, nothing, 2)
+        for name, buffer in plain.named_buffers():
+            same(model.module.get_buffer(name).double(), buffer.double(), name)
+
+
+def annealed(rank: int, ranks: int) -> None:
+    """A number that changes in every step, and a flag that toggles."""
+
+    def change(model: Any, step: int) -> None:
+        model.temperature = 1.0 + step / 3
+        model.config.scale = 0.5 * step
+        model.skip = step % 2 == 0
+
+    for forward in (divided, mixed_in, skipping):
+        train(Keeper(forward).double(), "hybrid" if forward is not skipping else "data", rank, change, 4)
+
+
+def penalised(m: Any, x: Tensor) -> Any:
+    """Leaves its own samples' features and a penalty on all samples."""
+    h = m.a(x)
+    m.last = h
+    m.penalty = h.square().mean()
+    return m.b(h)
+
+
+def stored(rank: int, ranks: int) -> None:
+    """Attributes are delivered as results are, with gradients."""
+    for kind in ("data", "hybrid"):
+        model, plain = train(Keeper(penalised).double(), kind, rank, nothing, 3)
+        own = slice(SAMPLES * rank, SAMPLES * rank + SAMPLES)
+        same(model.last, plain.last[own], "own features")
+        same(model.penalty, plain.penalty, "penalty")
+
+
+def different(rank: int, ranks: int) -> None:
+    """Ranks with different attributes are told, all of them."""
+    net = Keeper(divided).double()
+    model = Compiled(net, planner(spread(ranks, "hybrid"), ranks))
+    x = torch.randn(SAMPLES, 6, dtype=torch.float64)
+    model(x)
+    model.temperature = 2.0 + rank
+    with pytest.raises(RuntimeFailure, match=r"attributes of the model that are not the same.*temperature="):
+        model(x)
+    model.temperature = 2.0
+    model(x)
+
+
+CASES = {case.__name__: case for case in (buffers, annealed, stored, different)}

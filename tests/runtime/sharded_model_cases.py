@@ -1,0 +1,223 @@
+"""Models with sharded parameters: how they come to be, are converted, replaced, copied and called; on every rank."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import parplan
+from parplan.errors import RuntimeFailure
+from parplan.plan import Strategy
+from parplan.runtime.compiled import Compiled
+from parplan.runtime.sharded_tensor import ShardedTensor
+from parplan.runtime.sharding import same_start
+from tests.runtime.helpers import planner, spread
+from tests.runtime.nets import mlp
+from tests.runtime.sharded_cases import Net, Pair, adamw, clipped, placements, same, sgd, whole
+
+__all__ = ["CASES"]
+
+
+def converted(rank: int, ranks: int) -> None:
+    """Moved to another type and back with gradients and the optimizer's state, which stay on the same objects."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        pair.steps(optimizers, count=1)
+        known = list(pair.model.parameters())
+        for module in pair.both:
+            module.float()
+        assert all(
+            p.dtype is torch.float32 and whole(p.detach()).dtype is torch.float32 for p in pair.model.parameters()
+        )
+        for module in pair.both:
+            module.double()
+        assert [id(p) for p in pair.model.parameters()] == [id(p) for p in known]
+        pair.compare()
+        pair.steps(optimizers, clipped(2.0), 2)
+
+
+def replaced(rank: int, ranks: int) -> None:
+    """Parameters that the user replaces, by hand or by assign=True, are cut at the next call."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        state = {name: torch.randn_like(value) for name, value in pair.plain.state_dict().items()}
+        state["third.weight"] = state["second.weight"]
+        pair.model.load_state_dict(copy.deepcopy(state), assign=True)
+        pair.plain.load_state_dict(copy.deepcopy(state))
+        tied = pair.model.get_submodule("second").weight  # assign=True unties, as it does in a plain model
+        assert isinstance(tied, nn.Parameter)
+        pair.model.get_submodule("third").register_parameter("weight", tied)
+        pair.compare()
+        new = torch.randn(8, 8, dtype=torch.float64)
+        for module in pair.both:
+            module.get_submodule("first").weight = nn.Parameter(new.clone())
+        pair.backward()
+        assert isinstance(pair.model.get_submodule("first").weight, ShardedTensor)
+        pair.steps([sgd(list(m.parameters())) for m in pair.both], clipped(2.0), 2)
+
+
+def called_directly(rank: int, ranks: int) -> None:
+    """The held module gives the model's results; to train it, where ranks' gradients would differ, is refused."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        pair.backward()
+        x = torch.randn(2 * ranks, 8, dtype=torch.float64)
+        own = slice(2 * rank, 2 * rank + 2)
+        with torch.no_grad():
+            same(pair.model.module(x[own]), pair.plain(x)[own], "result of the module")
+        loss = pair.model.module(x[own]).square().sum()
+        with pytest.raises(
+            RuntimeFailure, match=r"gets a gradient that differs between processes.*own module was called"
+        ):
+            loss.backward()
+        with pytest.raises(RuntimeFailure, match="is cut over processes"):
+            torch.save(pair.model.module.state_dict(), "never written")
+
+
+def in_inference_mode(rank: int, ranks: int) -> None:
+    """A first call that records nothing, and training after it."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        x = torch.randn(2 * ranks, 8, dtype=torch.float64)
+        own = slice(2 * rank, 2 * rank + 2)
+        with torch.inference_mode():
+            same(pair.model.eval()(x[own]), pair.plain.eval()(x)[own], "result")
+            same(pair.model(x[own]), pair.plain(x)[own], "result again")
+            same(clip_norm(pair.model), clip_norm(pair.plain), "norm")
+        for module in pair.both:
+            module.train()
+        pair.steps([adamw(list(m.parameters())) for m in pair.both], clipped(2.0))
+
+
+def clip_norm(module: nn.Module) -> Tensor:
+    """The norm of all parameters."""
+    norm: Tensor = torch.stack([p.norm() for p in module.parameters()]).norm()
+    return norm
+
+
+def captured_before(rank: int, ranks: int) -> None:
+    """A model that was analysed and verified in the same process can still be cut."""
+    module = Net().double()
+    parplan.analyze(module, torch.zeros(4, 8, dtype=torch.float64), gpus=2)
+    parplan.verify(module, torch.zeros(4, 8, dtype=torch.float64), devices=2)
+    pair = Pair(placements(ranks)[0], rank, ranks, module)
+    pair.train(sgd)
+    parplan.analyze(pair.model.module, torch.zeros(4, 8, dtype=torch.float64), gpus=2)
+
+
+def not_cut(rank: int, ranks: int) -> None:
+    """What is in the way of cutting is told on all ranks, before anything is changed; then it works."""
+    pair = Pair(placements(ranks)[0], rank, ranks)
+    first, *_ = pair.model.parameters()
+    before = [type(p) for p in pair.model.parameters()]
+    for obstacle in (weakref.ref, lambda p: (p * p).sum()):
+        held: Any = obstacle(list(pair.model.parameters())[1]) if rank == 0 else None
+        expected = "first.bias cannot be cut over processes" if rank == 0 else "rank 0 could not cut a parameter"
+        with pytest.raises(RuntimeFailure, match=expected):
+            pair.backward()
+        assert [type(p) for p in pair.model.parameters()] == before
+        assert not vars(first)
+        del held
+    pair.plain.zero_grad()
+    pair.train(sgd)
+
+
+class Recurrent(nn.Module):
+    """A layer that keeps weak references to its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8) to (N, 4), over 2 steps."""
+        result: Tensor = self.last(self.rnn(torch.stack([x, x * 2], 1))[0][:, 1])
+        return result
+
+
+def recurrent(rank: int, ranks: int) -> None:
+    """A recurrent layer on one rank."""
+    places = {"rnn": Strategy(devices=(ranks - 1,)), "last": Strategy(1, ranks, "out-features", tuple(range(ranks)))}
+
+    def rule(layer: Any) -> Strategy:
+        return places.get(
+            layer.name, Strategy(ranks, 1, None, tuple(range(ranks))) if layer.batch is not None else Strategy()
+        )
+
+    Pair(rule, rank, ranks, Recurrent().double()).train(adamw, clipped(2.0))
+
+
+def evaluated(optimizer: torch.optim.Optimizer, module: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The loss, and its gradients."""
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(module(x), y)
+    loss.backward()
+    return loss.item()
+
+
+def closures(rank: int, ranks: int) -> None:
+    """LBFGS, which works on flat vectors and calls the model within its step."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        x, y = (torch.randn(2 * ranks, width, dtype=torch.float64) for width in (8, 4))
+        own = slice(2 * rank, 2 * rank + 2)
+        for module, samples in zip(pair.both, (own, slice(None)), strict=True):
+            optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4, tolerance_change=0, tolerance_grad=0)
+
+            closure = partial(evaluated, optimizer, module, x[samples], y[samples])
+            for _ in range(2):
+                optimizer.step(closure)
+        pair.compare()
+
+
+def half(rank: int, ranks: int) -> None:
+    """bfloat16 parameters: norms are computed in float32 as plain torch's are."""
+    torch.manual_seed(2)
+    module = mlp().to(torch.bfloat16)
+    plain = copy.deepcopy(module)
+    model = Compiled(module, planner(spread(ranks, "out-features"), ranks))
+    model(torch.randn(2, 6, dtype=torch.bfloat16)).sum().backward()
+    for parameter, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.norm(), twin.norm(), rtol=1e-2, atol=0.0)
+        assert parameter.norm().dtype is torch.bfloat16
+    clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def started_alike(rank: int, ranks: int) -> None:
+    """Ranks begin with rank 0's values, in messages of bounded size, tensors of all layouts."""
+    module = nn.Module()
+    shapes = [(3, 5), (1,), (0,), (7, 2, 2)]
+    for number, shape in enumerate(shapes):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape) + rank))
+    module.turned = nn.Parameter((torch.randn(4, 6) + rank).t())
+    module.register_buffer("count", torch.tensor(rank))
+    from parplan.runtime import sharding
+    from parplan.runtime.distributed import DistributedTransport
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "CHUNK_BYTES", 32)
+        same_start(module, DistributedTransport(torch.device("cpu")))
+    for tensor in (*module.parameters(), *module.buffers()):
+        found = [torch.empty_like(tensor).contiguous() for _ in range(ranks)]
+        dist.all_gather(found, tensor.detach().contiguous())
+        assert all(torch.equal(other, found[0]) for other in found)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        converted, replaced, called_directly, in_inference_mode, captured_before, not_cut, recurrent, closures, half,
+        started_alike,
+    )
+}  # fmt: skip
