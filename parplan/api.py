@@ -186,6 +186,7 @@ def compile(  # the name users know from torch.compile
     inputs: str = "own",
     dim: int = 0,
     threads: ThreadsOption = False,
+    check: str = "first",
     rules: str = "default",
     scheme: str = "auto",
     precision: str = "fp32",
@@ -214,8 +215,12 @@ def compile(  # the name users know from torch.compile
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute
             at the same time; a function is called first in each thread, with the device's number.
+        check: "first" compares each new capture's program with the plain module before its first step: results,
+            gradients and buffers on some of the call's samples; "always" does so at every call, which takes about three
+            times as long; "off" never does (docs/self-check.md).
 
     Raises:
+        SelfCheckError: (at a call) the planned program computes something else than the module.
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
     """
     from parplan.planner.decide import Request
@@ -249,6 +254,7 @@ def compile(  # the name users know from torch.compile
         scalars=scalars,
         inputs=inputs,
         threads=threads,
+        check=check,
     )
     compiled.foresee = foresee
     if example_inputs is not None or kwargs:

@@ -18,7 +18,9 @@ __all__ = [
     "ProfileError",
     "RuleError",
     "RuntimeFailure",
+    "SelfCheckError",
     "TargetError",
+    "UncheckedWarning",
 ]
 
 
@@ -82,3 +84,19 @@ class InfeasiblePlan(ParplanError):
 
 class RuntimeFailure(ParplanError):
     """A compiled model was called in a way its plan cannot serve, or a device failed."""
+
+
+class SelfCheckError(RuntimeFailure):
+    """The planned program does not compute what the plain module computes.
+
+    Attributes:
+        layer: the first layer that differs; None where it could not be told.
+    """
+
+    def __init__(self, message: str, layer: str | None = None) -> None:
+        super().__init__(message)
+        self.layer = layer
+
+
+class UncheckedWarning(UserWarning):
+    """The planned program was not compared with the plain module; the text says why."""

@@ -22,7 +22,9 @@ from parplan.graph.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import user_line
 from parplan.plan import Plan
+from parplan.runtime.comparison import compare_group, largest_of, projected, projection_weights
 from parplan.runtime.compiled import Compiled
+from parplan.runtime.double_copy import double
 
 __all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "verify_plan"]
 
@@ -89,7 +91,7 @@ def verify_plan(
     plain, compiled_model = (_without_dropout(_precise(copy.deepcopy(model).cpu()).train()) for _ in range(2))
     samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
     reference = _plain(plain, args, kwargs, seed, samples)
-    compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False)
+    compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
     found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
     return Verification(compiled.plan, samples, _compare(reference, found))
@@ -110,14 +112,8 @@ def _plain(model: nn.Module, args: Any, kwargs: Any, seed: int, samples: int) ->
 
 def _precise(model: nn.Module) -> nn.Module:
     """The model in double precision, complex numbers too."""
-    precise: nn.Module = model._apply(_double)
+    precise: nn.Module = model._apply(double)
     return precise
-
-
-def _double(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
@@ -157,17 +153,17 @@ def _without_dropout(model: nn.Module) -> nn.Module:
 def _doubled(tree: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
 
-    def double(leaf: Any) -> Any:
+    def doubled(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        wanted = _double(leaf.detach().cpu())
+        wanted = double(leaf.detach().cpu())
         if not (wanted.is_floating_point() or wanted.is_complex()):
             return wanted
         flat = leaf.numel() > 1 and bool((leaf == leaf.flatten()[0]).all())
         values = torch.randn(leaf.shape, generator=generator, dtype=wanted.dtype) if flat else wanted
         return values.clone().requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map(double, tree)
+    return pytree.tree_map(doubled, tree)
 
 
 def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> _Results:
@@ -177,7 +173,7 @@ def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -
     )
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     leaves = [leaf for leaf in pytree.tree_leaves(call(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    loss = _loss(leaves, seed)
+    loss = projected(leaves, projection_weights(leaves, seed))
     if loss.requires_grad:
         loss.backward()
     groups = {
@@ -190,19 +186,6 @@ def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -
     return _Results(groups)
 
 
-def _loss(leaves: Sequence[Tensor], seed: int) -> Tensor:
-    """A loss that weighs every element of every output differently."""
-    generator = torch.Generator().manual_seed(seed)
-    loss = torch.zeros((), dtype=torch.float64)
-    for leaf in leaves:
-        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        weights = torch.rand(real.shape, generator=generator, dtype=torch.float64)
-        if real.is_floating_point():
-            # A mask of -inf is compared as an output; in a sum it would hide everything else.
-            loss = loss + (real.nan_to_num(0.0, 0.0, 0.0) * weights).sum()
-    return loss
-
-
 def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad.detach().clone() if tensor.grad is not None else torch.zeros_like(tensor)
 
@@ -212,38 +195,9 @@ def _compare(reference: _Results, found: _Results) -> tuple[VerificationRow, ...
     for group, expected in reference.groups.items():
         if not expected:
             continue
-        actual = found.groups[group]
-        largest = max((_size(tensor) for tensor in expected.values()), default=0.0)
-        found_by = {name: _difference(tensor, actual[name], _FLOOR * largest) for name, tensor in expected.items()}
-        worst = max(found_by, key=lambda name: math.inf if math.isnan(found_by[name]) else found_by[name])
-        rows.append(VerificationRow(group, len(expected), found_by[worst], worst))
+        compared = compare_group(group, expected, found.groups[group], _FLOOR * largest_of(expected))
+        # Where the plain model gives NaN there is nothing to compare with.
+        nothing = next((name for name, tensor in expected.items() if bool(tensor.isnan().any())), None)
+        difference, worst = (compared.difference, compared.worst) if nothing is None else (math.nan, nothing)
+        rows.append(VerificationRow(group, len(expected), difference, worst))
     return tuple(rows)
-
-
-def _size(tensor: Tensor) -> float:
-    finite = _exact(tensor)[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.double()
-
-
-def _difference(expected: Tensor, actual: Tensor, floor: float) -> float:
-    """Largest absolute difference relative to the largest finite element.
-
-    Infinite where shapes or the places of infinities differ; NaN where the plain model gives one.
-    """
-    if bool(expected.isnan().any()):
-        return math.nan
-    if expected.shape != actual.shape or not torch.equal(_infinite(expected), _infinite(actual)):
-        return math.inf
-    scale = max(_size(expected), floor)
-    difference = _size(_exact(expected) - _exact(actual))
-    return difference / scale if scale > 0 else difference
-
-
-def _infinite(tensor: Tensor) -> Tensor:
-    """Where a tensor holds NaN, infinity and minus infinity."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
-    return torch.stack([real.isnan(), real.isposinf(), real.isneginf()])

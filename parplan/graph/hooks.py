@@ -26,7 +26,7 @@ from parplan.graph.op_axes import OpAxis
 from parplan.graph.packed import Packed
 from parplan.graph.stored import Template
 
-__all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks"]
+__all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks", "without_hooks"]
 
 
 @torch.library.custom_op("parplan::pre_hooks", mutates_args=())
@@ -125,6 +125,31 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
             module.__dict__.update(fields)
 
 
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """While it lasts, no module has hooks of the user's; torch's own (weight_norm, prune) stay."""
+    saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            if any(_kinds(module)):
+                saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
+                _remove_own(module)
+        yield
+    finally:
+        for module, fields in saved:
+            module.__dict__.update(fields)
+
+
+def _remove_own(module: nn.Module) -> None:
+    """Take the user's hooks away, leave torch's."""
+    own = {**own_hooks(module._forward_pre_hooks), **own_hooks(module._forward_hooks)}
+    for name in HOOK_FIELDS:
+        value = module.__dict__[name]
+        if isinstance(value, dict):
+            kept = {} if "backward" in name else {key: hook for key, hook in value.items() if key not in own}
+            module.__dict__[name] = type(value)(kept)
+
+
 def _is_hooked(module: nn.Module) -> bool:
     if module._backward_hooks and module._is_full_backward_hook is False:
         raise CaptureError(
@@ -154,12 +179,7 @@ class _Marks:
 
     def install(self) -> None:
         """Take the user's hooks away, leave torch's, and add the marks."""
-        own = {**own_hooks(self._module._forward_pre_hooks), **own_hooks(self._module._forward_hooks)}
-        for name in HOOK_FIELDS:
-            value = self._module.__dict__[name]
-            if isinstance(value, dict):
-                kept = {} if "backward" in name else {key: hook for key, hook in value.items() if key not in own}
-                self._module.__dict__[name] = type(value)(kept)
+        _remove_own(self._module)
         self._module.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._module.register_forward_hook(self._leave, with_kwargs=True)
 

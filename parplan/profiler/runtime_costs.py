@@ -128,7 +128,7 @@ class _Trial:
         self.graph = capture(net, (self._inputs,))
         layers = dict.fromkeys(self.graph.layers, Strategy())
         plan = Plan(self.graph.model, self.graph.fingerprint, self.graph.batch or 1, 1, layers)
-        self._compiled = Compiled(net, lambda graph: plan, devices=[device])
+        self._compiled = Compiled(net, lambda graph: plan, devices=[device], check="off")
         self._gradients = torch.ones_like(self._compiled(self._inputs))
 
     def step_and_parts(self, rounds: int = 3) -> _Both:

@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,43 +22,59 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.programs import Captured
 from parplan.runtime.transport import Transport
 
-__all__ = ["agree"]
+__all__ = ["Agreement", "agree"]
 
 
-def agree(transport: Transport, call: Call, captured: Captured) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class Agreement:
+    """What processes know of each other before a step.
+
+    Args:
+        samples: per process.
+        wishes: which processes want to compare the step with the plain module; None where they did not tell.
+    """
+
+    samples: tuple[int, ...]
+    wishes: tuple[bool, ...] | None
+
+
+def agree(transport: Transport, call: Call, captured: Captured, wish: bool = False) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
+
+    Args:
+        wish: whether this process wants to compare the step with the plain module.
 
     Raises:
         RuntimeFailure: no process has a sample, or processes of one group brought different numbers.
     """
-    samples = _samples(transport, call, captured)
+    agreement = _agreement(transport, call, captured, wish)
     if captured.shares or transport.processes == 1:
-        call.check(sum(samples))  # else a rank may have no samples, and does not know of the others'
-    return samples
+        call.check(sum(agreement.samples))  # else a rank may have no samples, and does not know of the others'
+    return agreement
 
 
-def _samples(transport: Transport, call: Call, captured: Captured) -> tuple[int, ...]:
+def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool) -> Agreement:
     own = call.batch if call.batch is not None else 1
     seed = int(torch.randint(1 << 62, ()).item()) if captured.draws.any else 0
     if not isinstance(transport, DistributedTransport):
         captured.draws.seed = seed
-        return (own,)
+        return Agreement((own,), (wish,))
     if not captured.shares:
-        return (own,) * transport.processes
+        return Agreement((own,) * transport.processes, None)
     shared, reads = _shared(call, captured), captured.graph.reads
     checksum = _checksum(shared, call, first=not captured.executors) if captured.moves else 0
-    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum)
+    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
     captured.draws.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)
-    for _, _, signature, digest, _ in agreed:
+    for _, _, signature, digest, *_ in agreed:
         digests[signature].add(digest)
     if any(len(found) > 1 for found in digests.values()):
         raise RuntimeFailure(
             f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
             f"them alike (here: {reads.text})"
         )
-    if len({other for *_, other in agreed}) > 1:
+    if len({other for *_, other, _ in agreed}) > 1:
         names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
         raise RuntimeFailure(
             f"{names} of {captured.graph.model} has no samples and differs between processes, while this plan moves "
@@ -66,7 +83,7 @@ def _samples(transport: Transport, call: Call, captured: Captured) -> tuple[int,
         )
     if captured.groups is not None:
         _same_in_rows(captured.groups, sizes, call)
-    return sizes
+    return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
 def _shared(call: Call, captured: Captured) -> dict[str, Tensor]:

@@ -71,6 +71,24 @@ class Call:
         args, kwargs = pytree.tree_unflatten(changed, self.spec)
         return args, kwargs
 
+    def first(self, samples: int | None) -> Call:
+        """A call of its own tensors, detached, with the first `samples` samples; None for all of them."""
+        whole = samples is None or self.batch is None
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            part = leaf if whole or not self.has_samples(leaf) else leaf.narrow(self.dim, 0, samples or 0)
+            return part.detach().clone().requires_grad_(leaf.requires_grad)
+
+        return Call(tuple(map(own, self.leaves)), self.spec, self.dim, self.batch if whole else samples)
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs), nested again."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        return args, kwargs
+
     def _mark(self, leaf: Any) -> Hashable:
         if not isinstance(leaf, Tensor):
             return (type(leaf).__name__, repr(leaf))

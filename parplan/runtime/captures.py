@@ -29,7 +29,7 @@ from parplan.runtime.programs import Captured, Options, Programs
 from parplan.runtime.tensors import OwnTensors
 from parplan.runtime.transport import Transport
 
-__all__ = ["Captures", "Planner"]
+__all__ = ["Captures", "Planner", "bound_to_batch"]
 
 Planner = Callable[[LayerGraph], Plan]
 
@@ -127,7 +127,7 @@ class Captures:
             call, training, batch
         )
         known = self.programs.know(graph, plan)
-        if _bound_to_batch(graph):
+        if bound_to_batch(graph):
             self._bound.add(kind)
             self._captured[kind, batch].insert(0, known)
         else:
@@ -211,7 +211,7 @@ class Captures:
         if known is not None and known.reads.hold:
             return known
         graph = self._traced_at(call, training, 2 if batch == 1 else batch)
-        if batch == 1 and _bound_to_batch(graph):
+        if batch == 1 and bound_to_batch(graph):
             return self._traced_at(call, training, batch)
         return graph
 
@@ -254,7 +254,7 @@ def _check_parameters(module: nn.Module) -> None:
             )
 
 
-def _bound_to_batch(graph: LayerGraph) -> bool:
+def bound_to_batch(graph: LayerGraph) -> bool:
     """Whether a graph holds for one number of samples only."""
     loose = [
         value

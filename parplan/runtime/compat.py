@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "gradient_hooks", "group_timeout",
     "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once", "state_by_block", "support_foreach",
-    "version", "without_weak_references", "wrapper_tensor", "writes",
+    "version", "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -180,3 +180,19 @@ def state_by_block() -> bool:
                 return not getattr(options, "full_state_dict", True)
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """While it lasts, hooks of `register_hook` and `register_post_accumulate_grad_hook` on these are not called."""
+    fields = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooks = [found for leaf in leaves for field in fields if (found := getattr(leaf, field))]
+    # autograd reads these dictionaries when it comes to the leaf, and handles remove their hooks from them.
+    saved = [(found, dict(found)) for found in hooks]
+    for found, _ in saved:
+        found.clear()
+    try:
+        yield
+    finally:
+        for found, before in saved:
+            found.update(before)

@@ -7,7 +7,7 @@ every process brings its own samples and gets its own results, like `Distributed
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from parplan.plan import Plan
 from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
+from parplan.runtime.checked_step import begin_forward, end_forward
 from parplan.runtime.compat import gradient_hooks, in_functional_transform
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
@@ -29,11 +30,12 @@ from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.example import Example
 from parplan.runtime.executor import Executor
 from parplan.runtime.expected import Expected
-from parplan.runtime.kept import kept_modes
 from parplan.runtime.measured import MeasuredStep
 from parplan.runtime.measuring import Effort, Recorder, Subject, measure
+from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.program import Program
 from parplan.runtime.programs import Captured, Options
+from parplan.runtime.self_check import CheckRecord, SelfCheck
 from parplan.runtime.sharding import Sharding, same_start
 from parplan.runtime.train_step import (
     StagedStep,
@@ -68,6 +70,8 @@ class Compiled(Wrapped):
         threads: True gives every logical device of this process a thread of its own that runs its work; a function of
             the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
         group: the process group, under torchrun; default: all processes.
+        check: "first" compares every new capture with the plain module before its first step, "always" every call,
+            "off" nothing (runtime/self_check.py).
 
     Attributes:
         program: what the last call ran, for reading.
@@ -89,6 +93,7 @@ class Compiled(Wrapped):
         dropout: bool = True,
         threads: ThreadsOption = False,
         group: dist.ProcessGroup | None = None,
+        check: str = "first",
     ) -> None:
         super().__init__(module)
         _one_of("batch_norm", batch_norm, "global", "local")
@@ -106,7 +111,7 @@ class Compiled(Wrapped):
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
         self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
-        self._given |= {"inputs": inputs}
+        self._given |= {"inputs": inputs, "check": check}
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -122,11 +127,12 @@ class Compiled(Wrapped):
         )
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
+        self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
         if isinstance(self._transport, DistributedTransport):
             same_start(module, self._transport)
         self._built = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a larger model that torch.compile has taken runs this part as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile leaves this part as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments.
 
@@ -233,11 +239,18 @@ class Compiled(Wrapped):
         return {name: tensor for name, tensor in values if name is not None and tensor is not None}
 
     def _ready(self, call: Call, captured: Captured) -> Executor:
-        """What runs a graph for these samples, with the ranks' buffers in step."""
-        executor = self._programs.executor(captured, agree(self._transport, call, captured))
-        self.program = executor.program
+        """What runs a graph for these samples, compared with the plain module, with the ranks' buffers in step."""
+        wanted = self._self_check.wants(captured)
+        agreement = agree(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
             self._programs.sync.run()
+        if self._programs.sharding is not None:
+            self._programs.hold(captured)
+        if wanted:
+            self._self_check.before(call, captured, self.training, agreement)
+        self._programs.hold(captured)  # at the first step only now: the plain module runs with whole parameters
+        executor = self._programs.executor(captured, agreement.samples)
+        self.program = executor.program
         return executor
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
@@ -284,10 +297,13 @@ class Compiled(Wrapped):
         call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
         mode, program = self.training, self.program
         try:
-            with kept_modes(self.module):
+            with preserved_modes(self.module):
                 if not mode:
                     self.train()
-                graph = self._find(call).graph
+                captured = self._find(call)
+                with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
+                    self._ready(call, captured)  # compared with the plain module, if it was not yet
+                graph = captured.graph
                 expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
                 return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)
         finally:
@@ -316,6 +332,11 @@ class Compiled(Wrapped):
         return group
 
     @property
+    def checked(self) -> tuple[CheckRecord, ...]:
+        """What the comparisons with the plain module have found; under `check="always"` the last call's."""
+        return tuple(self._self_check.records)
+
+    @property
     def device_count(self) -> int:
         """How many logical devices there are, over all processes."""
         return self._programs.device_count
@@ -327,20 +348,13 @@ class Compiled(Wrapped):
 
     def _begins(self, graph: LayerGraph) -> None:
         """Count a forward before it runs, as layers do, for a checkpoint may end one early."""
-        self._count(graph, graph.counters.keys() - graph.late)
-        for name, number in graph.numbers.items():
-            number.fill(graph.constants[name])
+        begin_forward(self.module, graph)
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
 
     def _ends(self, graph: LayerGraph) -> None:
         """Count a forward that has run to its end."""
-        self._count(graph, graph.counters.keys() & graph.late)
-
-    @torch.no_grad()
-    def _count(self, graph: LayerGraph, counters: Iterable[str]) -> None:
-        for name in counters:
-            self.module.get_buffer(graph.buffers[name]).add_(graph.counters[name])
+        end_forward(self.module, graph)
 
     # -- results --
 

@@ -211,6 +211,28 @@ class DistributedTransport:
             dist.all_gather(found, own, group=self._group)
         return [tuple(entry.tolist()) for entry in found]
 
+    def gather_rows(self, own: Tensor, dim: int, sizes: Sequence[int], ranks: Sequence[int]) -> Tensor:
+        """The tensors of `ranks` behind each other along `dim`, on every rank.
+
+        Args:
+            sizes: along `dim`, of every rank's tensor.
+        """
+        rows = own.movedim(dim, 0)
+        # gloo gathers tensors of one shape only.
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        found = [torch.empty_like(padded) for _ in range(self.processes)]
+        with explained("gathering inputs for the self-check", self.rank):
+            dist.all_gather(found, padded, group=self._group)
+        return torch.cat([found[rank][: sizes[rank]] for rank in ranks]).movedim(0, dim)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text that every rank passes here, by rank."""
+        found: list[Any] = [None] * self.processes
+        with explained("exchanging findings of the self-check", self.rank):
+            dist.all_gather_object(found, text, group=self._group)
+        return [str(entry) for entry in found]
+
     def any(self, flags: Iterable[bool]) -> list[bool]:
         """Which of the flags are set in at least one process."""
         return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]

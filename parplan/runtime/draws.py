@@ -23,7 +23,7 @@ from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute
 
-__all__ = ["Draws", "draws_any"]
+__all__ = ["Draws", "draws_any", "draws_numbers"]
 
 aten = torch.ops.aten
 
@@ -102,6 +102,11 @@ class Draws:
 def draws_any(graph: LayerGraph, step: Compute) -> bool:
     """Whether a step draws random numbers, from whichever generator."""
     return any(_is_random(node) for name in step.layers for node in graph.layers[name].nodes)
+
+
+def draws_numbers(graph: LayerGraph) -> bool:
+    """Whether any op of a graph draws random numbers."""
+    return any(_is_random(node) for layer in graph.layers.values() for node in layer.nodes)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -48,6 +48,7 @@ class Executor:
         draws: sets apart ops that draw on several devices at once; default: those of the graph and strategies.
         timeline: records what a step spends its time on; default: nothing does, and nothing is spent on it.
         dispatch: who runs the devices' work; default: the caller's thread.
+        hooks: whether the user's module hooks are called.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Executor:
         draws: Draws | None = None,
         timeline: Timeline | None = None,
         dispatch: Dispatch | None = None,
+        hooks: bool = True,
     ) -> None:
         self.graph = graph
         self.program = program
@@ -73,7 +75,7 @@ class Executor:
         self._dropout = dropout
         self._strategies = strategies
         self._run = Run if timeline is None else RecordedRun
-        self.hooks = HookCalls(graph, strategies, program, transport.processes)
+        self.hooks = HookCalls(graph, strategies, program, transport.processes, silent=not hooks)
         places = {device: transport.physical(device) for device in transport.owned}
         self.codes = Codes(graph, strategies, program, self.draws, dropout, places, self.hooks, timeline)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()

@@ -45,6 +45,7 @@ class HookCalls:
         strategies: how its layers are spread.
         program: how often they run.
         processes: how many processes share the devices.
+        silent: marks hand their tensors on and call nothing.
 
     Raises:
         PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes, or on
@@ -52,9 +53,15 @@ class HookCalls:
     """
 
     def __init__(
-        self, graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int = 1
+        self,
+        graph: LayerGraph,
+        strategies: Mapping[str, Strategy],
+        program: Program,
+        processes: int = 1,
+        silent: bool = False,
     ) -> None:
         self._sites: Mapping[str, Site] = graph.sites
+        self._silent = silent
         self._backward: dict[_Visit, BackwardHook] = {}
         nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
         self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
@@ -88,11 +95,13 @@ class HookCalls:
 
     def guard(self, leaves: Sequence[Tensor]) -> None:
         """Refuse a backward that begins at what a hook has kept: it would end at these tensors, and not go on."""
-        for leaf in leaves if self._sites else ():
+        for leaf in leaves if self._sites and not self._silent else ():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(_refuse)
 
     def _before(self, visit: _Visit, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self._silent:
+            return list(inputs)
         site = self._sites[visit.site]
         module, template = site.module, _known(site.inputs)
         args, kwargs = template.filled(inputs)
@@ -109,6 +118,8 @@ class HookCalls:
         return _tensors(site, "a forward pre-hook", template, (args, kwargs), inputs)
 
     def _after(self, visit: _Visit, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        if self._silent:
+            return list(outputs)
         site = self._sites[visit.site]
         module, template = site.module, _known(site.outputs)
         args, kwargs = _known(site.inputs).filled(inputs)

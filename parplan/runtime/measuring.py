@@ -16,9 +16,9 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.runtime.calls import Call
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.expected import Expected
-from parplan.runtime.kept import kept
 from parplan.runtime.measured import Figure, MeasuredStep
 from parplan.runtime.peak import StepPeak, step_peak
+from parplan.runtime.preserve_state import preserved
 from parplan.runtime.sharded_tensor import local_tensor
 from parplan.runtime.summary import Summary
 from parplan.runtime.timeline import Activity, Kind, StepTimes, Timeline
@@ -93,7 +93,7 @@ def measure(subject: Subject, effort: Effort) -> MeasuredStep:
     Raises:
         RuntimeFailure: no result needs a gradient, or another process failed.
     """
-    with kept(subject.module, effort.optimizer), torch.inference_mode(False), torch.enable_grad():
+    with preserved(subject.module, effort.optimizer), torch.inference_mode(False), torch.enable_grad():
         recorder = Recorder(subject.transport)
         for _ in range(effort.warmup + effort.steps):
             _run(subject, effort, recorder)

@@ -7,7 +7,7 @@ every rank holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -19,7 +19,7 @@ from parplan.layout import Grid, Region
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.devices import memories
-from parplan.runtime.dispatch import ThreadsOption, dispatch_for
+from parplan.runtime.dispatch import Inline, ThreadsOption, dispatch_for
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws
 from parplan.runtime.executor import Executor
@@ -60,19 +60,23 @@ class Captured:
 
     Attributes:
         draws: random numbers that devices draw together.
+        supposed: the program of a few samples per process, which says what each holds of the parameters.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
         moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
+        checked: for which grad modes it has been compared with the plain module (runtime/self_check.py).
     """
 
     graph: LayerGraph
     strategies: Mapping[str, Strategy]
     scheme: Scheme
     draws: Draws
-    shares: bool
+    supposed: Program | None = None
+    shares: bool = True
     groups: Grid | None = None
     moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+    checked: set[bool] = field(default_factory=set)
 
     @cached_property
     def early_periods(self) -> Mapping[str, int]:
@@ -110,6 +114,10 @@ class Programs:
         self.sync: BufferSync | None = None
         self.copies = Copies()
 
+    def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
+        """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date."""
+        return fresh_buffers(graph, program, self._options.global_statistics)
+
     @property
     def device_count(self) -> int:
         """How many logical devices there are, over all processes."""
@@ -124,15 +132,23 @@ class Programs:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
         draws = Draws(graph, strategies)
-        known = Captured(graph, strategies, plan.scheme, draws, True, self.groups(plan))
+        known = Captured(graph, strategies, plan.scheme, draws, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
-        supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
-        if isinstance(self._transport, DistributedTransport):
-            self._hold(graph, supposed)
-        known.moves = bool(supposed.transfers)
+        known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        known.moves = bool(known.supposed.transfers)
         known.shares = known.moves or draws.any or known.groups is not None
         return known
+
+    def hold(self, captured: Captured) -> None:
+        """Under torchrun, cut the module's parameters to this rank's blocks before the first step.
+
+        Raises:
+            RuntimeFailure: an earlier graph needs other blocks.
+        """
+        if isinstance(self._transport, DistributedTransport) and captured.supposed is not None:
+            self._hold(captured.graph, captured.supposed)
+            captured.supposed = None
 
     def groups(self, plan: Plan) -> Grid | None:
         """Which ranks bring the same samples: the shards of one replica of the first layer.
@@ -150,14 +166,15 @@ class Programs:
             )
         return first.grid
 
-    def _lower(self, known: Captured, samples: tuple[int, ...]) -> Program:
+    def _lower(self, known: Captured, samples: tuple[int, ...], options: Options | None = None) -> Program:
+        options = options or self._options
         setting = Setting(
             devices=self.device_count,
             samples=samples,
             memories=self._memories,
-            output=self._options.output,
-            global_statistics=self._options.global_statistics,
-            per_replica=self._options.per_replica,
+            output=options.output,
+            global_statistics=options.global_statistics,
+            per_replica=options.per_replica,
             scheme=known.scheme,
             groups=known.groups,
         )
@@ -171,7 +188,7 @@ class Programs:
             self._held = held
             self.sharding = Sharding(self._module, held, self._transport)
         self.sharding.hold()
-        self.sharding.fresh |= fresh_buffers(graph, program, self._options.global_statistics)
+        self.sharding.fresh |= self.fresh_buffers(graph, program)
         for name, blocks in held.items():
             if self._held.get(name) != blocks:
                 known = self._held.get(name)
@@ -191,6 +208,31 @@ class Programs:
                 captured.executors.pop(next(iter(captured.executors)))
             captured.executors[samples] = self._executor(captured, samples)
         return captured.executors[samples]
+
+    def checking_executor(self, captured: Captured, samples: tuple[int, ...], keep: bool) -> Executor:
+        """What runs a graph by its plan and computes the plain module's numbers: with the whole batch's statistics and
+        losses and with dropout as the module has it. The user's hooks are not called.
+
+        Args:
+            keep: the step itself has these samples, so that it may use the same executor.
+        """
+        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True)
+        held = self._transport.processes == 1 or self.sharding is not None
+        if held and plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
+            return self.executor(captured, samples) if keep else self._executor(captured, samples)
+        program = self._lower(captured, samples, plain)
+        cut = self.sharding is not None
+        store = Store(self._module, captured.graph, program, self._transport, sharded=cut, copies=self.copies)
+        return Executor(
+            captured.graph,
+            captured.strategies,
+            program,
+            store,
+            self._transport,
+            output=plain.output,
+            draws=captured.draws,
+            hooks=False,
+        )
 
     def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
         graph, options = captured.graph, self._options

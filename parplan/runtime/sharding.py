@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,29 @@ class Sharding:
                 "under torch.no_grad(), and drop weak references to its parameters"
             )
         watch_optimizers()
+
+    @contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """Put ordinary parameters with the values of all ranks into the module; every rank has to call this."""
+        places = [(part, name, p) for part in self._module.modules() for name, p in part._parameters.items()]
+        whole: dict[int, nn.Parameter] = {}
+        for _, _, parameter in places:
+            own: Tensor | None = parameter
+            if isinstance(own, ShardedTensor) and id(own) not in whole:
+                whole[id(own)] = nn.Parameter(own.whole(), requires_grad=own.requires_grad)
+        buffers = {name: self._module.get_buffer(name) for name in self.fresh}
+        stale = {name: buffer.data for name, buffer in buffers.items()}
+        try:
+            for part, name, parameter in places:
+                part._parameters[name] = whole.get(id(parameter), parameter)
+            for name, buffer in buffers.items():
+                buffer.data = self._gathered(name, buffer.data, self.fresh[name])
+            yield
+        finally:
+            for part, name, parameter in places:
+                part._parameters[name] = parameter
+            for name, buffer in buffers.items():
+                buffer.data = stale[name]
 
     def gather(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Full tensors for a module's state dict; every rank has to call this."""

@@ -29,6 +29,7 @@ from parplan.runtime.compat import (
     state_by_block,
     support_foreach,
     version,
+    without_tensor_hooks,
     without_weak_references,
     wrapper_tensor,
     writes,
@@ -248,3 +249,18 @@ def test_a_sharded_tensor_has_what_torch_distributed_checkpoint_asks_for() -> No
     for name in wanted:
         found = inspect.signature(getattr(ShardedTensor, name)), inspect.signature(getattr(_Checkpointable, name))
         assert list(found[0].parameters) == list(found[1].parameters)
+
+
+def test_tensor_hooks_rest_and_come_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    calls: list[str] = []
+    handle = parameter.register_hook(lambda gradient: calls.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    with without_tensor_hooks([parameter]):
+        parameter.sum().backward()
+    assert calls == []
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+    handle.remove()
+    parameter.sum().backward()
+    assert calls == ["gradient", "accumulated", "accumulated"]

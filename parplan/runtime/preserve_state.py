@@ -1,0 +1,238 @@
+"""Saves and restores the state that measuring and checking must not change, whatever happens in between.
+
+Parameters, buffers, gradients, the optimizer and random generators are put back bit by bit, into the memory they were
+in; so are modules' modes, attributes and the containers that attributes hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parplan.runtime.sharded_tensor import local_tensor
+
+__all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes"]
+
+
+@contextmanager
+def preserved_modes(module: nn.Module) -> Iterator[None]:
+    """Put every part of `module` back in training or evaluation mode, as it was."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Put torch's, Python's and NumPy's random generators back."""
+    generators = _RandomState.here()
+    try:
+        yield
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def preserved(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Leave no trace of what happens to `module` and `optimizer` inside; gradients are None at first."""
+    values = [_Value.of(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    grads = {parameter: parameter.grad for parameter in module.parameters()}
+    state = _OptimizerState.of(optimizer) if optimizer is not None else None
+    generators = _RandomState.here()
+    for parameter in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        generators.restore()
+        if state is not None:
+            state.restore()
+        for value in values:
+            value.restore()
+        for parameter, grad in grads.items():
+            parameter.grad = grad
+
+
+@contextmanager
+def preserved_by_forward(module: nn.Module) -> Iterator[None]:
+    """Leave no trace of forwards of `module` that run inside.
+
+    Restored: parameters and buffers, torch's, Python's and NumPy's random generators, every module's `__dict__` and the
+    containers, tensors and plain objects that are reached from there. Tensors that did not change are not written, as
+    an earlier call's backward may still need them.
+    """
+    attributes = _Attributes(module)
+    generators = _RandomState.here()
+    try:
+        yield
+    finally:
+        generators.restore()
+        attributes.restore()
+
+
+# Containers and objects that are looked into from a model's attributes: a data set on a module is not walked through.
+_MOST_ENTRIES = 100_000
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
+
+
+class _Attributes:
+    """The attributes of a module's parts, and what is reached from them, as they were.
+
+    Args:
+        module: every part of it is looked into.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen: set[int] = set()
+        self._left = _MOST_ENTRIES
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._mappings: list[tuple[Any, dict[Any, Any]]] = []
+        self._sequences: list[tuple[Any, list[Any]]] = []
+        # Modules first, so that none is left out for what another one holds.
+        for part in module.modules():
+            for place in (part._parameters, part._buffers):
+                self._mapping(place)
+            self._mapping(part._modules, inside=False)
+        for part in module.modules():
+            self._look(part)
+
+    def _look(self, value: Any) -> None:
+        """Note a value of an attribute, and what it holds."""
+        if id(value) in self._seen or isinstance(value, (bool, int, float, str, bytes, *_OPAQUE)) or value is None:
+            return
+        if isinstance(value, Tensor):
+            self._seen.add(id(value))
+            own = local_tensor(value)
+            self._tensors.append((own, own.detach().clone()))
+        elif isinstance(value, dict):
+            self._mapping(value)
+        elif isinstance(value, (list, set, deque)):
+            self._seen.add(id(value))
+            self._sequences.append((value, list(value)))
+            self._look_into(value)
+        elif isinstance(value, tuple):
+            self._seen.add(id(value))
+            self._look_into(value)
+        elif isinstance(getattr(value, "__dict__", None), dict) and _is_users(value):
+            self._seen.add(id(value))
+            self._mapping(value.__dict__)
+
+    def _mapping(self, values: dict[Any, Any], inside: bool = True) -> None:
+        if id(values) not in self._seen:
+            self._seen.add(id(values))
+            self._mappings.append((values, dict(values)))
+            self._look_into(values.values() if inside else ())
+
+    def _look_into(self, values: Iterable[Any]) -> None:
+        for value in list(values):
+            self._left -= 1
+            if self._left > 0:
+                self._look(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what changed."""
+        for mapping, before in self._mappings:
+            if list(mapping) != list(before) or any(mapping[key] is not value for key, value in before.items()):
+                mapping.clear()
+                mapping.update(before)
+        for sequence, values in self._sequences:
+            if len(sequence) != len(values) or any(a is not b for a, b in zip(sequence, values, strict=True)):
+                sequence.clear()
+                sequence.update(values) if isinstance(sequence, set) else sequence.extend(values)
+        for tensor, value in self._tensors:
+            if tensor.shape != value.shape or not torch.equal(tensor, value):
+                tensor.data = value if tensor.shape != value.shape else tensor.data.copy_(value)
+
+
+def _is_users(value: object) -> bool:
+    """Whether an object is a module, or of a class that is neither torch's nor ours (compiled forms, optimizers)."""
+    return isinstance(value, nn.Module) or type(value).__module__.split(".")[0] not in ("torch", "parplan")
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor and its values, which wait in the host's memory."""
+
+    tensor: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Value:
+        return _Value(tensor, tensor.detach().to("cpu", copy=True))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        self.tensor.detach().copy_(self.values)
+
+
+@dataclass(frozen=True)
+class _OptimizerState:
+    """An optimizer's state per parameter and its groups' options; tensors stay the ones they are."""
+
+    optimizer: torch.optim.Optimizer
+    states: Mapping[Tensor, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    tensors: list[_Value]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> _OptimizerState:
+        states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        groups = [dict(group) for group in optimizer.param_groups]
+        held = [value for mapping in (*states.values(), *groups) for value in mapping.values()]
+        tensors = [_Value.of(value) for value in held if isinstance(value, Tensor)]
+        plain = {p: {k: _own(v) for k, v in state.items()} for p, state in states.items()}
+        return _OptimizerState(optimizer, plain, groups, tensors)
+
+    def restore(self) -> None:
+        self.optimizer.state.clear()
+        for parameter, state in self.states.items():
+            self.optimizer.state[parameter] = dict(state)
+        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(before)
+        for value in self.tensors:
+            value.restore()
+
+
+def _own(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """torch's generators of the CPU and of all CUDA devices that are in use, Python's and NumPy's."""
+
+    cpu: Tensor
+    cuda: list[Tensor]
+    python: Any
+    numpy: Any
+
+    @staticmethod
+    def here() -> _RandomState:
+        cuda = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
+        return _RandomState(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
