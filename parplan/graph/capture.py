@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.assigned_buffers import assigned_buffers
 from parplan.graph.attributes import Recorder, recorded
 from parplan.graph.bags import join_bags
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
@@ -190,6 +191,7 @@ def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls
             missing_devices(),
             packed_sequences(),
             marked_hooks(model, sites),
+            assigned_buffers(model),
             opaque.intercepted(model),
             recorded(model, call.numbers) as recorder,
         ):

@@ -66,11 +66,14 @@ def _memory(node: Any) -> int:
 
 
 def _write(node: fx.Node) -> fx.Node:
-    """Where the user's code writes: torch.export writes `self.buffer = value` at the end, with the value's line."""
+    """Where the user's code writes: `self.buffer = value` is kept as a copy at the end, with the value's line (by
+    torch.export) or outside of its module's forward (graph/assigned_buffers.py)."""
     source = node.args[1] if node.target is aten.copy_.default else None
     if not isinstance(source, fx.Node) or source.op != "call_function":
         return node
-    return source if source.meta.get("stack_trace") == node.meta.get("stack_trace") else node
+    # Calls of forwards that lead to an op; a copy behind the whole forward is in none that its value was not in.
+    trace, made = node.meta.get("stack_trace") or "", source.meta.get("stack_trace") or ""
+    return source if made.startswith(trace) else node
 
 
 def _saves(node: fx.Node) -> bool:

@@ -210,6 +210,7 @@ class Store:
     def _changed(self, copies: Mapping[_Wanted, _Copy]) -> list[_Wanted]:
         """Those of the copies whose originals were written in a way that torch does not count, such as `.data`."""
         originals: dict[torch.device, list[Tensor]] = defaultdict(list)
+        copies = {wanted: copy for wanted, copy in copies.items() if not copy.tensor.is_meta}  # those have no values
         for wanted, copy in copies.items():
             if copy.checksum is None:
                 copy.checksum = _checksum(copy.tensor)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from parplan.runtime.sharded_tensor import local_tensor
+
 __all__ = ["StepPeak", "held_bytes", "step_peak"]
 
 
@@ -56,8 +58,9 @@ def step_peak(step: Callable[[], object], held: Iterable[Tensor], device: torch.
 
 
 def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the distinct memories of `tensors` that are on `device`."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if _on(t, device)}
+    """Bytes of the distinct memories of `tensors` that are on `device`; of sharded ones this process's blocks."""
+    own = [local_tensor(tensor) for tensor in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if _on(t, device)}
     return sum(storages.values())
 
 
