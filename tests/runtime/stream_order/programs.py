@@ -35,7 +35,7 @@ def streams_in_turn(machine: Machine | None) -> list[Tensor]:
     own: list[torch.cuda.Stream] = []
     streams: list[Any] = [nullcontext()] * 3
     if machine is not None:
-        model = Compiled(module.to(A), DATA, devices=[A, B])
+        model = Compiled(module.to(A), DATA, devices=[A, B], check="off")
         inputs, own = [x.to(A) for x in inputs], [torch.cuda.Stream(0) for _ in inputs]
         streams = [torch.cuda.stream(stream) for stream in own]
         for stream in own:
@@ -56,7 +56,7 @@ def streams_one_after_another(machine: Machine | None) -> list[Tensor]:
     x = torch.randn(8, 6, dtype=torch.float64)
     streams: list[Any] = [nullcontext()] * 2
     if machine is not None:
-        model, x = Compiled(module.to(B), DATA, devices=[A, B]), x.to(A)
+        model, x = Compiled(module.to(B), DATA, devices=[A, B], check="off"), x.to(A)
         own = [torch.cuda.Stream(0) for _ in streams]
         own[0].wait_stream(torch.cuda.current_stream(0))
         streams = [torch.cuda.stream(stream) for stream in own]
@@ -79,7 +79,7 @@ def refilled_inputs(machine: Machine | None) -> list[Tensor]:
     module, x = mlp().double(), torch.randn(8, 6, dtype=torch.float64)
     model: nn.Module = module
     if machine is not None:
-        model = Compiled(module.to(A), DATA, devices=["cpu", A], output_device=A)
+        model = Compiled(module.to(A), DATA, devices=["cpu", A], output_device=A, check="off")
         x = x.pin_memory()
     found = []
     with torch.no_grad():
