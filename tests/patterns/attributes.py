@@ -317,6 +317,17 @@ def assigned_buffer(run: Run) -> None:
     steps(run, model, sgd(model), 4)
 
 
+@SECTION("a buffer counted by assignment in a module within the model")
+def assigned_buffer_inside(run: Run) -> None:
+    class Block(_Counted):
+        def forward(self, x: Tensor) -> Any:
+            self.steps = self.steps + 1
+            return self.head(torch.tanh(self.body(x))) / self.steps
+
+    model = run.compile(nn.Sequential(Block(), nn.Linear(4, 4)))
+    steps(run, model, sgd(model), 3)
+
+
 @SECTION("a buffer used before it is counted, in the same forward")
 def used_then_counted(run: Run) -> None:
     class Net(_Counted):
