@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from parplan.compat import pytree
 from parplan.graph.hooks import without_hooks
 from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.graph.surroundings import callers_modes, seen_modes
 from parplan.runtime.calls import Call
 from parplan.runtime.comparison import projected
 from parplan.runtime.compat import without_tensor_hooks
@@ -28,7 +29,16 @@ from parplan.runtime.executor import Executor
 from parplan.runtime.gathered_batch import returned_leaves
 from parplan.runtime.preserve_state import preserved_by_forward
 
-__all__ = ["StepValues", "Weigh", "begin_forward", "end_forward", "executed_step", "isolated", "plain_step"]
+__all__ = [
+    "StepValues",
+    "Weigh",
+    "begin_forward",
+    "end_forward",
+    "executed_step",
+    "isolated",
+    "plain_step",
+    "with_callers_modes",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,13 @@ def _accumulated(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
     finally:
         for tensor, grad in zip(wanted, before, strict=True):
             tensor.grad = grad
+
+
+@contextmanager
+def with_callers_modes() -> Iterator[None]:
+    """Where a forward that asks for torch's modes (gradients, inference) sees those of here, in whatever it runs."""
+    with callers_modes(), seen_modes(lambda name, value: None):
+        yield
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from parplan.graph.local import LocalLayer, local_module
 from parplan.graph.user_line import code_line
 from parplan.plan import Strategy
 from parplan.runtime.calls import Call
-from parplan.runtime.checked_step import StepValues, begin_forward, isolated, plain_step
+from parplan.runtime.checked_step import StepValues, begin_forward, isolated, plain_step, with_callers_modes
 from parplan.runtime.comparison import projected, relative_difference
 from parplan.runtime.double_copy import double_casts
 from parplan.runtime.executor import Executor
@@ -63,7 +63,7 @@ def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> F
     module, graph = subject.module, subject.captured.graph
     alone = isolated(module, graph, subject.gradients)
     watch, outputs = suspects(module, graph), _Outputs(module)
-    with subject.whole(), alone, double_casts(subject.double), watch as seen, outputs:
+    with subject.whole(), with_callers_modes(), alone, double_casts(subject.double), watch as seen, outputs:
         plain_step(module, batch.whole.first(None), subject.training, None)
     executor = subject.programs.checking_executor(subject.captured, batch.sizes, keep=False)
     with subject.whole(), isolated(module, graph, subject.gradients):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import user_line
-from parplan.runtime.checked_step import StepValues, executed_step, isolated, plain_step
+from parplan.runtime.checked_step import StepValues, executed_step, isolated, plain_step, with_callers_modes
 from parplan.runtime.comparison import GroupDifference, compare_group, largest_of
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.double_copy import double_casts
@@ -135,7 +135,8 @@ class Subject:
 
         for accumulated in (False, True):
             try:
-                with self.whole(), isolated(self.module, graph, self.gradients) as draws, double_casts(self.double):
+                alone = isolated(self.module, graph, self.gradients)
+                with self.whole(), with_callers_modes(), alone as draws, double_casts(self.double):
                     whole, loss = batch.whole.first(None), weigh if self.gradients else None
                     found = plain_step(self.module, whole, self.training, loss, accumulated)
                 unknown |= draws.unknown if draws is not None else set()

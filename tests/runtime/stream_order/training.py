@@ -117,7 +117,7 @@ class Training:
         with ExitStack() as stack:
             if machine is not None:
                 module.to(self.home)
-                model = Compiled(module, self.plan, devices=list(self.devices), **self.options)
+                model = Compiled(module, self.plan, devices=list(self.devices), check="off", **self.options)
                 own = [torch.cuda.Stream(index) for index in self.streams]
                 for stream in own:
                     stream.wait_stream(torch.cuda.default_stream(stream.device))
