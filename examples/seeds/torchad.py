@@ -156,7 +156,8 @@ def run(place: Place) -> None:
     place.say(f"model parallel   {told(place, part, losses)}, {difference(model, plain):.1e} off")
     layers = dict(model.named_modules())
     for name in ("fc1", "fc2"):
-        held = tuple(layers[name].get_parameter("weight").shape)
+        weight = layers[name].get_parameter("weight")  # its shape is the whole one under torchrun, too
+        held = tuple(getattr(weight, "local", weight).shape)
         place.say(f"  {name} is a {type(layers[name]).__name__}, {cut(model, name)}; rank 0 holds {held} of weights")
 
 

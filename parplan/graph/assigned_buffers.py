@@ -36,9 +36,9 @@ def assigned_buffers(model: nn.Module) -> Iterator[None]:
         if id(module._buffers) in places and isinstance(value, Tensor) and current is not None:
             if counts[id(module._buffers)] > 1:
                 raise CaptureError(
-                    f"{name} of {type(module).__name__}, a module that the model has under several names, is assigned in "
-                    f"the forward; write it in place (self.{name}.add_(1), self.{name}.copy_(value)), or keep the module "
-                    "under one name"
+                    f"{name} of {type(module).__name__}, a module that the model has under several names, is assigned "
+                    f"in the forward; write it in place (self.{name}.add_(1), self.{name}.copy_(value)), or keep the "
+                    "module under one name"
                 )
             before.setdefault((id(module._buffers), name), current)
 

@@ -17,6 +17,8 @@ from tests.graph.models import rand
 class Counts(nn.Module):
     """A layer that assigns its buffer twice, reads it, and still holds the tensor that it was before."""
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)

@@ -22,5 +22,7 @@ def chosen_towers(rank: int, ranks: int) -> None:
     (phase,) = decision.beside.phases
     assert len(phase.tracks) == 2
     model = train(Pair(256).double(), dict(decision.plan.layers), (256,), rank, steps(ranks))
-    held = {name[0] for name, parameter in model.named_parameters() if local_tensor(parameter).numel() and name[1] == "."}
+    held = {
+        name[0] for name, parameter in model.named_parameters() if local_tensor(parameter).numel() and name[1] == "."
+    }
     assert held == {"ab"[rank]}

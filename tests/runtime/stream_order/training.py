@@ -59,15 +59,17 @@ class NormedBeside(nn.Module):
 
 
 class Written(nn.Module):
-    """A buffer that a forward writes, and one that it only reads."""
+    """Buffers that a forward writes at its start and at its end, and one that it only reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 4)
         self.register_buffer("scale", torch.full((4,), 2.0))
         self.register_buffer("largest", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("seen").copy_(x.detach().amax(0))
         y: Tensor = self.linear(x) * self.get_buffer("scale")
         self.get_buffer("largest").copy_(y.detach().amax(0))
         return y
