@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,9 +23,10 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 __all__ = [
-    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "gradient_hooks", "group_timeout",
-    "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once", "state_by_block", "support_foreach",
-    "version", "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "writes",
+    "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
+    "gradient_hooks", "group_timeout", "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once",
+    "state_by_block", "support_foreach", "version", "without_tensor_hooks", "without_weak_references",
+    "wrapper_tensor", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -70,7 +71,30 @@ def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The user's hooks on a tensor's gradient: of `register_hook` and of `register_post_accumulate_grad_hook`."""
     registered: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     found = [hook for hooks in registered for hook in (hooks or {}).values()]
-    return [hook for hook in found if not type(hook).__module__.startswith("parplan.")]
+    users = [hook.hook if isinstance(hook, _WithGradient) else hook for hook in found]
+    return [hook for hook in users if not type(hook).__module__.startswith("parplan.")]
+
+
+@dataclass(frozen=True)
+class _WithGradient:
+    """A hook of `register_hook` that is not called where there is no gradient."""
+
+    hook: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.hook(gradient)
+
+
+def call_hooks_with_gradients_only(tensors: Iterable[Tensor]) -> None:
+    """Keep the hooks of leaves from being called with None, as autograd does where a Function gives no gradient.
+
+    In the plain model such a leaf is no part of the backward, and its hooks are not called at all.
+    """
+    for tensor in tensors:
+        hooks: Any = tensor._backward_hooks
+        for key, hook in (hooks or {}).items():
+            if not type(hook).__module__.startswith("parplan."):
+                hooks[key] = _WithGradient(hook)
 
 
 def in_functional_transform() -> bool:

@@ -20,7 +20,7 @@ from parplan.layout import Grid
 from parplan.plan import Strategy
 from parplan.runtime.buffers import Handover
 from parplan.runtime.codes import Codes, written_buffers
-from parplan.runtime.compat import recomputed_once
+from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
 from parplan.runtime.dispatch import Dispatch, Inline
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.draws import Draws, draws_any
@@ -89,6 +89,8 @@ class Executor:
         self._statistics = frozenset[str]().union(*self._written)
         self._changing = frozenset(program.updates) | graph.numbers.keys()
         self._last_reads = _last_reads(program)
+        results = {name for name in program.outputs if program.slots[name].requires_grad}
+        self._several_results = len(results) > 1  # a loss may leave some out, and their parameters have no gradients
         self._state_results: frozenset[int] | None = None
         self._handed_on = _handed_on(program, self._written)
         self._handover: Handover | None = None
@@ -106,6 +108,8 @@ class Executor:
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             results = run.forward(list(inputs.values()), record=False)
         else:
+            if self._several_results:
+                call_hooks_with_gradients_only(tensors)
             results = _Call.apply(run, *tensors)  # type: ignore[no-untyped-call]
         run.end()
         return list(results)

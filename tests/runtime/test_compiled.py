@@ -290,6 +290,32 @@ def test_a_write_that_autograd_would_not_follow_is_refused(number: int) -> None:
     assert torch.equal(x, before)
 
 
+class TwoResults(nn.Module):
+    """A body with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(6, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.left(h), self.right(h)
+
+
+def test_hooks_of_parameters_that_no_loss_uses_are_not_called() -> None:
+    model = compiled(TwoResults().double(), spread(2, "data"), 2)
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: called.append(name))  # type: ignore[misc]
+    removed = model.get_parameter("left.bias").register_hook(lambda gradient: called.append("removed"))
+    for _ in range(2):
+        model(batch("mlp", 4))[0].sum().backward()
+        removed.remove()
+    assert {name: called.count(name) for name in called} == {
+        "body.weight": 2, "body.bias": 2, "left.weight": 2, "left.bias": 2, "removed": 1
+    }  # fmt: skip
+
+
 def test_functional_transforms_are_refused() -> None:
     model, x = compiled(mlp(), spread(2, "data"), 2), batch("mlp", 4)
     model(x)
