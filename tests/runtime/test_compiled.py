@@ -306,7 +306,7 @@ def test_hooks_of_parameters_that_no_loss_uses_are_not_called() -> None:
     model = compiled(TwoResults().double(), spread(2, "data"), 2)
     called: list[str] = []
     for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda gradient, name=name: called.append(name))  # type: ignore[misc]
+        parameter.register_hook(lambda gradient, name=name: called.append(name))
     removed = model.get_parameter("left.bias").register_hook(lambda gradient: called.append("removed"))
     for _ in range(2):
         model(batch("mlp", 4))[0].sum().backward()
