@@ -304,6 +304,7 @@ class Found:
     batch: int = 8
     tolerance: float = 1e-9
     plan: Plan = alexnet().plan
+    notes: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize(("difference", "passed", "code"), [(1e-16, True, 0), (1e-3, False, 1)])
