@@ -1,7 +1,7 @@
 # check: style, types and import directions.  test: the test suite.  bench: every benchmark, figures in build/bench/.
 PYTHON ?= python
 CODE := parplan tests benchmarks examples
-BENCHMARKS := solver plans verification ddp memory published prediction towers schemes checkpoints attributes self_check fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
+BENCHMARKS := solver plans verification ddp memory published prediction towers schemes checkpoints attributes fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
 .PHONY: check test bench
 

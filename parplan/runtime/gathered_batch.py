@@ -16,7 +16,7 @@ from parplan.runtime.calls import Call
 from parplan.runtime.comparison import projection_weights
 from parplan.runtime.distributed import DistributedTransport
 
-__all__ = ["Batch", "gather_batch", "returned_leaves", "signature_digest"]
+__all__ = ["Batch", "gather_batch", "returned_leaves", "shared_digest"]
 
 _SEED = 0
 
@@ -144,7 +144,7 @@ def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
 
 
 def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:
-    """The samples of all processes, on every one of them; inputs without samples are taken to be the same.
+    """The samples of all processes, on every one of them; inputs without samples are the same (`shared_digest`).
 
     Args:
         own: this process's call; the others' have the same shapes but for their `sizes`.
@@ -165,6 +165,10 @@ def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int
     return Batch(whole, own, tuple(sizes), start, len(sizes) // len(bringing))
 
 
-def signature_digest(call: Call) -> int:
-    """A number that calls of one signature have in common, over processes."""
-    return int.from_bytes(hashlib.sha256(repr(call.signature).encode()).digest()[:7], "big")
+def shared_digest(call: Call) -> int:
+    """A number that calls have in common, over processes, which differ in their samples alone."""
+    found = hashlib.blake2b(repr(call.signature).encode(), digest_size=7)
+    for tensor in call.tensors:
+        if not call.has_samples(tensor):
+            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "big")

@@ -27,7 +27,7 @@ from parplan.runtime.comparison import GroupDifference
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.double_copy import double_call, double_casts, double_copy
 from parplan.runtime.first_difference import first_difference
-from parplan.runtime.gathered_batch import Batch, gather_batch, signature_digest
+from parplan.runtime.gathered_batch import Batch, gather_batch, shared_digest
 from parplan.runtime.local import LocalTransport
 from parplan.runtime.programs import Captured, Options, Programs
 from parplan.runtime.step_comparison import GROSS, PlainFailure, StepDifference, Subject
@@ -283,13 +283,13 @@ class _Peers:
         """The samples of all processes.
 
         Raises:
-            _Unchecked: they are of different shapes.
+            _Unchecked: they are of different shapes, or inputs without samples differ.
         """
         if self._transport is None:
             return Batch.of_one_process(part)
-        told = self._transport.gather(part.batch if part.batch is not None else 1, signature_digest(part))
+        told = self._transport.gather(part.batch if part.batch is not None else 1, shared_digest(part))
         if len({digest for _, digest in told}) > 1:
-            raise _Unchecked("processes brought inputs of different shapes, types or settings")
+            raise _Unchecked("processes brought inputs that differ in more than their samples: shapes, types or values")
         return gather_batch(self._transport, part, [size for size, _ in told], captured.groups)
 
     def agree(self, reason: str, failed: bool) -> None:

@@ -195,6 +195,13 @@ class ByCuda(Words):
 SPLIT = {"embedding": Strategy(devices=(0,)), "rnn": Strategy(devices=(1,))}
 
 
+# Without a GPU the plain module cannot run: there is nothing that the self-check could compare with.
+UNCHECKED = pytest.mark.filterwarnings(
+    "ignore:.* runs unchecked. the plain module fails:parplan.errors.UncheckedWarning"
+)
+
+
+@UNCHECKED
 @pytest.mark.parametrize("kind", [Words, ByTo, ByCuda])
 def test_an_embedding_on_one_device_and_the_rest_on_another(kind: Callable[[], Words]) -> None:
     plain = kind().double()
@@ -220,6 +227,7 @@ def test_a_plan_for_it_can_be_written_by_hand_and_kept() -> None:
     torch.testing.assert_close(model(x), plain(x))
 
 
+@UNCHECKED
 def test_training_the_split_model() -> None:
     plain = ByTo()
     reference = Words()
