@@ -181,7 +181,8 @@ def _reset(loop: Loop) -> None:
 def _inner(loop: Loop) -> None:
     """The gradient of an input, beside the step's own."""
     x, *rest = _inputs(loop)
-    if not x.is_floating_point():
+    reentrant = any(getattr(module, "reentrant", False) for module in loop.model.modules())
+    if not x.is_floating_point() or reentrant:  # torch refuses `grad` behind a reentrant checkpoint
         return
     x.requires_grad_()
     loss = HEADS[loop.model.kind].loss(loop.model(x, *rest), rest[0], loop.step)
