@@ -162,6 +162,9 @@ class OpaqueCalls:
         for site in self.sites.values():
             if isinstance(site, HookSite):
                 site.captured = True
+        for node in exported.graph.nodes:
+            for source in node.all_input_nodes:
+                source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops here
                 if not site.hook.is_as_registered:
                     raise CaptureError(
                         f"what a hook reads is changed by the forward after it is registered\n  at {site.line}\n"

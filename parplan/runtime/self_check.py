@@ -38,7 +38,7 @@ __all__ = ["CHECKS", "CheckRecord", "SelfCheck"]
 CHECKS = ("first", "always", "off")
 
 # Samples per replica, and at least, of a step whose capture serves any number of samples.
-_PER_REPLICA, _FEWEST = 4, 8
+_PER_REPLICA, _FEWEST = 2, 4
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _part(call: Call, captured: Captured, processes: int) -> int | None:
         return call.batch
     replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
     few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
-    return few if call.batch > 2 * few else call.batch
+    return few if call.batch > few else call.batch
 
 
 def _reads_lengths(graph: LayerGraph) -> bool:

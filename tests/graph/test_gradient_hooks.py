@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import parplan
 from parplan.errors import CaptureError, RuleError, RuntimeFailure
 from parplan.graph.capture import capture
 from parplan.graph.gradient_hooks import Handle
@@ -231,3 +234,33 @@ def test_hooks_that_are_registered_only_where_there_is_a_gradient() -> None:
         model.train(training)
         model(x)[0].sum().backward()
         assert len(calls) == count
+
+
+class HookedBefore(nn.Module):
+    """A hooked tensor in front of a region without gradients, or of a reentrant checkpoint."""
+
+    def __init__(self, behind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.behind = nn.Linear(4, 4), nn.Linear(4, 4), behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        h.register_hook(lambda gradient: gradient * 0.5)
+        if self.behind == "checkpoint":
+            result: Tensor = checkpoint(self.b, h, use_reentrant=True)
+            return result
+        with torch.no_grad():
+            scale = h.abs().amax(1, keepdim=True)
+        y: Tensor = self.b(h) / scale
+        return y
+
+
+@pytest.mark.parametrize("behind", ["checkpoint", "no_grad"])
+def test_a_hook_in_front_of_a_region_without_gradients(behind: str) -> None:
+    net = HookedBefore(behind).double()
+    model = parplan.compile(copy.deepcopy(net), devices=["cpu"] * 2)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for one in (net, model):
+        one(x).square().sum().backward()
+    for expected, found in zip(net.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9)
