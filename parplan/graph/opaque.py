@@ -162,14 +162,14 @@ class OpaqueCalls:
         for site in self.sites.values():
             if isinstance(site, HookSite):
                 site.captured = True
-        for node in exported.graph.nodes:
-            for source in node.all_input_nodes:
-                source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops here
                 if not site.hook.is_as_registered:
                     raise CaptureError(
                         f"what a hook reads is changed by the forward after it is registered\n  at {site.line}\n"
                         "  bind it as an argument: functools.partial(hook, value)"
                     )
+        for node in exported.graph.nodes:
+            for source in node.all_input_nodes:
+                source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops here
         outer = set(exported.graph.nodes)
         for node in _opaque(exported.graph_module):
             site = self.sites[str(node.args[-1])]

@@ -122,7 +122,7 @@ def test_a_hook_is_a_layer_on_one_device_behind_its_tensor_and_says_why() -> Non
 def test_what_a_hook_records_is_the_whole_gradient_once() -> None:
     seen: list[Tensor] = []
     plain = Hooked(lambda h: h.register_hook(seen.append)).double()
-    model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2)
+    model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2, check="off")
     x = torch.randn(8, 6, dtype=torch.float64)
     for call in (model, plain):
         out, h = call(x)
@@ -225,7 +225,7 @@ def test_hooks_that_are_registered_only_where_there_is_a_gradient() -> None:
             h.register_hook(lambda gradient: calls.append(True))
 
     plain = Hooked(register).double()
-    model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2)
+    model = Compiled(plain, partial(plan_by, "data parallel", 2), devices=["cpu"] * 2, check="off")
     x = torch.randn(8, 6, dtype=torch.float64)
     with torch.no_grad():
         model(x)
