@@ -106,11 +106,7 @@ def neighbours(run: Run) -> None:
     run.state(model)
 
 
-@SECTION(
-    "an input that indexes positions within each sample (`h[torch.arange(B), last]`)",
-    refused={"*/replicas": "its samples depend on each other"},
-    why="two indices are not known to stay within a sample; `gather` is, as the next line shows",
-)
+@SECTION("an input that indexes positions within each sample (`h[torch.arange(B), last]`)")
 def positions(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
