@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "intercepted_functions", "memory_of",
-    "overload_name", "pytree", "schema_of", "unrecorded", "without_modes",
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "in_functional_transform",
+    "intercepted_functions", "memory_of", "overload_name", "pytree", "schema_of", "unrecorded", "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -36,6 +36,11 @@ HOOK_FIELDS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+
+
+def in_functional_transform() -> bool:
+    """Whether the caller is inside a transform of torch.func (grad, vmap, jvp, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def hooks_of_all_modules() -> int:

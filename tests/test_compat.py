@@ -13,6 +13,7 @@ from parplan.compat import (
     HOOK_FIELDS,
     BackwardHook,
     hooks_of_all_modules,
+    in_functional_transform,
     intercepted_functions,
     memory_of,
     overload_name,
@@ -133,3 +134,15 @@ def test_real_tensors_can_be_copied_while_a_model_is_traced() -> None:
             copied = real.detach().clone()
     assert type(copied) is Tensor
     assert copied.tolist() == [1.0, 1.0]
+
+
+def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
+    seen: list[bool] = []
+
+    def total(x: Tensor) -> Tensor:
+        seen.append(in_functional_transform())
+        return x.sum()
+
+    torch.func.grad(total)(torch.ones(2))
+    total(torch.ones(2))
+    assert seen == [True, False]

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 
-from parplan.compat import FakeTensor, intercepted_functions, memory_of, schema_of
+from parplan.compat import FakeTensor, in_functional_transform, intercepted_functions, memory_of, schema_of
 from parplan.errors import CaptureError
 from parplan.graph.axis_table import is_tensor
 from parplan.graph.batch_changes import BatchChanges
@@ -97,7 +97,7 @@ class OpaqueCalls:
             return _checkpointed(*args)
         if self._aside or _is_torchs(cls):
             return plain(cls, *args, **kwargs)
-        if torch._C._are_functorch_transforms_active():
+        if in_functional_transform():
             _refuse(f"{cls.__name__}.apply is called inside of torch.func", "call it outside of the transform")
         template, tensors = Template.of((args, kwargs))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Grid
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import Call, content
 from parplan.runtime.distributed import DistributedTransport
 from parplan.runtime.programs import Captured
 from parplan.runtime.transport import Transport
@@ -106,9 +106,7 @@ def _checksum(shared: Mapping[str, Tensor], call: Call, first: bool) -> int:
     found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
     for tensor in shared.values():
         if first or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES):
-            whole = tensor.detach().cpu().contiguous()
-            found.update(repr(tuple(whole.shape)).encode())
-            found.update(whole.view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(repr(tuple(tensor.shape)).encode() + content(tensor))
     return int.from_bytes(found.digest(), "big")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 
-__all__ = ["Call"]
+__all__ = ["Call", "content"]
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,8 @@ class Call:
         """
         if self.batch is not None and samples < 1:
             raise RuntimeFailure(f"a batch of {samples} samples along dimension {self.dim}: bring at least 1")
+
+
+def content(tensor: Tensor) -> bytes:
+    """The values of an input, bit by bit; of one on another device, a copy to the host waits for that device."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

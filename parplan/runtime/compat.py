@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "gradient_hooks", "group_timeout", "in_functional_transform", "keeps_graph", "local_ops_only", "recomputed_once",
+    "gradient_hooks", "group_timeout", "keeps_graph", "local_ops_only", "recomputed_once",
     "state_by_block", "support_foreach", "version", "without_tensor_hooks", "without_weak_references",
     "wrapper_tensor", "writes",
 ]  # fmt: skip
@@ -95,11 +95,6 @@ def call_hooks_with_gradients_only(tensors: Iterable[Tensor]) -> None:
         for key, hook in (hooks or {}).items():
             if not type(hook).__module__.startswith("parplan."):
                 hooks[key] = _WithGradient(hook)
-
-
-def in_functional_transform() -> bool:
-    """Whether the caller is inside a transform of torch.func (grad, vmap, jvp, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def writes(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parplan.compat import pytree
+from parplan.compat import in_functional_transform, pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.plan import Plan
@@ -23,7 +23,7 @@ from parplan.runtime.agreement import agree
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, Planner
 from parplan.runtime.checked_step import begin_forward, end_forward
-from parplan.runtime.compat import gradient_hooks, in_functional_transform
+from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.devices import Device, existing, logical, transport_for
 from parplan.runtime.dispatch import ThreadsOption
 from parplan.runtime.distributed import DistributedTransport

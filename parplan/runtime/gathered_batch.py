@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.layout import Grid
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import Call, content
 from parplan.runtime.comparison import projection_weights
 from parplan.runtime.distributed import DistributedTransport
 
@@ -170,5 +170,5 @@ def shared_digest(call: Call) -> int:
     found = hashlib.blake2b(repr(call.signature).encode(), digest_size=7)
     for tensor in call.tensors:
         if not call.has_samples(tensor):
-            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(content(tensor))
     return int.from_bytes(found.digest(), "big")

@@ -8,40 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fuzz_models import Reverse, StraightThrough
 from benchmarks.training import Run
 from tests.patterns.nets import Mlp, steps
 from tests.patterns.pattern import Section
 
 SECTION = Section("Own backward passes")
-
-
-class StraightThrough(torch.autograd.Function):
-    """Rounds; gradients pass as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Rounded."""
-        return torch.round(x * 4) / 4
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """As it is."""
-        return grad
-
-
-class Reverse(torch.autograd.Function):
-    """The identity; gradients change their sign and are scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        """As it is."""
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reversed."""
-        return -ctx.scale * grad, None
 
 
 class Clamped(torch.autograd.Function):

@@ -23,7 +23,6 @@ from parplan.runtime.compat import (
     become,
     gradient_hooks,
     group_timeout,
-    in_functional_transform,
     keeps_graph,
     local_ops_only,
     state_by_block,
@@ -75,18 +74,6 @@ def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
     y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
     y.backward(retain_graph=keep)
     assert _Asks.answers == [keep]
-
-
-def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
-    seen: list[bool] = []
-
-    def total(x: Tensor) -> Tensor:
-        seen.append(in_functional_transform())
-        return x.sum()
-
-    torch.func.grad(total)(torch.ones(2))
-    total(torch.ones(2))
-    assert seen == [True, False]
 
 
 @pytest.mark.parametrize("fused", [False, True])
