@@ -124,16 +124,11 @@ class SelfCheck:
     def _checked(
         self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
     ) -> CheckRecord:
+        subject = Subject(self._module, self._captures.programs, self._transport, captured, training, record.gradients)
         if not isinstance(self._transport, DistributedTransport):
-            subject = Subject(
-                self._module, self._captures.programs, self._transport, captured, training, record.gradients
-            )
             return self._compared(_Peers(None), subject, call, agreement.samples, record)
         if self._together(captured, agreement, record.gradients):
             self._trained_together |= captured.graph.training and record.gradients
-            subject = Subject(
-                self._module, self._captures.programs, self._transport, captured, training, record.gradients
-            )
             return self._compared(_Peers(self._transport), subject, call, agreement.samples, record)
         sharding = self._captures.programs.sharding
         if captured.groups is not None or (sharding is not None and sharding.cuts):
@@ -143,8 +138,8 @@ class SelfCheck:
             )
         transport = LocalTransport([self._transport.physical(self._transport.rank)] * self._transport.processes)
         programs = Programs(self._module, transport, replace(self._options, threads=False, output=0))
-        subject = Subject(self._module, programs, transport, captured, training, record.gradients)
-        found = self._compared(_Peers(None), subject, call, None, record)
+        alone = replace(subject, programs=programs, transport=transport)
+        found = self._compared(_Peers(None), alone, call, None, record)
         return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
 
     def _together(self, captured: Captured, agreement: Agreement, gradients: bool) -> bool:
