@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.runtime.placement import Placement
 from parplan.runtime.sharded_reductions import norm, reduction
@@ -40,7 +40,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     plain = {key: o.tensor.current() for key, o in views.items() if isinstance(o.tensor, ShardedView)}
     if call.rule.kind in (Kind.VIEW, Kind.ALIAS):
         source = next(o.tensor.source for o in views.values() if isinstance(o.tensor, ShardedView))
-        return tree_map_only(Tensor, lambda tensor: ShardedView(tensor, source), call.run(plain))
+        return pytree.tree_map_only(Tensor, lambda tensor: ShardedView(tensor, source), call.run(plain))
     names, count = call.rule.names, len(args)
     given = {name: replaced(value, plain) for name, value in call.given.items()}
     inner = OpCall(func, [given[n] for n in names[:count]], {n: v for n, v in given.items() if n not in names[:count]})
@@ -83,7 +83,7 @@ def _on_blocks(
         return args[0].like(local[0])
     computed = func(*local, **kwargs)
     if not rule.written:
-        return tree_map_only(Tensor, lambda tensor: ShardedTensor(tensor, placement), computed)
+        return pytree.tree_map_only(Tensor, lambda tensor: ShardedTensor(tensor, placement), computed)
     if not local[0].is_inference():
         torch.autograd.graph.increment_version(local[0])
     return args[0]
@@ -121,7 +121,7 @@ def _computed(call: OpCall, on_blocks: bool) -> Any:
         return call.result(computed)
     if call.rule.listed:
         return [_wrapped(tensor, leaders.get(index)) for index, tensor in enumerate(computed)]
-    return tree_map_only(Tensor, lambda tensor: _wrapped(tensor, leaders[None]), computed)
+    return pytree.tree_map_only(Tensor, lambda tensor: _wrapped(tensor, leaders[None]), computed)
 
 
 def _leader(operands: Sequence[Operand]) -> Placement | None:
@@ -182,7 +182,7 @@ def _drawn_alike(call: OpCall, computed: Any, known: Mapping[int, Tensor]) -> An
             target.copy_(collectives.share(tag, target))
     if call.rule.written:
         return computed
-    shared = tree_map_only(Tensor, lambda tensor: collectives.share(tag, tensor), computed)
+    shared = pytree.tree_map_only(Tensor, lambda tensor: collectives.share(tag, tensor), computed)
     if isinstance(shared, Tensor) and shared.shape == first.shape:
         return ShardedTensor.cut(shared, first.placement)
     return shared
@@ -220,7 +220,7 @@ def _view(call: OpCall) -> Any:
         return _alias(call)
     source = Gathered(tensor)
     views = call.run({id(tensor): source.whole})
-    return tree_map_only(Tensor, lambda view: ShardedView(view, source), views)
+    return pytree.tree_map_only(Tensor, lambda view: ShardedView(view, source), views)
 
 
 def _keeps_all(call: OpCall, tensor: Tensor) -> bool:

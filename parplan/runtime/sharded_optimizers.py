@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
+from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.runtime.compat import state_by_block
 from parplan.runtime.program import shape_of
@@ -69,5 +69,5 @@ def _gathered_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
     def whole(tensor: Tensor) -> Tensor:
         return tensor.whole() if isinstance(tensor, ShardedTensor) else tensor
 
-    state: dict[str, Any] = tree_map_only(Tensor, whole, state_dict["state"])
+    state: dict[str, Any] = pytree.tree_map_only(Tensor, whole, state_dict["state"])
     return {**state_dict, "state": state}
