@@ -181,12 +181,12 @@ class Store:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
+        pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
+        copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.place]
         stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
-        for wanted in self._wanted.values():
+        for _, wanted in copied:
             original, known = self.original(wanted.name), self._copies.get(wanted)
-            if original.device == wanted.place:
-                continue
             if known is None or known.version != version(original):
                 stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
             else:
@@ -200,7 +200,7 @@ class Store:
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
-        for (_, device), wanted in self._wanted.items():
+        for device, wanted in copied:
             copy = self._copies.get(wanted)
             if copy is not None and device not in copy.users:
                 copy.users.add(device)

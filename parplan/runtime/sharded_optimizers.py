@@ -47,9 +47,11 @@ def _cut_state(optimizer: Optimizer, parameter: ShardedTensor) -> None:
     if not state:
         return
     plain = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() and not isinstance(v, ShardedTensor)}
+    if not plain:
+        return
     whole, shapes = tuple(parameter.shape), {tuple(value.shape) for value in plain.values()}
     blocks = {shape_of(block) for block in parameter.placement.blocks.values()} - {whole}
-    if shapes and shapes <= blocks:
+    if shapes <= blocks:
         raise RuntimeFailure(
             f"the state of {type(optimizer).__name__} for {parameter.placement.name} has shape {sorted(shapes)[0]}, "
             f"which one process holds of the parameter, whose shape is {whole}: it was saved in blocks. Load a state "
