@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, steps
+from tests.patterns.nets import BATCH, sgd, steps
 from tests.patterns.pattern import Section
 
 SECTION = Section("Attributes, buffers and other state")
@@ -23,11 +23,6 @@ class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def _each_step(run: Run, model: Any, change: Any, count: int = 5) -> None:

@@ -9,17 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, steps
+from tests.patterns.nets import BATCH, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Inputs and samples")
 
 POSITIONS = "each process counts its own samples from 0, and layers may see those of all; run it in one process"
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 @SECTION(
@@ -38,19 +33,16 @@ def bag_offsets(run: Run) -> None:
             return self.head(self.bag(words, offsets))
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
+
+    def loss() -> Tensor:
         lengths = torch.tensor([3, 1, 2, 2, 4, 1, 1, 2])  # as many words on each of two ranks
         words, own = run.randint(10, 16), run.own(lengths)
         offsets = own.cumsum(0) - own
-        optimizer.zero_grad()
         scores = model(words, offsets)
-        loss = F.cross_entropy(scores, run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
         run.rows("scores", scores)
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cross_entropy(scores, run.randint(4, BATCH))
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION("`nn.EmbeddingBag` of bags of one length (2-d indices)", free=("bag",))
@@ -64,14 +56,7 @@ def bag_of_rows(run: Run) -> None:
             return self.head(torch.tanh(self.bag(words)))
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randint(10, BATCH, 3)), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(run, model, sgd(model), lambda: F.cross_entropy(model(run.randint(10, BATCH, 3)), run.randint(4, BATCH)))
 
 
 @SECTION(
@@ -90,20 +75,17 @@ def neighbours(run: Run) -> None:
             return self.head(h + h[neighbour])
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
+
+    def loss() -> Tensor:
         half = torch.randint(4, (2, BATCH // 2), generator=run.draws)
         whole = torch.cat([half[0], half[1] + BATCH // 2])  # neighbours are among a rank's own samples
         neighbour = whole if run.ranks == 1 else half[run.rank]
         x, classes = run.randn(BATCH, 6), run.randint(4, BATCH)
-        optimizer.zero_grad()
         scores = model(x, neighbour)
-        loss = F.cross_entropy(scores, classes)
-        loss.backward()
-        optimizer.step()
         run.rows("scores", scores)
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cross_entropy(scores, classes)
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION("an input that indexes positions within each sample (`h[torch.arange(B), last]`)")
@@ -118,14 +100,12 @@ def positions(run: Run) -> None:
             return self.head(h[torch.arange(x.shape[0]), last])
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 5, 6), run.randint(5, BATCH)), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        sgd(model),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 5, 6), run.randint(5, BATCH)), run.randint(4, BATCH)),
+    )
 
 
 @SECTION("the same with `gather` along the sequence")
@@ -140,14 +120,12 @@ def gathered_positions(run: Run) -> None:
             return self.head(h.gather(1, last.view(-1, 1, 1).expand(-1, 1, 8)).squeeze(1))
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 5, 6), run.randint(5, BATCH)), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        sgd(model),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 5, 6), run.randint(5, BATCH)), run.randint(4, BATCH)),
+    )
 
 
 @SECTION(
@@ -242,17 +220,14 @@ def batch_first_view(run: Run) -> None:
             return self.decoder(self.embedding(words)).view(-1, 10)
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
+
+    def loss() -> Tensor:
         words = run.randint(10, BATCH, 5)
-        optimizer.zero_grad()
         scores = model(words)
-        loss = F.cross_entropy(scores, words.roll(1, 1).flatten())
-        loss.backward()
-        optimizer.step()
         run.rows("scores", scores)
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cross_entropy(scores, words.roll(1, 1).flatten())
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION("several inputs, one without samples (a table shared by all)")
@@ -313,14 +288,12 @@ def stacked_inputs(run: Run) -> None:
             return one - two
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 6), run.randn(BATCH, 6)), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        sgd(model),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 6), run.randn(BATCH, 6)), run.randint(4, BATCH)),
+    )
 
 
 @SECTION("mixup in the forward: each sample mixed with another one of the batch")
@@ -335,14 +308,7 @@ def mixup(run: Run) -> None:
             return self.head(h)
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(run.randn(BATCH, 6)).square().mean()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(run, model, sgd(model), lambda: model(run.randn(BATCH, 6)).square().mean(), 2)
 
 
 @SECTION(

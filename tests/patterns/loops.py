@@ -13,15 +13,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, Mlp, conv_net, steps
+from tests.patterns.nets import BATCH, Mlp, conv_net, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Training loops")
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    """SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 @SECTION("the usual loop, planned for at `compile`")
@@ -326,30 +321,24 @@ def uneven_batch(run: Run) -> None:
 @SECTION("siamese calls: the model called twice, one loss of both")
 def siamese(run: Run) -> None:
     model = run.compile(conv_net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
+
+    def loss() -> Tensor:
         a, b = model(run.randn(BATCH, 3, 6, 6)), model(run.randn(BATCH, 3, 6, 6))
-        loss = F.cosine_similarity(a, b).mean()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cosine_similarity(a, b).mean()
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION("gradients of inputs: adversarial training (FGSM)")
 def adversarial(run: Run) -> None:
     model = run.compile(Mlp())
-    optimizer = sgd(model)
-    for _ in range(3):
+
+    def loss() -> Tensor:
         x, classes = run.randn(BATCH, 6).requires_grad_(), run.randint(4, BATCH)
         (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), classes), x)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model((x + 0.1 * gradient.sign()).detach()), classes)
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cross_entropy(model((x + 0.1 * gradient.sign()).detach()), classes)
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION("`torch.autograd.grad` of the parameters in place of `backward`")
@@ -372,17 +361,15 @@ def functional_gradients(run: Run) -> None:
 )
 def gradient_penalty(run: Run) -> None:
     model = run.compile(Mlp())
-    optimizer = sgd(model)
-    for _ in range(2):
+
+    def loss() -> Tensor:
         x = run.randn(BATCH, 6).requires_grad_()
         scores = model(x)
         (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
-        loss = F.cross_entropy(scores, run.randint(4, BATCH)) + (gradient.norm(dim=1) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+        penalty: Tensor = (gradient.norm(dim=1) - 1).square().mean()
+        return F.cross_entropy(scores, run.randint(4, BATCH)) + penalty
+
+    train(run, model, sgd(model), loss, 2)
 
 
 @SECTION(

@@ -11,15 +11,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, Mlp, conv_net, steps
+from tests.patterns.nets import BATCH, Mlp, conv_net, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Models")
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 class _Two(nn.Module):
@@ -320,14 +315,7 @@ def transformer(run: Run) -> None:
             return self.head(self.layer(self.embedding(words), src_mask=mask)[:, -1])
 
     model = run.compile(Net())
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randint(10, BATCH, 5)), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(run, model, sgd(model), lambda: F.cross_entropy(model(run.randint(10, BATCH, 5)), run.randint(4, BATCH)))
 
 
 @SECTION("a mixture of experts: all computed, weighted by a gate of the top two")
@@ -387,17 +375,14 @@ def inner_module(run: Run) -> None:
 @SECTION("results written to in place by the script")
 def written_results(run: Run) -> None:
     model = run.compile(Mlp())
-    optimizer = sgd(model)
-    for _ in range(3):
+
+    def loss() -> Tensor:
         scores = model(run.randn(BATCH, 6))
         scores[:, 0] = 0
         scores.mul_(2)
-        loss = F.cross_entropy(scores, run.randint(4, BATCH))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+        return F.cross_entropy(scores, run.randint(4, BATCH))
+
+    train(run, model, sgd(model), loss)
 
 
 @SECTION(

@@ -9,15 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, Mlp, conv_net, steps
+from tests.patterns.nets import BATCH, Mlp, conv_net, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Hooks and parametrizations")
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 @SECTION(
@@ -145,14 +140,7 @@ def pruning(run: Run) -> None:
 def torch_compile(run: Run) -> None:
     model = run.compile(Mlp())
     outer: Any = torch.compile(model, backend="eager") if run.compiled else model
-    optimizer = sgd(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = outer(run.randn(BATCH, 6)).square().mean()
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(run, model, sgd(model), lambda: outer(run.randn(BATCH, 6)).square().mean())
 
 
 @SECTION("`torch.compile` of a layer inside the model")

@@ -1,4 +1,4 @@
-"""Small models and the loop that most patterns share."""
+"""Small models, and the loops that most patterns share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.training import Run
 
-__all__ = ["BATCH", "Mlp", "conv_net", "steps"]
+__all__ = ["BATCH", "Mlp", "conv_net", "sgd", "steps", "train"]
 
 BATCH = 8  # whole batches
 
@@ -34,6 +34,31 @@ def conv_net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
 
 
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    """SGD with momentum."""
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def train(
+    run: Run,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    loss_of_step: Callable[[], Tensor],
+    count: int = 3,
+    *,
+    before_step: Callable[[], object] = lambda: None,
+) -> None:
+    """Train on losses that are computed anew in every step; record each loss, and the state at the end."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = loss_of_step()
+        loss.backward()
+        before_step()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)
+
+
 def steps(
     run: Run,
     model: Any,
@@ -44,13 +69,10 @@ def steps(
     loss_of: Callable[[Any, Tensor], Tensor] = F.cross_entropy,
     before_step: Callable[[], object] = lambda: None,
 ) -> None:
-    """Train on a new batch in every step; record each loss, and the state at the end."""
-    for _ in range(count):
+    """Train on a new batch of `shape` in every step."""
+
+    def loss() -> Tensor:
         inputs, classes = run.randn(BATCH, *shape), run.randint(4, BATCH)
-        optimizer.zero_grad()
-        loss = loss_of(model(inputs), classes)
-        loss.backward()
-        before_step()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+        return loss_of(model(inputs), classes)
+
+    train(run, model, optimizer, loss, count, before_step=before_step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, Mlp
+from tests.patterns.nets import BATCH, Mlp, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Precision")
@@ -46,14 +46,12 @@ def autocast_inside(run: Run) -> None:
                 return self.inner(x).float()
 
     model = run.compile(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH)),
+    )
 
 
 @SECTION("autocast in training, none in evaluation, one model", tolerance=BF16)
@@ -90,24 +88,20 @@ def grad_scaler(run: Run) -> None:
 @SECTION("float32 training", tolerance=1e-5)
 def single(run: Run) -> None:
     model = run.compile(Mlp().float())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH)),
+    )
 
 
 @SECTION("a model in bf16 throughout (`model.bfloat16()`)", tolerance=BF16)
 def half_model(run: Run) -> None:
     model = run.compile(Mlp().bfloat16())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(run.randn(BATCH, 6).bfloat16()).float(), run.randint(4, BATCH))
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-    run.state(model)
+    train(
+        run,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda: F.cross_entropy(model(run.randn(BATCH, 6).bfloat16()).float(), run.randint(4, BATCH)),
+    )
