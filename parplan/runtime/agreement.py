@@ -90,11 +90,7 @@ def _shared(call: Call, captured: Captured) -> dict[str, Tensor]:
     """Inputs without samples that layers read, by name, where values are moved between processes."""
     graph = captured.graph
     given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
-    return {
-        name: leaf
-        for name, leaf in given
-        if name is not None and isinstance(leaf, Tensor) and name not in graph.batch_dims and graph.consumers(name)
-    }
+    return {str(name): leaf for name, leaf in given if name in captured.shared_inputs and isinstance(leaf, Tensor)}
 
 
 def _checksum(shared: Mapping[str, Tensor], call: Call, first: bool) -> int:

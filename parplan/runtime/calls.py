@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Call:
         """The tensors among the arguments, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    @property
+    @cached_property
     def signature(self) -> Hashable:
         """What has to agree for two calls to share a captured graph: all but the number of samples."""
         return (str(self.spec), tuple(self._mark(leaf) for leaf in self.leaves))

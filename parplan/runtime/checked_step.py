@@ -27,7 +27,7 @@ from parplan.runtime.constant_draws import ConstantDraws
 from parplan.runtime.draws import draws_numbers
 from parplan.runtime.executor import Executor
 from parplan.runtime.gathered_batch import returned_leaves
-from parplan.runtime.preserve_state import preserved_by_forward
+from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes
 
 __all__ = [
     "StepValues",
@@ -72,16 +72,12 @@ def plain_step(
         accumulated: read gradients from `.grad`, which are put back: checkpoints with use_reentrant=True refuse
             `torch.autograd.grad`.
     """
-    modes = {part: part.training for part in module.modules()}
-    if training != module.training:
-        module.train(training)  # as its capture does
-    try:
+    with preserved_modes(module):
+        if training != module.training:
+            module.train(training)  # as its capture does
         args, kwargs = call.arguments
         leaves = pytree.tree_leaves(module(*args, **kwargs))
         return _values(module, call, leaves, weigh, accumulated)
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weigh | None) -> StepValues:

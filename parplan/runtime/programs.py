@@ -79,6 +79,13 @@ class Captured:
     checked: set[bool] = field(default_factory=set)
 
     @cached_property
+    def shared_inputs(self) -> frozenset[str]:
+        """User inputs without samples that layers read."""
+        graph = self.graph
+        names = (name for name in graph.user_inputs if name is not None and name not in graph.batch_dims)
+        return frozenset(name for name in names if graph.consumers(name))
+
+    @cached_property
     def early_periods(self) -> Mapping[str, int]:
         """After how many passes each parameter is updated that does not wait for the last one; the same in every step.
 
