@@ -24,7 +24,7 @@ def _noise(call: OpCall) -> Saved:
     return Saved(inner_bytes=call.outputs[0].nbytes)
 
 
-def _convolution(call: OpCall) -> Saved:
+def _cpu_convolution(call: OpCall) -> Saved:
     """oneDNN works in layouts of its own: copies of what it reads and writes, in turn for each of its products."""
     if len(call.inputs) < 2 or len(call.outputs[0].shape) < 2:
         return Saved(names(*call.inputs))
@@ -43,7 +43,7 @@ def _blocked_bytes(image: Operand) -> int:
     return image.nbytes // max(1, image.shape[1]) * -(-image.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
-def _attention(call: OpCall) -> Saved:
+def _cpu_attention(call: OpCall) -> Saved:
     """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs."""
     query, key, value = call.inputs[:3]
     if not call.argument(4, 0.0):
@@ -86,8 +86,8 @@ def _loop(kept: int, needed: int) -> Rule:
 
 CPU_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("dropout", "native_dropout", "feature_dropout", "alpha_dropout"), _noise),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _cpu_convolution),
+    "scaled_dot_product_attention": _cpu_attention,
     "lstm": _lstm,
     "gru": _loop(7, 3),
     "rnn_tanh": _loop(1, 1),

@@ -18,7 +18,7 @@ def print_beside(page: Page, beside: Beside, step_s: float) -> None:
         page.paragraph(f"Branches at the same time, on devices of their own: {tried} tried, none faster.", style="dim")
         return
     page.section("At the same time", "forward and backward of branches on devices of their own")
-    width = 2 + max(len(_name(track)) for phase in beside.phases for track in phase.tracks)
+    width = 2 + max(len(_track_name(track)) for phase in beside.phases for track in phase.tracks)
     for index, phase in enumerate(beside.phases):
         if index:
             page.blank()
@@ -34,10 +34,10 @@ def print_beside(page: Page, beside: Beside, step_s: float) -> None:
 def _print_phase(page: Page, phase: Phase, width: int, times: units.Scale) -> None:
     column = Column("compute", tuple(times.text(track.compute_s) for track in phase.tracks))
     for cell, track in zip(column.cells, phase.tracks, strict=True):
-        page.line(Span(f"  {_name(track)}".ljust(width)), column.place(cell), f"  on {units.devices(track.devices)}")
+        page.line(Span(f"  {_track_name(track)}".ljust(width)), column.place(cell), f"  on {units.devices(track.devices)}")
     page.line(Span(f"  {times.text(phase.saved_s)} less than one after the other", "dim"))
 
 
-def _name(track: Track) -> str:
+def _track_name(track: Track) -> str:
     ends = " .. ".join(dict.fromkeys((track.layers[0], track.layers[-1])))
     return ends if len(track.layers) < 3 else f"{ends} ({len(track.layers)} layers)"
