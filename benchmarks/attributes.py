@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 
 STEP_S = 0.02
 REPEATS = 200

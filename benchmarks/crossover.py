@@ -23,7 +23,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Plan, Strategy

@@ -28,7 +28,7 @@ from benchmarks.training import Outcome, Run, Verdict, judge
 from benchmarks.workers import Workers
 from parplan.errors import ParplanError
 from parplan.files import check_writable, write_files
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 
 PASSED = (Verdict.RIGHT, Verdict.REFUSED)

@@ -37,7 +37,7 @@ from parplan.cost_models.sampling import Effort
 from parplan.cost_models.sweeps import Alone, Company
 from parplan.cost_models.updates import measure_updates
 from parplan.errors import ParplanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import predict

@@ -79,7 +79,7 @@ def analyze(
     Raises:
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
-    from parplan.graph.capture import capture
+    from parplan.graph.capture.capture import capture
     from parplan.planner.decide import Request
     from parplan.pricing import Pricing
 
@@ -308,7 +308,7 @@ def verify(
     Raises:
         ParplanError: the plan is not for this model, or breaks a rule.
     """
-    from parplan.graph.capture import capture
+    from parplan.graph.capture.capture import capture
     from parplan.planner.verifier import mismatches
     from parplan.verification import first_samples, verify_plan
 

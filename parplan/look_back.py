@@ -19,7 +19,7 @@ from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.trials import part_entry
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import LayerFacts, Prediction

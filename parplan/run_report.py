@@ -26,7 +26,7 @@ from parplan.cost_models.sampling import one_thread
 from parplan.cost_models.shipped import with_shipped
 from parplan.cost_models.store import ProfileStore
 from parplan.errors import ModelError
-from parplan.graph.capture import batch_of, capture
+from parplan.graph.capture.capture import batch_of, capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import split_evenly
 from parplan.look_back import Foreseen, LookBack, devices_at_work, learn, replan

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
 from parplan.errors import ModelError
-from parplan.graph.capture import batch_of
+from parplan.graph.capture.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import user_line
 from parplan.plan import Plan

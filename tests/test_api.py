@@ -58,7 +58,7 @@ def test_names_are_the_models_own() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_file_is_run(name: str, tmp_path: Path) -> None:
     plain, x = perceptron(), inputs()
-    from parplan.graph.capture import capture
+    from parplan.graph.capture.capture import capture
 
     plan = plan_by(name, 4, capture(plain, (x,)))
     path = tmp_path / "plan.json"
@@ -75,7 +75,7 @@ def test_a_plan_for_other_devices_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_batch_runs_and_says_so() -> None:
-    from parplan.graph.capture import capture
+    from parplan.graph.capture.capture import capture
 
     plain = perceptron()
     plan = replace(plan_by("data parallel", 4, capture(plain, (inputs(8),))), model="Net")

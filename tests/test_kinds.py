@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.verification import verify_plan
 from tests.kinds import KINDS
 from tests.plans import PLANS, plan_by

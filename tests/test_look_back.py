@@ -18,7 +18,7 @@ from parplan.cost_models.profiled import profiled_costs
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.trials import part_entry, part_signature
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.look_back import LookBack, Replan, devices_at_work, foresee, learn, replan
 from parplan.plan import Plan, Strategy

@@ -20,9 +20,9 @@ from parplan.cost_models.lifetimes import Lifetime, Lifetimes
 from parplan.cost_models.op_calls import OpCall, Operand, op_calls, total_bytes
 from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
 from parplan.cost_models.saved import Saved, saved_by
-from parplan.graph.holdings import ALONE_BYTES
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
+from parplan.lowering.holdings import ALONE_BYTES
 
 __all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
 
@@ -195,7 +195,7 @@ class MemoryModel:
             # graph/batch_norm.py: two products of the size of its input.
             return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
         if call.op == "embedding_bags" and local.axis is not None and call.outputs[0].name in local.axis.partial:
-            # graph/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.
+            # graph/axes/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.
             indices = call.inputs[1].elements
             inner = (8 + call.outputs[0].dtype.itemsize) * indices
             return replace(saved, inner_bytes=inner, forward_bytes=11 * indices, backward_bytes=0)

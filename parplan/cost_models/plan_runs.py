@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parplan.graph.holdings import Holdings, bucket_heads, buckets, holdings
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Grid, Layout, Region, region
+from parplan.lowering.holdings import Holdings, bucket_heads, buckets, holdings
 from parplan.plan import Strategy
 
 __all__ = ["Move", "PlanRuns", "block_on", "outside", "plan_runs"]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parplan.graph.stages import Stages
 from parplan.layout import Grid, Layout
+from parplan.lowering.stages import Stages
 from parplan.plan import Scheme
 
 __all__ = ["Hop", "hops"]

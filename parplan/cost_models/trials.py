@@ -17,7 +17,7 @@ from parplan.graph import batch_norm
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
-from parplan.graph.packed import longest
+from parplan.graph.packed_sequences import longest
 
 __all__ = ["Piece", "family_of", "part_entry", "part_signature"]
 

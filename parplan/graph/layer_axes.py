@@ -15,10 +15,10 @@ from math import gcd
 
 from torch import fx
 
-from parplan.graph.axis_table import axes_of, is_tensor, shape_of
+from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
+from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Axis
-from parplan.graph.op_axes import Cut, OpAxis, Place
 
 __all__ = ["JointAxis", "LayerAxes", "joint_axes", "layer_axes"]
 

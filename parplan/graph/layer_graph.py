@@ -16,10 +16,10 @@ import networkx as nx
 import torch
 from torch import fx
 
-from parplan.graph.guards import Guards
-from parplan.graph.numbers import Number
-from parplan.graph.sample_indices import SampleIndex
-from parplan.graph.stored import Stored
+from parplan.graph.attributes.guards import Guards
+from parplan.graph.attributes.number_inputs import Number
+from parplan.graph.attributes.stored_results import Stored
+from parplan.graph.axes.sample_indices import SampleIndex
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
@@ -146,10 +146,10 @@ class LayerGraph:
         flattened: results of which a dimension is flattened with the next one when they are handed out.
         sample_indices: ops that take positions along samples from an input.
         unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
-        reads: attributes of modules that the forward has read (graph/guards.py).
-        numbers: by placeholder of a constant, the attribute whose value it takes before every run (graph/numbers.py).
-        stored: attributes that the forward writes (graph/attributes.py); their tensors are the last results.
-        sites: calls of modules with hooks, by the name their marks carry (graph/hooks.py).
+        reads: attributes of modules that the forward has read (graph/attributes/guards.py).
+        numbers: by placeholder of a constant, the attribute whose value it takes before every run (graph/attributes/number_inputs.py).
+        stored: attributes that the forward writes (graph/attributes/recording.py); their tensors are the last results.
+        sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
     """
 
     model: str

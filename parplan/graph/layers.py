@@ -14,7 +14,7 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from parplan.graph.axis_table import is_tensor, shape_of
+from parplan.graph.axes.table import is_tensor, shape_of
 from parplan.graph.kinds import is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer

@@ -15,11 +15,11 @@ from torch import Tensor, fx
 
 from parplan.compat import schema_of
 from parplan.graph import ops
-from parplan.graph.axis_table import Call, overload
-from parplan.graph.bags import EMBEDDING_BAGS, run_bags
-from parplan.graph.functions import CUSTOM_FUNCTION, function_of
+from parplan.graph.axes.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.axes.table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
-from parplan.graph.packed import RNN_PACKED, run_packed
+from parplan.graph.packed_sequences import RNN_PACKED, run_packed
+from parplan.graph.user_code.functions import CUSTOM_FUNCTION, function_of
 from parplan.plan import Strategy
 
 __all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape", "names_sizes"]

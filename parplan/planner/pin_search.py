@@ -117,7 +117,7 @@ def _with_periods(
 ) -> Solution:
     """The fastest plan whose number of passes all update periods divide (R8).
 
-    Passes are the most replicas by the fewest (graph/stages.py), which no sum over layers says: where the fastest plan
+    Passes are the most replicas by the fewest (lowering/stages.py), which no sum over layers says: where the fastest plan
     has the wrong number, every legal pair of most and fewest is solved for.
     """
     first = solve(problem)

@@ -13,7 +13,7 @@ from itertools import accumulate, combinations
 
 from parplan.cluster import Cluster
 from parplan.errors import PinError, RuleError
-from parplan.graph.axis_table import unknown_ops
+from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
 from parplan.pins import Pin

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan
 from parplan.planner.boundaries import hidden_boundaries
 from parplan.planner.case import Case, fits, plain

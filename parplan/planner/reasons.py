@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parplan.graph.axis_table import unknown_ops
+from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer
 from parplan.graph.sites import is_repeatable, why_whole
 from parplan.planner.formulate import Option

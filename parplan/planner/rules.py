@@ -48,7 +48,7 @@ def r1_batch(
             "R1",
             layer,
             f"parplan does not know how {' and '.join(unknown)} treats samples, so {replicas} replicas might change "
-            "the numbers; use 1 replica, or describe the op with parplan.graph.axis_table.register_row",
+            "the numbers; use 1 replica, or describe the op with parplan.graph.axes.table.register_row",
         )
     if units is None:
         raise RuleError(

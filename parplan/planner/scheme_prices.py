@@ -14,7 +14,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.errors import PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.case import Case
 from parplan.planner.decision import Baseline, LayerFacts, Passes, Prediction, Proof, SchemePrice

@@ -6,7 +6,7 @@ samples asked for when a pass begins. Backward: the same from the end. Or each p
 
 from __future__ import annotations
 
-from parplan.graph.stages import Stage
+from parplan.lowering.stages import Stage
 from parplan.planner.timeline_tasks import Part, Parts
 from parplan.planner.timeline_work import Crossing, LayerWork, Work
 

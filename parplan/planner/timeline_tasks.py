@@ -12,7 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from parplan.graph.stages import Stage
+from parplan.lowering.stages import Stage
 from parplan.planner.schedule import Task
 from parplan.planner.timeline_work import Busy, Crossing, LayerWork, Leg, Move, Work
 

@@ -11,8 +11,8 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.moves import moves
 from parplan.cost_models.schemes import Hop, hops
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
-from parplan.graph.stages import Stage, Stages, stages
 from parplan.layout import Layout
+from parplan.lowering.stages import Stage, Stages, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.formulate import arrival_layout, delivery_layout, statistics_s
 

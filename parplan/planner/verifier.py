@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from parplan.errors import PlanError
-from parplan.graph.axis_table import unknown_ops
+from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import why_whole
-from parplan.graph.stages import stages
+from parplan.lowering.stages import stages
 from parplan.plan import Plan
 from parplan.planner import rules
 from parplan.planner.strategies import batch_units

@@ -27,7 +27,7 @@ from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Effort, Measurement, one_thread, spread_of
 from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.cost_models.trials import part_signature
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.profiler.communication import between_compute
 from parplan.runtime.compiled import Compiled

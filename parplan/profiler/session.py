@@ -36,7 +36,7 @@ from parplan.cost_models.store import ProfileStore
 from parplan.cost_models.sweeps import Alone, Company
 from parplan.cost_models.updates import measure_updates
 from parplan.errors import ParplanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import KINDS, SIZES, measure_links

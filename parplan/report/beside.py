@@ -34,7 +34,9 @@ def print_beside(page: Page, beside: Beside, step_s: float) -> None:
 def _print_phase(page: Page, phase: Phase, width: int, times: units.Scale) -> None:
     column = Column("compute", tuple(times.text(track.compute_s) for track in phase.tracks))
     for cell, track in zip(column.cells, phase.tracks, strict=True):
-        page.line(Span(f"  {_track_name(track)}".ljust(width)), column.place(cell), f"  on {units.devices(track.devices)}")
+        page.line(
+            Span(f"  {_track_name(track)}".ljust(width)), column.place(cell), f"  on {units.devices(track.devices)}"
+        )
     page.line(Span(f"  {times.text(phase.saved_s)} less than one after the other", "dim"))
 
 

@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
-from parplan.graph.capture import capture
-from parplan.graph.hooks import HookWatch
+from parplan.graph.attributes.number_inputs import Number, computes_alike
+from parplan.graph.attributes.surroundings import callers_modes
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.numbers import Number, computes_alike
-from parplan.graph.surroundings import callers_modes
+from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.distributed import DistributedTransport

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
-from parplan.graph.hooks import without_hooks
+from parplan.graph.attributes.surroundings import callers_modes, seen_modes
 from parplan.graph.layer_graph import Constant, LayerGraph
-from parplan.graph.surroundings import callers_modes, seen_modes
+from parplan.graph.user_code.module_hooks import without_hooks
 from parplan.runtime.calls import Call
 from parplan.runtime.comparison import projected
 from parplan.runtime.compat import without_tensor_hooks

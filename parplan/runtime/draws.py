@@ -18,7 +18,7 @@ from torch import fx
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
-from parplan.graph.packed import RNN_PACKED
+from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.graph.sites import site_of
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parplan.graph.holdings import Bucket
 from parplan.layout import Range, Region
+from parplan.lowering.holdings import Bucket
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import State
 from parplan.runtime.transport import Pending, Transport, block

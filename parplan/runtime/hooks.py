@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 
 from parplan.compat import BackwardHook
 from parplan.errors import PlanError, RuntimeFailure
-from parplan.graph.gradient_hooks import GRADIENT_HOOK, HookSite
-from parplan.graph.hooks import MARKS, Site, Template, own_hooks
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import site_of
+from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
+from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
 from parplan.plan import Strategy
 from parplan.runtime.program import Compute, Program
 

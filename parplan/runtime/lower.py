@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from parplan.errors import PlanError
-from parplan.graph.holdings import bucket_heads, buckets, holdings
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.holdings import bucket_heads, buckets, holdings
+from parplan.lowering.stages import Stage, stages
 from parplan.plan import Strategy
 from parplan.runtime.ordering import backward, forward, staged
 from parplan.runtime.passes import passes_of, update_periods

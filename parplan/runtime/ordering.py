@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from parplan.graph.holdings import Bucket
 from parplan.layout import Range
+from parplan.lowering.holdings import Bucket
 from parplan.runtime.passes import Pass, local_ranges
 from parplan.runtime.placing import Placed
 from parplan.runtime.program import Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step

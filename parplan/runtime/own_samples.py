@@ -31,7 +31,7 @@ def check_own_samples(graph: LayerGraph) -> None:
         why, remedy = "samples are sorted, flipped, compared or merged", "return it before that op"
         if result.unknown:
             why = f"parplan does not know how {' and '.join(result.unknown[:_SHOWN])} treats samples"
-            remedy = "describe the op with parplan.graph.axis_table.register_row"
+            remedy = "describe the op with parplan.graph.axes.table.register_row"
         raise CaptureError(
             f"{graph.model}: result {result.result}, made by {result.layer}, grows with the batch, but no dimension of "
             f"it is known to hold the samples ({why}), so no process can be given its own; {remedy}, reduce it inside "

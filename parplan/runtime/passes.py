@@ -1,7 +1,7 @@
 """Passes: which samples each has, and where they lie in a tensor of the whole batch.
 
 Layers with fewer replicas than those in front may run several times, each time on an equal share of the samples (see
-graph/stages.py). A value of the whole batch is split into the parts of the passes where it lies, without moving
+lowering/stages.py). A value of the whole batch is split into the parts of the passes where it lies, without moving
 anything; what the passes made is joined where it is wanted.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import Stage, Stages, shares
 from parplan.layout import Range, split_evenly
+from parplan.lowering.stages import Stage, Stages, shares
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.setting import Setting
 

@@ -14,8 +14,8 @@ from enum import Enum
 
 import torch
 
-from parplan.graph.holdings import Bucket
 from parplan.layout import Grid, Layout, Range, Region, region
+from parplan.lowering.holdings import Bucket
 from parplan.runtime.transport import Exchange
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import stages
 from parplan.layout import Grid, Region
+from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.buffers import BufferSync, fresh_buffers
 from parplan.runtime.devices import memories

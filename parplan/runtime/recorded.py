@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parplan.graph.holdings import Bucket
+from parplan.lowering.holdings import Bucket
 from parplan.runtime.gradients import Gradients
 from parplan.runtime.parameters import Store
 from parplan.runtime.program import Program

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from parplan.errors import PlanError
-from parplan.graph.holdings import Holdings, used_block, within
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Grid, Layout, Region
+from parplan.lowering.holdings import Holdings, used_block, within
 from parplan.plan import Strategy
 from parplan.runtime.passes import Pass
 from parplan.runtime.placing import Placing

@@ -19,7 +19,7 @@ from torch import nn
 
 from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.packed import RNN_PACKED
+from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.runtime.agreement import Agreement
 from parplan.runtime.calls import Call
 from parplan.runtime.captures import Captures, bound_to_batch

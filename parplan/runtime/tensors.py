@@ -1,7 +1,7 @@
 """The module's own parameters and buffers, watched: walking over a module at every call costs more than looking here.
 
 A user may replace a parameter (`layer.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`, `to()`); no captured
-graph fits then. Attributes that the forward reads are watched per captured graph (parplan/graph/guards.py).
+graph fits then. Attributes that the forward reads are watched per captured graph (parplan/graph/attributes/guards.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme
 from parplan.planner.decide import predict
 

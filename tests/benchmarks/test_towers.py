@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import towers
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.planner.sections import beside
 from parplan.planner.verifier import check
 

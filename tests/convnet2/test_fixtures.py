@@ -17,7 +17,7 @@ import parplan
 from parplan.convnet2 import LayerFile, read
 from parplan.cost_models.asked import Asked, find_cluster
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy
 from parplan.planner.decide import Request, decide
 from tests.convnet2.layer_files import NAMES, fixture, sibling

@@ -24,7 +24,7 @@ from parplan.cost_models.profiled import profiled_costs
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.cost_models.trials import part_entry
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from tests.cost_models.made_up import all_requests, drawn, made_up_costs, made_up_profile

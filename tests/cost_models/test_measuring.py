@@ -19,7 +19,7 @@ from parplan.cost_models.sampling import Effort, Measurement
 from parplan.cost_models.store import ProfileStore
 from parplan.cost_models.sweeps import Company
 from parplan.cost_models.trials import Piece, family_of, part_signature
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from tests.cost_models import made_up

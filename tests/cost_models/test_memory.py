@@ -11,7 +11,7 @@ from parplan.cost_models.memory import OPTIMIZER_STATES, MemoryModel, optimizer_
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ParplanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.plan import Strategy

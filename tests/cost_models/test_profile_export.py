@@ -17,7 +17,7 @@ from parplan.cost_models.profile_export import layer_profile_of, write_layer_pro
 from parplan.cost_models.profile_graph import profile_graph
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ProfileError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.decide import Request, decide

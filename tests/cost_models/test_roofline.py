@@ -16,7 +16,7 @@ from parplan.cost_models.presets import cluster_preset, device_names, device_pre
 from parplan.cost_models.roofline import BUCKET_BYTES, RooflineCosts, part_of
 from parplan.cost_models.work import Engine, Kernel, flops_of
 from parplan.errors import ClusterError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 from tests.cost_models.networks import NETWORKS, full_alexnet, network

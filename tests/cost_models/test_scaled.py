@@ -10,7 +10,7 @@ from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.errors import ParplanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.layout import Layout
 from parplan.plan import Plan, Strategy

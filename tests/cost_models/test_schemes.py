@@ -10,8 +10,8 @@ from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.schemes import Hop, hops
 from parplan.cost_models.transfers import Transfers
 from parplan.graph.layer_graph import TensorSpec
-from parplan.graph.stages import Stages
 from parplan.layout import Grid, Layout
+from parplan.lowering.stages import Stages
 from parplan.plan import Scheme
 
 HOP = 5.7e-6

@@ -13,11 +13,11 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from parplan.graph.axis_table import is_tensor
+from parplan.graph.axes.row_syntax import Cut
+from parplan.graph.axes.table import is_tensor
 from parplan.graph.layer_axes import JointAxis, joint_axes
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_module
-from parplan.graph.op_axes import Cut
 from parplan.plan import Strategy
 
 __all__ = ["OneOp", "part_results", "whole_results"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from tests.graph.by_hand import assert_same_numbers, halves
 from tests.graph.models import rand
 

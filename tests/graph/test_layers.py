@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.plan import Strategy
 from tests.graph.models import MODELS, Case, rand

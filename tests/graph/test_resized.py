@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.planner.decide import Request, decide

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parplan.graph.axis_table import overload
+from parplan.graph.axes.table import overload
 from tests.graph.single_op import OneOp, part_results, whole_results
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.cluster import Cluster, Device, Link
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["GPU", "Branchy", "Pair", "cluster_of", "drawn", "pair"]

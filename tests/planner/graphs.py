@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 
 

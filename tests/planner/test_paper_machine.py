@@ -29,7 +29,7 @@ from parplan.cost_models.cluster_file import load_cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy

@@ -17,9 +17,9 @@ from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PinError, RuleError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import stages
+from parplan.lowering.stages import stages
 from parplan.pins import Pin, parse_pin, read_pins
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide

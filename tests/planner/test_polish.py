@@ -11,7 +11,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.stages import Stage, stages
 from parplan.pins import parse_pin
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.case import Case, fits, plain

@@ -15,7 +15,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError, RuleError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import Request, decide, predict

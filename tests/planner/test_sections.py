@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples import alexnet, resnet50, two_tower
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.sections import Section, beside, sections, sections_of
 from tests.planner.graphs import classifier, perceptron

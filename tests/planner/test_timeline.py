@@ -19,10 +19,10 @@ from parplan.cost_models.costs import StepCost
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
-from parplan.graph.stages import Stage, stages
+from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.formulate import formulate
 from parplan.planner.problem import evaluate

@@ -16,7 +16,7 @@ from examples import alexnet
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.pins import pins_from
 from parplan.plan import Plan, Strategy

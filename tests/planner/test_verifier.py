@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parplan.errors import PlanError, RuleError
-from parplan.graph.axis_table import unknown_ops
-from parplan.graph.capture import capture
+from parplan.graph.axes.table import unknown_ops
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.reasons import only_way

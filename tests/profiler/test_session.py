@@ -24,7 +24,7 @@ from parplan.cost_models.sampling import Effort
 from parplan.cost_models.store import ProfileStore
 from parplan.cost_models.trials import part_signature
 from parplan.errors import ParplanError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.formulate import formulate
 from parplan.planner.strategies import cluster_blocks, strategies

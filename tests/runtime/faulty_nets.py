@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parplan.graph import capture as graph_capture
+from parplan.graph.capture import capture as graph_capture
 from parplan.runtime import captures
 
 __all__ = ["FAULTY", "losing"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.layout import Grid, Layout, pieces
 from parplan.plan import Scheme, Strategy

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from parplan.errors import PlanError
-from parplan.graph import holdings as holdings_module
-from parplan.graph.capture import capture
-from parplan.graph.holdings import holdings
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
+from parplan.lowering import holdings as holdings_module
+from parplan.lowering.holdings import holdings
 from parplan.plan import Strategy
 from parplan.runtime.lower import lower
 from parplan.runtime.program import Program

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import CaptureError
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, executor, outcome, planner, spread

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import CaptureError, RuntimeFailure
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.layout import Range
 from parplan.plan import Scheme
 from parplan.runtime.compiled import Compiled

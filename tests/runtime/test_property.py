@@ -14,9 +14,9 @@ from functools import cache
 import pytest
 import torch
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.stages import stages
+from parplan.lowering.stages import stages
 from parplan.plan import Scheme, Strategy
 from tests.runtime.helpers import differences, executor, outcome, random_passes, random_strategies
 from tests.runtime.nets import RandomNet

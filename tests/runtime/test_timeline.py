@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.runtime.executor import Executor
 from parplan.runtime.timeline import REST, Activity, Kind, StepTimes, Timeline
 from tests.runtime.helpers import Rule, executor, spread

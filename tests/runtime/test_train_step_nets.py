@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.errors import PlanError, RuntimeFailure
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.compiled import Compiled
 from tests.runtime.helpers import differences, executor, outcome

@@ -15,7 +15,7 @@ import parplan
 from examples.seeds import data_parallel as example
 from parplan.cost_models.trials import Piece
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.plan import Plan, Scheme, Strategy

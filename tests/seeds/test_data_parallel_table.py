@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.seeds import data_parallel_table as example
 from parplan.errors import PlanError
-from parplan.graph.capture import capture
-from parplan.graph.holdings import ALONE_BYTES
+from parplan.graph.capture.capture import capture
+from parplan.lowering.holdings import ALONE_BYTES
 from parplan.runtime.compiled import Compiled
 from parplan.runtime.dispatch import Inline, Threads
 from parplan.runtime.local import LocalTransport

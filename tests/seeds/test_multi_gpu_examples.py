@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import parplan
 from examples.seeds import multi_gpu_examples as example
 from parplan.errors import RuntimeFailure
-from parplan.graph.capture import capture
+from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.runtime import data_parallel as module_under_test
 from parplan.runtime import gather, parallel_apply, scatter

@@ -1,0 +1,409 @@
+"""Python attributes of modules while a model is captured: which ones the forward reads, and which ones it writes.
+
+torch.export sees tensors only. A number, a flag or a configuration that the forward reads becomes a constant of the
+graph, so it is recorded here, for a later call to see whether it still is what it was (parplan/graph/attributes/guards.py). A
+tensor that the forward leaves on a module becomes one more result of the graph, which the runtime puts there at every
+call. Everything else that the forward writes is refused, as a captured graph would do it once and never again; and
+nothing of the capture stays on the modules.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from parplan.compat import HOOK_FIELDS, pytree, without_modes
+from parplan.errors import CaptureError
+from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, VersionPlace
+from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, contents, name_of, same, walk
+from parplan.graph.attributes.name_guards import names_of
+from parplan.graph.attributes.number_inputs import Number
+from parplan.graph.attributes.stored_results import Stored, Template
+from parplan.graph.attributes.surroundings import HostReads, ModePlace, RandomNumbers, seen_modes
+
+__all__ = ["Recorder", "recorded"]
+
+# What modules keep for themselves. Modes and hooks are watched elsewhere, parameters, buffers and submodules too.
+_OWN = frozenset((
+    *HOOK_FIELDS, "__class__", "__dict__", "training", "_parameters", "_buffers", "_modules", "_state_dict_hooks",
+    "_non_persistent_buffers_set", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_state_dict_pre_hooks", "_compiled_call_impl", "_version", "call_super_init", "dump_patches",
+    "_flat_weights", "_flat_weight_refs",
+))  # fmt: skip
+# Largest plain tensor whose values are put back when the forward has written them.
+_COPIED_ELEMENTS = 1 << 20
+
+
+@dataclass
+class _Module:
+    """A module's attributes before the forward."""
+
+    name: str
+    module: nn.Module
+    place: dict[str, Any]
+    before: dict[str, Any]
+    hooked: frozenset[str]
+
+    def path(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+
+class Recorder:
+    """Records one forward of `model`.
+
+    Attributes:
+        stored: what it leaves on the modules, in the order of the extra results.
+        host_reads: whether it reads numbers of tensors on the host.
+    """
+
+    def __init__(self, model: nn.Module, numbers: Sequence[Number] = ()) -> None:
+        self._model = model
+        self._numbers = numbers
+        self._modules: dict[int, _Module] = {}
+        self._read: dict[tuple[int, Hashable], Entry] = {}
+        self._held: dict[int, Held] = {}
+        self._tensors: dict[int, _PlainTensor] = {}
+        self._written: dict[str, set[Hashable]] = defaultdict(set)
+        self._functions: set[int] = set()
+        self._names: list[Entry] = []
+        self._active = False
+        self._random: RandomNumbers | None = None
+        self.host_reads = HostReads()
+        self.stored: list[Stored] = []
+
+    @property
+    def guards(self) -> Guards:
+        """What the forward has read."""
+        # Of which tensor a number came is not known.
+        versions = [tensor.entry for tensor in self._tensors.values()] if self.host_reads.any else []
+        written = {path: frozenset(keys) for path, keys in self._written.items()}
+        for number in self._numbers:
+            written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
+        inputs = {(id(number.place), number.keys[-1]) for number in self._numbers if not number.holder}
+        read = [entry for key, entry in self._read.items() if key not in inputs]
+        return Guards((*read, *versions), written, self._numbers)
+
+    # -- the forward begins and ends --
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook of the whole model."""
+        for name, part in self._model.named_modules(remove_duplicate=False):
+            place = part.__dict__
+            self._modules.setdefault(id(place), _Module(name, part, place, dict(place), _written_by_torch(part)))
+        self._active = self.host_reads.on = True
+        self._random = RandomNumbers()
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Hook of the whole model: results and what it has left on the modules."""
+        self._active = self.host_reads.on = False
+        try:
+            self._end_random()
+            extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
+        finally:
+            self.restore()
+        return (output, extra) if extra else None
+
+    def _end_random(self) -> None:
+        drawn, self._random = self._random, None
+        if drawn is not None:
+            drawn.end()
+
+    def restore(self) -> None:
+        """Put all attributes back."""
+        self._active = self.host_reads.on = False
+        for known in self._modules.values():
+            for key in (known.place.keys() | known.before.keys()) - _OWN:
+                if key not in known.before:
+                    del known.place[key]
+                elif known.place.get(key, MISSING) is not known.before[key]:
+                    known.place[key] = known.before[key]
+        for entry in self._names:
+            if isinstance(entry.place, dict) and entry.place.get(entry.key, MISSING) is not entry.value:
+                entry.place[entry.key] = entry.value
+        for held in self._held.values():
+            if not held.unchanged and not same(held.container, held.container, self._held):
+                held.restore()
+
+    def close(self) -> None:
+        """The capture is over, perhaps in the middle of a forward that has failed."""
+        self.restore()
+        for tensor in self._tensors.values():
+            tensor.restore()
+        with suppress(CaptureError):
+            self._end_random()
+
+    # -- reads --
+
+    def read(self, place: Any, key: str, value: Any) -> None:
+        """The forward reads an attribute of a module, or finds that it is not there."""
+        if not self._active or (id(place), key) in self._read:
+            return
+        known = self._modules.get(id(place))
+        if known is None:
+            return
+        if known.before.get(key, MISSING) is not value:
+            return  # the forward has written it before
+        self._note(known.path(key), place, key, value)
+
+    def read_of_class(self, place: Any, kind: type, key: str) -> None:
+        """The forward reads an attribute of a module's class."""
+        known = self._modules.get(id(place))
+        value = vars(kind)[key]
+        if not self._active or known is None or key in known.place:
+            return
+        self._note_names(value)
+        plain = isinstance(value, (*PLAIN, list, tuple, dict, set, frozenset))
+        if plain or key == "forward" or not kind.__module__.startswith("torch."):
+            self._note(known.path(key), place, key, MISSING)
+        if plain:
+            self._note(known.path(key), ClassPlace(type(known.module)), key, value)
+
+    def read_mode(self, name: str, value: bool) -> None:
+        """The forward asks for one of torch's modes."""
+        if self._active:
+            self._read[0, name] = Entry(f"torch.{name}()", ModePlace(), name, value)
+
+    def _note_names(self, function: Any) -> None:
+        code = getattr(function, "fget", getattr(function, "__func__", function))  # of a property, of a method
+        for entry in names_of(code, self._functions):
+            self._read[id(entry.place), entry.key] = entry
+            self._names.append(entry)
+
+    def _note(self, path: str, place: Any, key: str, value: Any) -> None:
+        self._read[id(place), key] = Entry(path, place, key, value)
+        self._note_names(value)
+        if len(self._held) == LIMIT:
+            warnings.warn(
+                f"{type(self._model).__name__}: of what its forward reads from {path} on, changes are not seen: "
+                f"its attributes hold more than {LIMIT} lists, dictionaries and objects",
+                stacklevel=2,
+            )
+        for inner, leaf in walk(path, value, self._held):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                self._tensors[id(leaf)] = _PlainTensor.of(inner, leaf)
+
+    def stores_like(self, other: Recorder) -> bool:
+        """Whether two forwards leave the same beside their tensors."""
+        mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))
+        return mine == others
+
+    def check(self, exported: ExportedProgram) -> None:
+        """Refuse tensors that the graph has as constants and that are not.
+
+        Raises:
+            CaptureError: the forward uses one that needs a gradient, or one that it writes.
+        """
+        for tensor in _constants(exported):
+            if tensor.requires_grad:
+                raise CaptureError(
+                    f"the forward uses {self.name_of(tensor)}, of shape {tuple(tensor.shape)}, which needs a gradient "
+                    "and is neither a parameter of the model nor an argument; make it an nn.Parameter (modules in "
+                    "lists belong into an nn.ModuleList), or pass it as an argument"
+                )
+
+            path = self.name_of(tensor)
+            if path in (one.path for one in self.stored):
+                raise CaptureError(
+                    f"the forward reads {path} and writes it for the next call; make it a buffer (register_buffer), "
+                    "which a captured model keeps up to date"
+                )
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What users call a plain tensor that the forward has read."""
+        known = self._tensors.get(id(tensor))
+        return known.path if known is not None else "a tensor that is not a parameter"
+
+    # -- writes --
+
+    def _writes(self) -> Iterator[_Write]:
+        for known in self._modules.values():
+            self._refuse_modules(known)
+            for key in (k for k in known.place if k not in _OWN and k not in known.hooked):
+                before, now = known.before.get(key, MISSING), known.place[key]
+                if now is not before and not same(now, before, self._held):
+                    yield _Write(
+                        known.path(key), known.module, (key,), before, now, (id(known.place), key) in self._read
+                    )
+                elif now is before:
+                    yield from self._inside(known, (key,), now, set())
+            for key in known.before.keys() - known.place.keys():
+                raise _refusal(known.path(key), "deletes it")
+        for tensor in self._tensors.values():
+            tensor.check()
+        for entry in self._names:
+            now = entry.place.get(entry.key, MISSING)
+            if now is not entry.value:
+                raise _refusal(entry.path, f"changes it from {_short(entry.value)} to {_short(now)}")
+
+    def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[_Write]:
+        """Changes in a container that the forward has read."""
+        held = self._held.get(id(value))
+        if held is None or id(value) in seen:
+            return
+        seen.add(id(value))
+        holds = contents(value) or {}
+        if isinstance(value, (set, frozenset)) or (len(holds) != len(held.keys) and not isinstance(value, dict)):
+            if set(holds) != set(held.keys):
+                raise _refusal(held.path, f"changes how much it holds, from {len(held.keys)} to {len(holds)} entries")
+            return
+        items = held.items
+        if items.keys() - holds.keys():
+            raise _refusal(held.path, f"takes {sorted(map(str, items.keys() - holds.keys()))[0]} out of it")
+        for key, now in holds.items():
+            before = items.get(key, MISSING)
+            if now is before or same(now, before, self._held):
+                yield from self._inside(known, (*keys, key), now, seen)
+            else:
+                self._written[held.path].add(key)
+                yield _Write(name_of(held.path, value, key), known.module, (*keys, key), before, now, True)
+
+    def _taken(self, write: _Write, call: Any) -> list[Tensor]:
+        """The tensors of a write, which become results."""
+        template, tensors = Template.of(write.now)
+        for leaf in template.leaves.values():
+            if not isinstance(leaf, (*PLAIN, torch.Size)):
+                raise _refusal(write.path, f"leaves an object of {type(leaf).__name__} there")
+        if not tensors and write.read:
+            raise _refusal(write.path, f"changes it from {_short(write.before)} to {_short(write.now)}")
+        self.stored.append(Stored(write.path, write.module, write.keys, template, len(tensors)))
+        # A result of its own, also where an input or a parameter is stored as it is.
+        given = {id(leaf) for leaf in pytree.tree_leaves(call)} | {id(p) for p in self._model.parameters()}
+        given |= {id(b) for b in self._model.buffers()}
+        return [tensor.clone() if id(tensor) in given else tensor for tensor in tensors]
+
+    def _refuse_modules(self, known: _Module) -> None:
+        for field_name in ("_modules", "_parameters"):
+            now, before = known.place[field_name], known.before[field_name]
+            if now is not before:
+                raise _refusal(known.path(field_name), "replaces it")
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A place that the forward has written; `read`: it may have read there first."""
+
+    path: str
+    module: nn.Module
+    keys: tuple[Hashable, ...]
+    before: Any
+    now: Any
+    read: bool
+
+
+@dataclass(frozen=True)
+class _PlainTensor:
+    """A tensor that is neither parameter nor buffer, as it was."""
+
+    path: str
+    tensor: Tensor
+    version: int
+    values: Tensor | None
+
+    @staticmethod
+    def of(path: str, tensor: Tensor) -> _PlainTensor:
+        small = tensor.numel() <= _COPIED_ELEMENTS
+        with without_modes():
+            return _PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back its values."""
+        if self.tensor._version != self.version and self.values is not None:
+            self.tensor.detach().copy_(self.values)
+
+    @property
+    def entry(self) -> Entry:
+        """Changes when it is written in place."""
+        return Entry(self.path, VersionPlace(self.tensor), "_version", self.version)
+
+    def check(self) -> None:
+        """Refuse a write."""
+        if self.tensor._version != self.version:
+            raise CaptureError(
+                f"the forward writes {self.path}, a tensor that is neither parameter nor buffer, in place; make it a "
+                "buffer (register_buffer), which a captured model keeps up to date"
+            )
+
+
+def _constants(exported: ExportedProgram) -> list[Tensor]:
+    """Tensors that the graph uses as constants."""
+    used = {node.name for node in exported.graph.nodes if node.users}
+    specs = exported.graph_signature.input_specs
+    constants = (s for s in specs if s.kind is InputKind.CONSTANT_TENSOR and s.arg.name in used)
+    return [exported.constants[str(spec.target)] for spec in constants]
+
+
+def _refusal(path: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"the forward writes {path}: it {what}, which a captured model would do once and not at every "
+        "call; count in a buffer (register_buffer), return the value as a result, or write it outside of the forward"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _written_by_torch(module: nn.Module) -> frozenset[str]:
+    """Attributes that hooks of torch's own set before every forward: a weight with its norm, pruned or not."""
+    hooks = (hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch."))
+    names = (getattr(hook, field_name, None) for hook in hooks for field_name in ("name", "_tensor_name"))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+# --- while a model is captured ---------------------------------------------------------------
+
+
+@contextmanager
+def recorded(model: nn.Module, numbers: Sequence[Number] = ()) -> Iterator[Recorder]:
+    """While it lasts, reads of attributes of modules are recorded, and what one forward of `model` writes is found.
+
+    Raises:
+        CaptureError: the forward writes what no captured graph can keep up.
+    """
+    recorder = Recorder(model, numbers)
+    # On the base class, so that `type(module)` and `super()` are what they are; sub-classes inherit it.
+    plain = nn.Module.__getattribute__
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name in _OWN:
+            return plain(self, name)
+        place = object.__getattribute__(self, "__dict__")
+        if name in place:
+            recorder.read(place, name, place[name])
+            return plain(self, name)
+        try:
+            value = plain(self, name)
+        except AttributeError:
+            known = any(name in place.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
+            if not known:
+                recorder.read(place, name, MISSING)
+            raise
+        kind = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
+        if kind is not None and kind is not object and kind is not nn.Module:
+            recorder.read_of_class(place, kind, name)
+        return value
+
+    handles = [
+        model.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True),
+        model.register_forward_hook(recorder.leave, with_kwargs=True),
+    ]
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        with seen_modes(recorder.read_mode), recorder.host_reads:
+            yield recorder
+    finally:
+        del nn.Module.__getattribute__
+        for handle in handles:
+            handle.remove()
+        recorder.close()

@@ -1,0 +1,102 @@
+"""One captured call as the rows of the axis table see it: its arguments by name, its tensors' shapes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from parplan.compat import schema_of
+from parplan.graph.axes.row_syntax import OpAxis, read_row
+
+__all__ = ["Call", "Row", "is_tensor", "shape_of", "text_row"]
+
+
+class Call:
+    """One fx call with its arguments by schema name, for the rows that need them."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.arguments = _by_name(node)
+        users = [user for user in node.users if user.target is operator.getitem]
+        self.outputs = [user.name for user in users] if users else [node.name]
+        self._users = users
+
+    @property
+    def results(self) -> dict[int, str]:
+        """fx names of the results that are used, by their place in the returned tuple."""
+        return {int(str(user.args[1])): user.name for user in self._users} or {0: self.node.name}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    def is_op(self, packet: str) -> bool:
+        """Whether it is an overload of `aten.<packet>`."""
+        return getattr(self.node.target, "overloadpacket", None) is getattr(torch.ops.aten, packet)
+
+    def name(self, argument: str) -> str | None:
+        """fx name of a tensor argument, None when it is missing."""
+        value = self.arguments.get(argument)
+        return value.name if isinstance(value, fx.Node) else None
+
+    def shape(self, argument: str) -> tuple[int, ...]:
+        """Shape of a tensor argument."""
+        return shape_of(self.arguments[argument])
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the (first) result."""
+        return shape_of(self._users[0] if self._users else self.node)
+
+    def tensors(self) -> list[fx.Node]:
+        """All tensor operands, in order."""
+        return [node for node in self.node.all_input_nodes if is_tensor(node)]
+
+    def dim(self, value: int, rank: int) -> int:
+        """A dimension argument counted from the front."""
+        return value % rank if rank else 0
+
+    def dims(self, argument: str, rank: int) -> set[int]:
+        """An argument of one or several dimensions counted from the front; all of them when it is not given."""
+        value = self[argument]
+        if value is None or value == []:
+            return set(range(rank))
+        return {self.dim(int(dim), rank) for dim in (value if isinstance(value, (list, tuple)) else [value])}
+
+    def rows(self, text: str, operands: Sequence[str], **more: Mapping[str, Any]) -> tuple[OpAxis, ...]:
+        """Read a text row for these argument names."""
+        tensors = [self.name(argument) for argument in operands]
+        ranks = {name: len(self.shape(a)) for a in operands if (name := self.name(a)) is not None}
+        ranks[self.outputs[0]] = len(self.out_shape)
+        return read_row(text, tensors, self.outputs[:1], ranks, **more)
+
+
+Row = Callable[[Call], tuple[OpAxis, ...]]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Whole shape of a node's tensor."""
+    return tuple(node.meta["val"].shape)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _by_name(node: fx.Node) -> dict[str, Any]:
+    schema = schema_of(node.target)
+    if schema is None:
+        return dict(node.kwargs)
+    named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return defaults | named | dict(node.kwargs)
+
+
+def text_row(row: str, *operands: str, **names: str) -> Row:
+    """A row given as text for these argument names; `names` gives words to its letters."""
+    words = {letter: name.replace("_", "-") for letter, name in names.items()}
+    return lambda call: call.rows(row, operands, names=words)

@@ -1,0 +1,87 @@
+"""Rows of the axis table that follow from shapes and dimension arguments: element-wise ops and reductions."""
+
+from __future__ import annotations
+
+from parplan.graph.axes.call import Call, Row, shape_of
+from parplan.graph.axes.row_syntax import Cut, OpAxis
+
+__all__ = ["all_but", "leading", "pointwise", "reduction", "repeated", "similarity"]
+
+
+def pointwise(call: Call) -> tuple[OpAxis, ...]:
+    """Element by element, operands broadcast from the right."""
+    out = call.out_shape
+    axes = []
+    for dim, size in enumerate(out):
+        dims = dict.fromkeys(call.outputs, dim)
+        for tensor in call.tensors():
+            shape = shape_of(tensor)
+            own = dim - (len(out) - len(shape))
+            if own >= 0 and shape[own] == size:
+                dims[tensor.name] = own
+        axes.append(OpAxis(dims))
+    return tuple(axes)
+
+
+def all_but(argument: str) -> Row:
+    """Maps every dimension of the first operand but those that `argument` lists."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        rank = len(shape_of(source))
+        kept = sorted(set(range(rank)) - call.dims(argument, rank))
+        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in kept)
+
+    return row
+
+
+def leading(kept: int) -> Row:
+    """Maps all but the last `kept` dimensions (pooling, resizing: spatial dimensions stay whole)."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        lead = len(shape_of(source)) - kept
+        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(lead))
+
+    return row
+
+
+def repeated(call: Call) -> tuple[OpAxis, ...]:
+    """Every element several times along `dim`: parts of the operand give the same parts of the result."""
+    source = call.tensors()[0]
+    if call["dim"] is None or call["output_size"] is not None:
+        return ()
+    return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(len(shape_of(source))))
+
+
+def reduction(cut: Cut) -> Row:
+    """Reductions over `dim`: kept dimensions map; contracted ones are `cut`."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        source = call.tensors()[0]
+        rank = len(shape_of(source))
+        gone = call.dims("dim", rank)
+        axes, position = [], 0
+        for dim in range(rank):
+            kept = dict.fromkeys(call.outputs, position) if dim not in gone else {}
+            axes.append(OpAxis({source.name: dim} | kept, cut=Cut.MAP if kept else cut))
+            position += bool(kept or call["keepdim"])
+        return tuple(axes)
+
+    return row
+
+
+def similarity(call: Call) -> tuple[OpAxis, ...]:
+    """One number for each pair of vectors along `dim`, which stays whole; the rest is broadcast from the right."""
+    first, second = call.shape("x1"), call.shape("x2")
+    rank = len(first)
+    if len(second) != rank:
+        return ()
+    gone = call.dim(int(call["dim"]), rank)
+    axes = []
+    for dim in range(rank):
+        new = dim - (dim > gone)
+        if dim != gone:
+            sides = [name for name in ("x1", "x2") if call.shape(name)[dim] == call.out_shape[new]]
+            axes.append(OpAxis({str(call.name(side)): dim for side in sides} | {call.outputs[0]: new}))
+    return tuple(axes)

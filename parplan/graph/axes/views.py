@@ -1,0 +1,283 @@
+"""Rows of the axis table for ops that only move elements: views, permutations, joins, slices, fills.
+
+A view maps axes through merges and splits: in a group of dimensions with equal products those that begin
+at the same element are the same axis. The leading ones cut memory in equal blocks; the others are merged
+behind something ([tokens * samples]), which is fine inside a layer and not where tensors change hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import torch
+
+from parplan.graph.axes.call import Call, shape_of
+from parplan.graph.axes.row_syntax import OpAxis
+
+
+def reshape(call: Call) -> tuple[OpAxis, ...]:
+    """Merges and splits: dimensions that begin at the same element of a matching group are the same axis."""
+    source, out = call.tensors()[0], call.outputs[0]
+    # `squeeze(dim)` leaves a dimension alone for its size, which a part of it need not have.
+    kept = call.dims("dim", len(shape_of(source))) if call.is_op("squeeze") else set()
+    pairs = [pair for group in _groups(shape_of(source), call.out_shape) for pair in group.pairs()]
+    return tuple(
+        OpAxis({source.name: own.dim, out: new.dim}, outer=_merged({source.name: own.outer, out: new.outer}))
+        for own, new in pairs
+        if own.dim not in kept
+    )
+
+
+def _merged(outer: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in outer.items() if size > 1}
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """Where an axis begins: a dimension, and the size of what is merged in front of it there."""
+
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Dimensions of both sides (first dimension and sizes) that hold the same elements."""
+
+    left: int
+    left_sizes: tuple[int, ...]
+    right: int
+    right_sizes: tuple[int, ...]
+
+    def pairs(self) -> list[tuple[_Begin, _Begin]]:
+        """Axes of the group, by where they begin on the left and on the right.
+
+        >>> _Group(0, (2, 6), 0, (12,)).pairs()
+        [(_Begin(dim=0, outer=1), _Begin(dim=0, outer=1)), (_Begin(dim=1, outer=1), _Begin(dim=0, outer=2))]
+        """
+        starts = sorted(
+            {*accumulate(self.left_sizes[:-1], mul, initial=1), *accumulate(self.right_sizes[:-1], mul, initial=1)}
+        )
+        ends = [(_begin(self.left, self.left_sizes, at), _begin(self.right, self.right_sizes, at)) for at in starts]
+        return [(own, new) for own, new in ends if own is not None and new is not None]
+
+
+def _begin(first: int, sizes: tuple[int, ...], at: int) -> _Begin | None:
+    """The place on one side at which `at` steps are in front of the axis; None where no axis can begin."""
+    in_front = 1
+    for dim, size in enumerate(sizes, first):
+        # Dimensions of size 1 do not carry an axis.
+        if size > 1 and in_front <= at < in_front * size:
+            fits = at % in_front == 0 and size % (at // in_front) == 0
+            return _Begin(dim, at // in_front) if fits else None
+        in_front *= size
+    return None
+
+
+def _groups(left: tuple[int, ...], right: tuple[int, ...]) -> list[_Group]:
+    """The smallest groups of dimensions with equal products, without those of size 1.
+
+    >>> [(g.left_sizes, g.right_sizes) for g in _groups((2, 3, 4), (2, 12))]
+    [((2,), (2,)), ((3, 4), (12,))]
+    """
+    found: list[_Group] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, a, b = (i, j), left[i], right[j]
+        i, j = i + 1, j + 1
+        while a != b and (i < len(left) or j < len(right)):
+            if (a < b and i < len(left)) or j >= len(right):
+                a, i = a * left[i], i + 1
+            else:
+                b, j = b * right[j], j + 1
+        if a != b:
+            return []
+        if a > 1:
+            found.append(_Group(start[0], left[start[0] : i], start[1], right[start[1] : j]))
+    return found
+
+
+def _ordered(call: Call, order: Sequence[int]) -> tuple[OpAxis, ...]:
+    """Dimension `new` of the result is dimension `order[new]` of the operand."""
+    source = call.tensors()[0]
+    rank = len(shape_of(source))
+    pairs = [(new, call.dim(int(old), rank)) for new, old in enumerate(order)]
+    return tuple(OpAxis({source.name: old, call.outputs[0]: new}) for new, old in pairs)
+
+
+def permute(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in the order of `dims`."""
+    return _ordered(call, call["dims"])
+
+
+def transpose(call: Call) -> tuple[OpAxis, ...]:
+    """Two dimensions change places."""
+    rank = len(call.out_shape)
+    if rank == 0:
+        return ()
+    order = list(range(rank))
+    a, b = call.dim(int(call["dim0"]), rank), call.dim(int(call["dim1"]), rank)
+    order[a], order[b] = order[b], order[a]
+    return _ordered(call, order)
+
+
+def reverse(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in reverse order."""
+    return _ordered(call, list(reversed(range(len(call.out_shape)))))
+
+
+def join(call: Call) -> tuple[OpAxis, ...]:
+    """Concatenation: every dimension but the joined one."""
+    rank = len(call.out_shape)
+    if any(len(shape_of(tensor)) != rank for tensor in call.tensors()):
+        return ()
+    joined = call.dim(int(call["dim"]), rank)
+    names = [tensor.name for tensor in call.tensors()] + call.outputs
+    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(rank) if dim != joined)
+
+
+def stack(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the new one."""
+    rank = len(call.out_shape)
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    tensors = [tensor.name for tensor in call.tensors()]
+    return tuple(OpAxis(dict.fromkeys(tensors, old) | {call.outputs[0]: new}) for old, new in enumerate(kept))
+
+
+def select(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the one of which one index is taken, or all of them apart (`unbind`)."""
+    source = call.tensors()[0]
+    rank = len(shape_of(source))
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    return tuple(OpAxis({source.name: old} | dict.fromkeys(call.outputs, new)) for new, old in enumerate(kept))
+
+
+def indexed(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, i, j]`: dimensions without an index, and those of the indices, which look up by themselves.
+
+    Where indices are apart (`x[i, :, j]`) or are masks, results lie otherwise, and nothing is cut.
+    """
+    indices = call["indices"]
+    places = [place for place, index in enumerate(indices) if index is not None]
+    apart = places != list(range(places[0], places[-1] + 1)) if places else True
+    if apart or any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
+        return ()
+    source, out, looked = call.tensors()[0], call.outputs[0], [indices[place] for place in places]
+    if source in looked:
+        return ()
+    first, rank = places[0], max(len(shape_of(index)) for index in looked)
+    kept = [(dim, dim if dim < first else dim + rank - len(places)) for dim in range(len(shape_of(source)))]
+    axes = [OpAxis({source.name: old, out: new}) for old, new in kept if old not in places]
+    for dim in range(rank):
+        size = call.out_shape[first + dim]
+        own = {index.name: dim - rank + len(shape_of(index)) for index in looked}
+        sized = {index.name for index in looked if own[index.name] >= 0 and shape_of(index)[own[index.name]] == size}
+        axes.append(OpAxis({name: at for name, at in own.items() if name in sized} | {out: first + dim}))
+    return tuple(axes)
+
+
+def masked_put(call: Call) -> tuple[OpAxis, ...]:
+    """`x[mask] = value`: every dimension, those of the mask in step with it, where one value is put everywhere."""
+    source, indices, out = call.tensors()[0], call["indices"], call.outputs[0]
+    masks = [index for index in indices if index is not None]
+    if len(masks) != 1 or masks[0].meta["val"].dtype is not torch.bool or call["values"].meta["val"].numel() != 1:
+        return ()
+    first, mask = indices.index(masks[0]), masks[0]
+    covered = range(first, first + len(shape_of(mask)))
+    return tuple(
+        OpAxis({source.name: dim, out: dim} | ({mask.name: dim - first} if dim in covered else {}))
+        for dim in range(len(shape_of(source)))
+    )
+
+
+def index_select(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but `dim`; that one in the index and the result alone, each index looks up by itself."""
+    source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]
+    rank = len(shape_of(source))
+    selected = call.dim(int(call["dim"]), rank)
+    axes = [OpAxis({source.name: dim, out: dim}) for dim in range(rank) if dim != selected]
+    return (*axes, OpAxis({index: 0, out: selected})) if call.shape("index") else tuple(axes)
+
+
+def gathered(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in which all of the operand is looked at in step with the index; `dim` in index and result alone."""
+    source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]
+    rank = len(call.out_shape)
+    looked = call.dim(int(call["dim"]), rank)
+    axes = []
+    for dim in range(rank):
+        if dim == looked:
+            axes.append(OpAxis({index: dim, out: dim}))
+        elif shape_of(source)[dim] == call.out_shape[dim]:
+            axes.append(OpAxis({source.name: dim, index: dim, out: dim}))
+    return tuple(axes)
+
+
+def slice_scattered(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, 1:] = y`: every dimension but the sliced one; that one too where open ends take all of it."""
+    source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
+    shape = shape_of(source)
+    sliced = call.dim(int(call["dim"] or 0), len(shape))
+    open_ended = call["end"] is None or call["end"] >= _OPEN_END
+    whole = open_ended and call["step"] == 1 and call.shape("src")[sliced] == shape[sliced]
+    kept = [dim for dim in range(len(shape)) if dim != sliced or whole]
+    return tuple(OpAxis({source.name: dim, put: dim, out: dim}) for dim in kept)
+
+
+# What torch.export writes for the end of `x[1:]`.
+_OPEN_END = 2**63 - 1
+
+
+def select_scattered(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, 0] = y`: every dimension but the one of which one index is replaced."""
+    source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
+    rank = len(shape_of(source))
+    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    return tuple(OpAxis({source.name: old, put: new, out: old}) for new, old in enumerate(kept))
+
+
+def tiled(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions that are laid out once; new ones in front would have to be counted anew for a part."""
+    source, out = call.tensors()[0], call.outputs[0]
+    repeats = list(call["repeats"])
+    lead = len(repeats) - len(shape_of(source))
+    kept = [dim for dim in range(len(shape_of(source))) if repeats[lead + dim] == 1]
+    return tuple(OpAxis({source.name: dim, out: lead + dim}) for dim in kept)
+
+
+def slices(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but the sliced one; that one too where all of it is taken (`x[:, 1:]` takes all of dim 0)."""
+    source, out = call.tensors()[0], call.outputs[0]
+    shape = shape_of(source)
+    sliced = call.dim(int(call["dim"] or 0), len(shape))
+    # `step` is an argument of slice, not of narrow, whose length is not put right.
+    closed = {sliced} if call["step"] != 1 or shape[sliced] != call.out_shape[sliced] else set()
+    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(len(shape)) if dim not in closed)
+
+
+def expand(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions that are repeated may be cut in the result alone: the size argument is put right."""
+    source, out, shape = call.tensors()[0], call.outputs[0], call.out_shape
+    lead = len(shape) - len(shape_of(source))
+    axes = []
+    for dim, size in enumerate(shape):
+        same = dim >= lead and shape_of(source)[dim - lead] == size
+        axes.append(OpAxis({out: dim} | ({source.name: dim - lead} if same else {})))
+    return tuple(axes)
+
+
+def pad(call: Call) -> tuple[OpAxis, ...]:
+    """The leading dimensions, which are not padded."""
+    source, out = call.tensors()[0], call.outputs[0]
+    untouched = len(call.out_shape) - len(call["pad"]) // 2
+    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(untouched))
+
+
+def filled(call: Call) -> tuple[OpAxis, ...]:
+    """A new tensor of one value: any dimension, by its size argument; a tensor it is modelled on is not read."""
+    made = [OpAxis({call.outputs[0]: dim}) for dim in range(len(call.out_shape))]
+    unread = [OpAxis({tensor.name: dim}) for tensor in call.tensors() for dim in range(len(shape_of(tensor)))]
+    return tuple(made + unread)

@@ -1,0 +1,395 @@
+"""Capture: torch.export to an fx graph of ATen ops, put into the form the planner and runtime share.
+
+The exported program is functionalised and a few ops are put back into their plain form (batch norm
+that updates its statistics in place, dropout), so that generated code runs at eager speed.
+
+Keep an exporter quiet: what it prints before it fails would bury the one line that matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from parplan.compat import pytree
+from parplan.errors import CaptureError
+from parplan.graph.attributes.number_inputs import Number, as_tensors
+from parplan.graph.attributes.recording import Recorder, recorded
+from parplan.graph.axes.bags import join_bags
+from parplan.graph.axes.batched_lookup import gather_batched_lookups
+from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.capture.canonical import canonicalise
+from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
+from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
+from parplan.graph.export.assigned_buffers import assigned_buffers
+from parplan.graph.export.functionalise import functionalise
+from parplan.graph.export.missing_devices import missing_devices
+from parplan.graph.export.stand_ins import stand_ins
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.graph.layers import build_layers, owner_of
+from parplan.graph.local import names_sizes
+from parplan.graph.packed_sequences import packed_sequences
+from parplan.graph.user_code.functions import known_sites
+from parplan.graph.user_code.module_hooks import Site, marked_hooks
+from parplan.graph.user_code.opaque import OpaqueCalls
+from parplan.graph.user_line import user_line
+
+__all__ = ["batch_of", "capture", "quiet"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back warnings, log lines and prints; prints are passed on to stderr if all goes well."""
+    held, disabled = io.StringIO(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(held), contextlib.redirect_stdout(held):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+    sys.stderr.write(held.getvalue())
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    training: bool = True,
+    dim: int = 0,
+    check_batch: bool = True,
+    numbers: Sequence[Number] = (),
+) -> LayerGraph:
+    """Capture `model` called with `args` and `kwargs` as a graph of layers.
+
+    Nothing is computed and nothing of the model changes; its mode is put back. Tensors whose
+    dimension `dim` equals the batch (the first such tensor's) are split over replicas, others shared.
+
+    Args:
+        training: capture the training graph (else the evaluation graph).
+        check_batch: capture a second batch size as well and compare, so that a layer whose constants
+            depend on the batch is never given replicas.
+
+        numbers: attributes that the graph takes as inputs.
+
+    Raises:
+        CaptureError: the model cannot be exported; the text names the line.
+    """
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
+    with as_tensors(numbers) as tensors:
+        exported, recorder = _export(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
+        if check_batch and call.batch is not None:
+            samples, changes, twice = _compare(call, exported, recorder)
+            bound = whole_batch(exported, twice, call.batch)
+        if numbers:
+            _check_inputs(call, exported, recorder, tensors)
+    graph = _assemble(call, exported, recorder, samples, changes, bound)
+    inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
+    known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
+    return replace(graph, numbers=known)
+
+
+def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
+    """Samples in one step: the size along `dim` of the first tensor that has it; None without one."""
+    return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim), None)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is captured: a model, the leaves of its arguments, and where samples lie."""
+
+    model: nn.Module
+    leaves: Sequence[Any]
+    in_spec: Any
+    batch: int | None
+    dim: int
+    training: bool
+    numbers: Sequence[Number] = ()
+    sites: dict[str, Site] = field(default_factory=dict)
+    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
+
+    @property
+    def alike(self) -> frozenset[int]:
+        """Leaves of the batch's size."""
+        sized = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.dim() > self.dim]
+        return frozenset(i for i, leaf in sized if leaf.shape[self.dim] == self.batch)
+
+    def resized(self, samples: frozenset[int], wanted: int | None) -> Any:
+        """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
+        made = [
+            _like(leaf, self.dim, wanted if index in samples else None) if index in self.alike else leaf
+            for index, leaf in enumerate(self.leaves)
+        ]
+        return pytree.tree_unflatten(made, self.in_spec)
+
+
+def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
+    shape = [size if d == dim and size is not None else s for d, s in enumerate(leaf.shape)]
+    make = torch.empty if leaf.is_floating_point() else torch.zeros
+    try:
+        return make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+    except (RuntimeError, MemoryError) as error:
+        raise CaptureError(
+            f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
+            "use a smaller batch"
+        ) from error
+
+
+def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
+    """Refuse numbers of which the graph still has a value of its own: with other numbers it is another graph.
+
+    Raises:
+        CaptureError: Python code or an op takes a number as such.
+    """
+    for tensor in tensors:
+        tensor.mul_(3).add_(7)
+    opaque = OpaqueCalls()
+    other, _ = _export(call, call.resized(call.alike, call.batch), {}, opaque)
+    own = {tensor.data_ptr() for tensor in tensors}
+    mine, others = exported.constants, other.constants
+    fixed = mine.keys() == others.keys() and all(
+        torch.equal(mine[name], others[name]) for name in mine if mine[name].data_ptr() not in own
+    )
+    changes = batch_changes(exported.graph_module, other.graph_module)
+    same = changes | call.opaque.changes(exported.graph_module, opaque) == BatchChanges()
+    if recorder.host_reads.any or not fixed or not same:
+        raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
+
+
+def _compare(
+    call: _Call, exported: ExportedProgram, recorder: Recorder
+) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
+    """Which leaves hold samples, what changes with their number, and the capture that shows it.
+
+    Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
+    samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
+    """
+    first, *others = sorted(call.alike)
+    without = [call.alike - {other} for other in others]
+    batch, reasons = call.batch or 0, []
+    # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
+    for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
+        for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+            opaque = OpaqueCalls()
+            try:
+                other, second = _export(call, call.resized(samples, other_batch), {}, opaque)
+            except CaptureError as error:
+                reasons.append(f"for {other_batch}: {error}")
+                continue
+            changes = batch_changes(exported.graph_module, other.graph_module)
+            changes = changes | call.opaque.changes(exported.graph_module, opaque)
+            return samples, changes if recorder.stores_like(second) else replace(changes, results=True), other
+    return call.alike, everything_changes(exported.graph_module, reasons[0]), None
+
+
+def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> tuple[ExportedProgram, Recorder]:
+    model, training = call.model, call.training
+    args, kwargs = given
+    modes = {module: module.training for module in model.modules()}
+    if training != model.training:
+        model.train(training)
+    try:
+        _refuse_averages(model)
+        with (
+            quiet(),
+            stand_ins(model),
+            missing_devices(),
+            packed_sequences(),
+            marked_hooks(model, sites),
+            assigned_buffers(model),
+            opaque.intercepted(model),
+            recorded(model, call.numbers) as recorder,
+        ):
+            exported = torch.export.export(model, args, kwargs, strict=False)
+            recorder.check(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(model, error, args)) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    gather_batched_lookups(exported.graph)
+    join_bags(exported.graph)
+    return exported, recorder
+
+
+def _refuse_averages(model: nn.Module) -> None:
+    """Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant."""
+    for name, module in model.named_modules():
+        averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
+        if averages and module.training:
+            raise CaptureError(
+                f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
+                "which parplan does not capture in training; give it a momentum, such as 0.1 "
+                "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
+            )
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module's call is one layer; attention's projection is part of the same call."""
+    return isinstance(module, nn.MultiheadAttention) or not list(module.children())
+
+
+def _explain(model: nn.Module, error: Exception, args: Sequence[Any]) -> str:
+    """The user's line and the reason, without the exporter's own frames."""
+    line = user_line(error)
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
+    hint = _UNTRACEABLE if _is_exporters(error) else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
+    return text + (f"  at {line}\n" if line else "") + hint
+
+
+_UNTRACEABLE = (
+    "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
+    "(use torch.where, or move them out of the model)"
+)
+_DICT = "; a dict among them is one argument: keyword arguments go into kwargs={...}"
+_UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
+
+
+def _is_exporters(error: Exception) -> bool:
+    """Whether it is about tracing: what a wrong call or a wrong shape raises is plain Python or a RuntimeError."""
+    return type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Placeholders of an exported program by what they are."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    users: list[str | None]
+
+
+def _inputs(program: ExportedProgram) -> _Inputs:
+    found = _Inputs({}, {}, {}, [])
+    for spec in program.graph_signature.input_specs:
+        name = spec.arg.name
+        if spec.kind is InputKind.PARAMETER:
+            found.parameters[name] = str(spec.target)
+        elif spec.kind is InputKind.BUFFER:
+            found.buffers[name] = str(spec.target)
+        elif spec.kind is InputKind.USER_INPUT:
+            found.users.append(None if isinstance(spec.arg, ConstantArgument) else name)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            found.constants[name] = program.constants[str(spec.target)]
+        else:
+            raise CaptureError(f"input {name!r} of kind {spec.kind.name} is not supported in a captured model")
+    return found
+
+
+def _assemble(
+    call: _Call,
+    exported: ExportedProgram,
+    recorder: Recorder,
+    sample_leaves: frozenset[int],
+    changes: BatchChanges,
+    bound: WholeBatch,
+) -> LayerGraph:
+    model = call.model
+    call.opaque.settle(exported)
+    with known_sites(call.opaque.sites):
+        functional = functionalise(exported)
+    call.opaque.mark(functional.program.graph)
+    program = functional.program
+    inputs = _inputs(program)
+    graph = canonicalise(functional, _shared(model, inputs.parameters))
+    samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
+    state = frozenset(inputs.buffers) | frozenset(inputs.constants)
+    leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
+    given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    built, flattened = build_layers(graph.graph, *given), dict[str, int]()
+    if built.merged:
+        kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
+        replaced = unflatten_between_layers(graph.graph, built, places, kept)
+        flattened = dict(replaced.values())
+        graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
+        built = build_layers(graph.graph, *given)
+    return LayerGraph(
+        model=type(model).__name__,
+        digraph=built.digraph,
+        layers=built.layers,
+        values=_specs(graph.graph, _trainable(call, inputs, graph.parameters)),
+        producer=built.producer,
+        batch=call.batch,
+        batch_dims=built.batch_dims,
+        user_inputs=tuple(inputs.users),
+        user_outputs=graph.outputs,
+        in_spec=call.in_spec,
+        out_spec=program.call_spec.out_spec,
+        parameters=graph.parameters,
+        buffers=inputs.buffers,
+        constants=inputs.constants,
+        buffer_updates=graph.buffer_updates,
+        counters=graph.counters,
+        training=call.training,
+        sites=call.sites,
+        one_batch=changes.one_batch,
+        flattened=flattened,
+        sample_indices=bound.indices,
+        unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
+        late=functional.late,
+        reads=recorder.guards,
+        stored=tuple(recorder.stored),
+        fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
+    )
+
+
+def _trainable(call: _Call, inputs: _Inputs, parameters: Mapping[str, str]) -> set[str]:
+    """Placeholders that want a gradient."""
+    users = zip(inputs.users, call.leaves, strict=True)
+    own = {name for name, path in parameters.items() if call.model.get_parameter(path).requires_grad}
+    given = {name for name, leaf in users if name is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return own | given
+
+
+def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
+    """Whether a layer's code holds only for the captured batch."""
+    owner = owner_of(layer.nodes[0])
+    if layer.batch is None:
+        # `flatten` names no sizes, what it becomes without in-place changes does.
+        return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
+    # A value that grows with the batch although no sample reaches it keeps its captured size.
+    return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
+
+
+def _shared(model: nn.Module, parameters: Mapping[str, str]) -> dict[str, str]:
+    """First of the dotted names by placeholder: the same for placeholders of tied parameters."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {placeholder: first[id(model.get_parameter(path))] for placeholder, path in parameters.items()}
+
+
+def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            flows = node.name in trainable or any(_flows(source, specs) for source in node.all_input_nodes)
+            differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+            grad = flows and differentiable and node.target is not torch.ops.aten.detach.default
+            specs[node.name] = TensorSpec(tuple(value.shape), value.dtype, grad)
+        elif node.op == "call_function":
+            flows = any(_flows(source, specs) for source in node.all_input_nodes)
+            node.meta["parplan_flows"] = flows
+    return specs
+
+
+def _flows(node: fx.Node, specs: Mapping[str, TensorSpec]) -> bool:
+    return specs[node.name].requires_grad if node.name in specs else bool(node.meta.get("parplan_flows"))

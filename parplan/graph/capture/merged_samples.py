@@ -1,0 +1,100 @@
+"""Values whose dimension merges samples behind another axis ([time * samples]), unflattened between layers.
+
+Samples that are the inner part of a dimension lie in strides, which no block of a tensor can say. So where such a value
+leaves its layer it is reshaped to [time, samples], and its readers reshape it back: between layers, and where results
+are handed out, samples have a dimension whose parts are blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from parplan.graph.axes.call import is_tensor, shape_of
+from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
+from parplan.graph.axes.table import axes_of
+from parplan.graph.layers import BOUNDARY, LayerSet
+
+__all__ = ["sample_places", "unflatten_between_layers"]
+
+aten = torch.ops.aten
+
+
+def sample_places(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, Place]:
+    """Where samples lie in every value that they can be followed to, by the ops' axes.
+
+    Args:
+        samples: dimension of the samples, by user input.
+    """
+    places = {name: Place(name, dim) for name, dim in samples.items()}
+    inputs = [node for node in graph.nodes if node.name in samples]
+    batch = shape_of(inputs[0])[samples[inputs[0].name]] if inputs else 1
+    for node in graph.nodes:
+        if node.op != "call_function" or not any(operand.name in places for operand in node.all_input_nodes):
+            continue
+        read = [places[operand.name] for operand in node.all_input_nodes if operand.name in places]
+        sizes = {n.name: shape_of(n) for n in (node, *node.all_input_nodes, *node.users) if is_tensor(n)}
+        found: dict[str, set[Place]] = {}
+        for axis in axes_of(node):
+            for outer in {outer for place in read if (outer := _outer(axis, place, sizes)) is not None}:
+                for tensor in axis.dims.keys() - {operand.name for operand in node.all_input_nodes}:
+                    found.setdefault(tensor, set()).add(Place(tensor, axis.dims[tensor], axis.outer.get(tensor, outer)))
+        whole = {tensor: place for tensor, (place, *more) in found.items() if not more}
+        places.update({t: p for t, p in whole.items() if sizes[t][p.dim] // p.outer % batch == 0})
+    return places
+
+
+def _outer(axis: OpAxis, place: Place, sizes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """The size of what samples are merged behind in the results of an op along `axis`; None where it has none there."""
+    if axis.dims.get(place.tensor) != place.dim or axis.cut not in (Cut.MAP, Cut.MIXED):
+        return None
+    if axis.outer.get(place.tensor, 1) == place.outer:
+        return 1
+    alike = len({sizes[tensor][dim] for tensor, dim in axis.dims.items() if tensor in sizes}) == 1
+    return place.outer if not axis.outer and alike and not axis.units else None
+
+
+def unflatten_between_layers(
+    graph: fx.Graph, built: LayerSet, places: Mapping[str, Place], kept: frozenset[str]
+) -> dict[str, tuple[str, int]]:
+    """Insert the reshapes; layers have to be built anew afterwards.
+
+    Args:
+        kept: values that are needed as they are (updates of buffers).
+
+    Returns:
+        What replaces results of the model: by old name, the new value, and the dimension to flatten with the next one.
+    """
+    layer_of = {node: layer for layer in built.layers.values() for node in layer.nodes}
+    results: dict[str, tuple[str, int]] = {}
+    for node in [node for node in graph.nodes if node in layer_of]:
+        place = places.get(node.name)
+        readers = [user for user in node.users if layer_of.get(user) is not layer_of[node]]
+        hooked = any(layer_of[n].kind in ("hooks", "function") for n in (node, *readers) if n in layer_of)
+        if place is None or place.outer == 1 or not readers or hooked or node.name in kept:
+            continue
+        shape = list(shape_of(node))
+        split = [*shape[: place.dim], place.outer, shape[place.dim] // place.outer, *shape[place.dim + 1 :]]
+        with graph.inserting_after(node):
+            unflattened = _reshape(graph, node, split, node)
+        flattened: dict[str, fx.Node] = {}
+        for user in sorted(readers):
+            if user.op == "output":
+                user.replace_input_with(node, unflattened)
+                results[node.name] = (unflattened.name, place.dim)
+                continue
+            layer = layer_of[user].name
+            if layer not in flattened:
+                with graph.inserting_before(user):
+                    flattened[layer] = _reshape(graph, unflattened, shape, user)
+            user.replace_input_with(node, flattened[layer])
+    return results
+
+
+def _reshape(graph: fx.Graph, source: fx.Node, shape: list[int], anchor: fx.Node) -> fx.Node:
+    """A reshape that belongs to the layer of `anchor`."""
+    made = graph.call_function(aten.reshape.default, (source, shape))
+    made.meta = {**anchor.meta, "val": source.meta["val"].reshape(shape), BOUNDARY: anchor}
+    return made

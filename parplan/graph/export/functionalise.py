@@ -1,0 +1,229 @@
+"""Make an exported program free of in-place changes, quickly where that is simple.
+
+torch.export keeps `relu_`, `add_` and no_grad regions as they were written. Its own functionalisation
+(`run_decompositions`) handles every case by tracing once more, which costs more than the export itself
+(measured: 3.7 s against 1.1 s for ResNet-50). Networks whose in-place ops change values that nobody
+else views are rewritten here node by node; all others go the long way.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from parplan.compat import memory_of, overload_name, schema_of
+from parplan.graph.axes.table import is_tensor, row_of
+from parplan.graph.export.late_writes import NO_GRAD, is_inplace, written_late
+
+__all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A program without in-place changes.
+
+    Args:
+        program: the program.
+        counters: buffer placeholder -> step, of counters that were taken out of it.
+        late: placeholders of buffers whose last write comes after everything that a backward needs.
+    """
+
+    program: ExportedProgram
+    counters: dict[str, int]
+    late: frozenset[str] = frozenset()
+
+
+def functionalise(exported: ExportedProgram) -> Functional:
+    """The program without in-place changes and gradient regions; `exported` is changed."""
+    _inline_grad_regions(exported)
+    _spell_out(exported.graph)
+    _reveal_aliases(exported.graph)
+    late = written_late(exported)
+    counters = _counters(exported)
+    if counters is not None and _is_simple(exported.graph, counters):
+        return Functional(exported, _rewrite(exported.graph, counters), late)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program: ExportedProgram = exported.run_decompositions({})
+    return Functional(program, {}, late)
+
+
+# --- no_grad regions -------------------------------------------------------------------------
+
+
+def _inline_grad_regions(exported: ExportedProgram) -> None:
+    """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; results of the former are detached."""
+    graph = exported.graph
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, region, *operands = node.args
+        results = _copied_in(graph, node, getattr(exported.graph_module, region.target), operands)
+        for user in list(node.users):
+            with graph.inserting_before(node):
+                result = results[user.args[1]] if enabled else _detached(graph, results[user.args[1]], user)
+            user.replace_all_uses_with(result)
+            rename_output(exported, user.name, result.name)
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not region.users:
+            graph.erase_node(region)
+
+
+def _copied_in(graph: fx.Graph, before: fx.Node, region: fx.GraphModule, operands: list[Any]) -> Any:
+    placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    copies = dict(zip(placeholders, operands, strict=True))
+    with graph.inserting_before(before):
+        results = graph.graph_copy(region.graph, copies)
+    for copy in copies.values():
+        if copy not in operands:
+            copy.meta[NO_GRAD] = not before.args[0]
+    return results
+
+
+def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
+    detached = graph.call_function(aten.detach.default, (value,))
+    detached.meta = {**value.meta, "val": result.meta["val"]}
+    return detached
+
+
+def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
+    """Tell a program's signature that a result of its graph has another name."""
+    for spec in exported.graph_signature.output_specs:
+        if getattr(spec.arg, "name", None) == old:
+            spec.arg.name = new
+
+
+# --- ops that hide what they do --------------------------------------------------------------
+
+
+def _spell_out(graph: fx.Graph) -> None:
+    """`broadcast_tensors` as one expansion per tensor, `squeeze` with the dimensions it removes."""
+    for node in list(graph.nodes):
+        if node.target is aten.broadcast_tensors.default:
+            for user in list(node.users):
+                _expanded(graph, node.args[0][user.args[1]], user)
+            graph.erase_node(node)
+        elif node.target is aten.squeeze.default:
+            sizes = node.args[0].meta["val"].shape
+            node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])
+
+
+def _expanded(graph: fx.Graph, source: fx.Node, result: fx.Node) -> None:
+    shape = list(result.meta["val"].shape)
+    if shape == list(source.meta["val"].shape):
+        result.replace_all_uses_with(source)
+        graph.erase_node(result)
+    else:
+        result.target, result.args = aten.expand.default, (source, shape)
+
+
+# --- in-place ops ----------------------------------------------------------------------------
+
+
+def _reveal_aliases(graph: fx.Graph) -> None:
+    """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
+    for node in list(graph.nodes):
+        idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
+        if idle and any(map(is_inplace, node.users)) and not _is_only_reader(graph, node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _is_only_reader(graph: fx.Graph, node: fx.Node) -> bool:
+    """Whether nobody else can see the memory of `node`'s operand."""
+    memory = _memory(node.args[0])
+    holders = [other for other in graph.nodes if is_tensor(other) and _memory(other) == memory]
+    return holders == [node.args[0]] and len(holders[0].users) == 1 and holders[0].op != "placeholder"
+
+
+def _memory(node: Any) -> int:
+    return memory_of(node.meta["val"])
+
+
+def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
+    """In-place additions of a constant to integer buffers; None when parameters or buffers change otherwise."""
+    specs = exported.graph_signature.input_specs
+    buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
+    found: dict[fx.Node, int] = {}
+    for node in exported.graph.nodes:
+        if not is_inplace(node) or node.args[0].op != "placeholder":
+            continue
+        counts = node.target is aten.add_.Tensor and isinstance(node.args[1], int) and not node.kwargs
+        alone = len(node.args[0].users) == 1 and not node.users and node.args[0].name in buffers
+        if not (counts and alone):
+            return None
+        found[node] = node.args[1]
+    return found
+
+
+def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
+    """Whether every op is known and changes in place can be rewritten node by node."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node not in counters]
+    if any(node.op == "get_attr" for node in graph.nodes) or not all(map(_is_known, calls)):
+        return False
+    return _views_follow(graph, counters)
+
+
+def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
+    """Whether no view is taken of a value before its last change in place."""
+    last_change: dict[int, int] = {}
+    views: dict[int, list[int]] = defaultdict(list)
+    for position, node in enumerate(graph.nodes):
+        if not is_tensor(node) or node in counters:
+            continue
+        memory = _memory(node)
+        if is_inplace(node):
+            last_change[memory] = position
+        elif memory in views or node.op == "placeholder":
+            views[memory].append(position)
+        else:
+            views[memory] = []
+    return all(view > last_change.get(memory, -1) for memory, positions in views.items() for view in positions)
+
+
+def _is_known(node: fx.Node) -> bool:
+    target = _out_of_place(node.target) if is_inplace(node) else node.target
+    return row_of(target) is not None or target is operator.getitem
+
+
+def _out_of_place(target: Any) -> Any:
+    packet = str(schema_of(target).name).split("::")[-1]
+    plain = getattr(aten, packet[:-1], None) if packet.endswith("_") else None
+    return getattr(plain, overload_name(target), None)
+
+
+def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
+    """Replace in-place ops; whoever reads the changed value later reads the new one."""
+    steps: dict[str, int] = {}
+    for node in list(graph.nodes):
+        if node in counters:
+            steps[node.args[0].name] = counters[node]
+            graph.erase_node(node)
+        elif is_inplace(node):
+            node.target = _out_of_place(node.target)
+            changed = node.args[0]
+            later = [user for user in changed.users if user > node]
+            for user in later:
+                user.replace_input_with(changed, node)
+    return steps
+
+
+def without_changes(graph: fx.Graph) -> bool:
+    """Rewrite the in-place ops of a graph; False, and nothing is done, where that takes more than other ops."""
+    changing = [node for node in graph.nodes if is_inplace(node)]
+    if not _views_follow(graph) or any(_out_of_place(node.target) is None for node in changing):
+        return False
+    _rewrite(graph, {})
+    return True

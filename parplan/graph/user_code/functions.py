@@ -1,0 +1,179 @@
+"""Custom autograd Functions as ops of the captured graph, so that their own backward stays.
+
+torch.export would record the ops of a Function's forward and lose its backward. While a model is captured, each call of
+`Function.apply` leaves one op instead, and where that op runs the call is made again with the tensors of a device: the
+user's own forward and backward, with all that autograd does around them. Shapes of the results come from running the
+forward on tensors without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parplan.errors import RuntimeFailure
+from parplan.graph.axes.row_syntax import OpAxis
+from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.sites import site_of
+from parplan.graph.user_code.function_axes import Followed
+from parplan.graph.user_code.module_hooks import Template
+
+__all__ = ["CUSTOM_FUNCTION", "FunctionSite", "custom_function", "function_of", "known_sites"]
+
+
+@torch.library.custom_op("parplan::custom_function", mutates_args=())
+def custom_function(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
+    """A call of an autograd Function; only a name, as `FunctionSite.run` runs in its place."""
+    raise NotImplementedError(site)
+
+
+@custom_function.register_fake
+def _(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
+    results: Sequence[Result] = _known[-1][site].results
+    return [torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=r.device) for r in results]
+
+
+CUSTOM_FUNCTION = torch.ops.parplan.custom_function.default
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a Function gives."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Result:
+        """Of a tensor without values."""
+        return Result(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+@dataclass
+class FunctionSite:
+    """One call of an autograd Function in a captured forward.
+
+    Attributes:
+        function: the user's class.
+        line: where it is called.
+        inputs: of (args, kwargs).
+        outputs: of what it returns.
+        results: the tensors among those.
+        aliases: whether results share memory with arguments.
+        followed: how its forward and backward treat samples.
+    """
+
+    function: type[torch.autograd.Function]
+    line: str
+    inputs: Template
+    outputs: Template = field(default_factory=lambda: Template({}, None))
+    results: tuple[Result, ...] = ()
+    aliases: bool = False
+    followed: Followed = field(default_factory=Followed)
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.function.__name__
+
+    @property
+    def whole(self) -> str:
+        """Why it has to see all samples at once; empty where samples stay apart."""
+        return self.followed.whole
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its gradients are linear in those it is given, and the same wherever it runs."""
+        return self.followed.linear and not self.followed.random
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.followed.random
+
+    def know(self, other: FunctionSite) -> None:
+        """What is known of another call with arguments like this one's."""
+        self.outputs, self.results, self.aliases = other.outputs, other.results, other.aliases
+        self.followed = replace(other.followed)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the Function gives for these.
+
+        Raises:
+            RuntimeFailure: it returns other things than it did when the model was captured.
+        """
+        args, kwargs = self.inputs.filled(tensors)
+        result = self.function.apply(*args, **kwargs)
+        template, found = Template.of(result)
+        if not template.matches(self.outputs) or [t.dtype for t in found] != [r.dtype for r in self.results]:
+            raise RuntimeFailure(
+                f"{self.name}.apply returned {_told(template, found)} where it returned "
+                f"{_told(self.outputs, self.results)} when the model was captured; the types of its tensors and all "
+                f"its other results must stay as they are\n  at {self.line}"
+            )
+        for tensor in found if self.followed.writes else ():
+            if tensor.requires_grad:
+                tensor.register_hook(torch.clone)  # the backward may write to it
+        return found
+
+    def agrees(self, other: FunctionSite) -> bool:
+        """Whether a capture at another batch size calls it with the same arguments, but for tensors."""
+        return self.inputs.matches(other.inputs) and self.outputs.matches(other.outputs)
+
+
+def _told(template: Template, tensors: Sequence[Any]) -> str:
+    kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    others = "".join(f", {value!r}" for value in template.leaves.values())
+    return f"({kinds}{others})"
+
+
+def _axes(call: Call) -> tuple[OpAxis, ...]:
+    """The axes that its forward and its backward leave apart."""
+    site = site_of(call.node)
+    operands: Any = call.node.args[0]
+    names = [operand.name for operand in operands]
+    found = []
+    for axis in site.followed.axes if isinstance(site, FunctionSite) else ():
+        dims: dict[str, int] = {}
+        places = [(names[i], dim) for i, dim in axis.inputs.items()]
+        places += [(name, axis.outputs[i]) for i, name in call.results.items()]
+        if all(dims.setdefault(name, dim) == dim for name, dim in places):
+            found.append(OpAxis(dims, units=axis.units))
+    return tuple(found)
+
+
+OWN_ROWS[CUSTOM_FUNCTION] = _axes
+
+
+def function_of(node: fx.Node) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The function to call in place of an op: the user's code."""
+    site = site_of(node)
+    assert isinstance(site, FunctionSite)
+    run = site.run
+
+    def custom_function(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return run(tensors)
+
+    return custom_function
+
+
+# --- shapes while a graph is traced ----------------------------------------------------------
+
+_known: list[Mapping[str, Any]] = []
+
+
+@contextmanager
+def known_sites(sites: Mapping[str, Any]) -> Iterator[None]:
+    """While it lasts, ops that are traced stand for these calls."""
+    _known.append(sites)
+    try:
+        yield
+    finally:
+        _known.pop()

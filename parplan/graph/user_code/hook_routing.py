@@ -1,0 +1,192 @@
+"""Put the ops of tensor hooks where they belong in an exported graph: behind the tensor that each hook is on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from parplan.compat import memory_of, schema_of
+from parplan.errors import CaptureError
+from parplan.graph.axes.table import is_tensor
+from parplan.graph.kinds import kind_of
+from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
+
+__all__ = ["route_through_hooks"]
+
+aten = torch.ops.aten
+
+
+def route_through_hooks(
+    graph: fx.Graph, sites: Mapping[str, Any], rename: Callable[[str, str], None] = lambda old, new: None
+) -> None:
+    """Put every hook's op directly behind the tensor it belongs to, with all uses of that tensor behind it.
+
+    Args:
+        rename: told of results of the graph that have another name now.
+
+    Raises:
+        CaptureError: the tensor is changed in place, so that there is no one gradient of it.
+    """
+    hooks: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(graph.nodes):
+        if node.target is GRADIENT_HOOK:
+            if sites[node.args[-1]].removed:
+                graph.erase_node(node)
+            else:
+                hooks.setdefault(_same_tensor(node.args[0]), []).append(node)
+    for source, own in hooks.items():
+        site = sites[str(own[0].args[-1])]
+        _check_unchanged(graph, source, site)
+        _route(source, own, rename)
+        _place(graph, source, own, site)
+
+
+def _same_tensor(node: Any) -> fx.Node:
+    """The node that made a tensor object, in front of ops that hand their operand back as it is."""
+    while node.target in _IDENTITIES and _looks(node) == _looks(node.args[0]):
+        node = node.args[0]
+    same: fx.Node = node
+    return same
+
+
+_IDENTITIES = (
+    aten.contiguous.default, aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default, aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout,
+    aten.type_as.default, aten.flatten.using_ints, aten.expand_as.default, aten.resolve_conj.default,
+)  # fmt: skip
+
+
+def _looks(node: Any) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return memory_of(value), value.shape, value.stride(), value.dtype
+
+
+def _check_unchanged(graph: fx.Graph, source: fx.Node, site: HookSite) -> None:
+    """Refuse changes in place of a hooked tensor after it was made, or views of what it was before."""
+    memory, after, changed = _memory(source), False, False
+    before: set[fx.Node] = set()
+    for node in graph.nodes:
+        own = is_tensor(node) and _memory(node) == memory
+        inplace = own and _changes(node)
+        changed |= inplace
+        late = after and (inplace or (changed and not before.isdisjoint(node.all_input_nodes)))
+        if late:
+            raise CaptureError(
+                f"a tensor with a hook is also changed in place, so it has several gradients\n  at {site.line}\n"
+                "  register the hook on a tensor that nothing changes, such as h = h.clone()"
+            )
+        after |= node is source
+        if own and not after:
+            before.add(node)
+
+
+def _route(source: fx.Node, hooks: Sequence[fx.Node], rename: Callable[[str, str], None]) -> None:
+    """Hooks run in the order they were registered, so the first one is the last that the tensor passes."""
+    place = source
+    for node in reversed(hooks):
+        node.args = (place, *node.args[1:])
+        place = node
+    for user in [user for user in source.users if user not in hooks]:
+        user.replace_input_with(source, place)
+        if user.op == "output":
+            rename(source.name, place.name)
+
+
+def _place(graph: fx.Graph, source: fx.Node, hooks: Sequence[fx.Node], site: HookSite) -> None:
+    """Move hooks behind their tensor and the tensors they read, and all that takes the hooked tensor behind them."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    reading = [node for node in hooks if any(order[value] > order[source] for value in _values(node))]
+    anchor, behind = _last_beside(source), list[fx.Node]()
+    if reading:
+        last = max(reading, key=order.__getitem__)
+        between = [node for node in graph.nodes if order[source] < order[node] < order[last] and node not in hooks]
+        behind = _dependents(between, hooks)
+        _check_movable(between, set(behind), site)
+        anchor = _with_values_in_front(graph, source, hooks, behind, last, site)
+    for node in (*reversed(hooks), *behind):
+        anchor.append(node)
+        anchor = node
+
+
+def _values(hook: fx.Node) -> list[fx.Node]:
+    values: Any = hook.args[1]
+    return list(values)
+
+
+def _dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of `nodes`, in the order they run, that depend on `sources`."""
+    reached, found = set(sources), []
+    for node in nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            found.append(node)
+    return found
+
+
+def _check_movable(nodes: Sequence[fx.Node], moved: set[fx.Node], site: HookSite) -> None:
+    """Refuse to move readers of some memory past others that change it."""
+    changed = {_memory(node) for node in nodes if is_tensor(node) and _changes(node)}
+    for memory in changed:
+        using = {n for n in nodes if any(is_tensor(t) and _memory(t) == memory for t in (n, *n.all_input_nodes))}
+        if using & moved and using - moved:
+            raise CaptureError(
+                f"a hook reads tensors beside which others are changed in place\n  at {site.line}\n  use ops that "
+                "return new tensors (relu instead of relu_)"
+            )
+
+
+def _with_values_in_front(
+    graph: fx.Graph,
+    source: fx.Node,
+    hooks: Sequence[fx.Node],
+    behind: Sequence[fx.Node],
+    last: fx.Node,
+    site: HookSite,
+) -> fx.Node:
+    """Let hooks read what depends on the hooked tensor as copies, computed in front; returns the last of those."""
+    needed = {value for node in hooks for value in _values(node)}
+    for node in reversed(behind):
+        needed |= set(node.all_input_nodes) if node in needed else set()
+    copies = dict.fromkeys(hooks, source)
+    anchor = last.prev
+    for node in behind:
+        if node not in needed:
+            continue
+        if node.target is GRADIENT_HOOK:  # of another tensor, which hands it on
+            copies[node] = copies.get(node.all_input_nodes[0], node.all_input_nodes[0])
+            continue
+        _check_repeatable(node, site)
+        with graph.inserting_after(anchor):
+            anchor = copies[node] = graph.node_copy(node, lambda taken: copies.get(taken, taken))
+    for node in hooks:
+        node.args = (node.args[0], [copies.get(value, value) for value in _values(node)], node.args[2])
+    return anchor
+
+
+def _check_repeatable(node: fx.Node, site: HookSite) -> None:
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if random or _changes(node) or kind_of([node]) in ("hooks", "function", "batch_norm", "dropout"):
+        raise CaptureError(
+            f"a hook reads a tensor that {node.target} makes of the tensor it is on, and that op cannot run twice\n"
+            f"  at {site.line}\n  let the hook read something that does not depend on the op"
+        )
+
+
+def _last_beside(node: fx.Node) -> fx.Node:
+    """The last of a graph's arguments, or of the results of one op, where `node` is one of those; else `node`."""
+    alike = [node.target, node.args[:1]] if node.target is operator.getitem else None
+    while node.op == node.next.op == "placeholder" or alike == [node.next.target, node.next.args[:1]]:
+        node = node.next
+    return node
+
+
+def _changes(node: fx.Node) -> bool:
+    return bool(getattr(schema_of(node.target), "is_mutable", False))
+
+
+def _memory(node: fx.Node) -> int:
+    return memory_of(node.meta["val"])

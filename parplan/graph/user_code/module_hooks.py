@@ -1,0 +1,227 @@
+"""The user's module hooks, kept as marks in the captured graph.
+
+torch.export would call hooks once, on tensors without values, and forget them. So while a model is captured each module
+that has hooks gets marks instead: ops that hand their tensors on unchanged, in front of the module and behind it. A
+mark is a layer like any other; it can have replicas but no shards, so hooks see whole tensors of their own samples,
+however the module itself is cut. At run time the marks call the hooks (parplan/runtime/hooks.py).
+
+Hooks that torch itself puts on modules (spectral_norm, prune) compute weights; those are traced as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.compat import HOOK_FIELDS, hooks_of_all_modules, pytree
+from parplan.errors import CaptureError
+from parplan.graph.attributes.stored_results import Template
+from parplan.graph.axes.row_syntax import OpAxis
+from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.packed_sequences import Packed
+
+__all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks", "without_hooks"]
+
+
+@torch.library.custom_op("parplan::pre_hooks", mutates_args=())
+def pre_hooks(inputs: Sequence[Tensor], site: str) -> list[Tensor]:
+    """The inputs of a module with hooks, unchanged."""
+    return [tensor.clone() for tensor in inputs]
+
+
+@torch.library.custom_op("parplan::hooks", mutates_args=())
+def hooks(inputs: Sequence[Tensor], outputs: Sequence[Tensor], site: str) -> list[Tensor]:
+    """The results of a module with hooks, unchanged; hooks are shown `inputs` as well."""
+    return [tensor.clone() for tensor in outputs]
+
+
+@pre_hooks.register_fake
+def _(inputs: Sequence[Tensor], site: str) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in inputs]
+
+
+@hooks.register_fake
+def _(inputs: Sequence[Tensor], outputs: Sequence[Tensor], site: str) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in outputs]
+
+
+MARKS = (torch.ops.parplan.pre_hooks.default, torch.ops.parplan.hooks.default)
+
+
+def _axes(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions at one position are one axis where they are of one size."""
+    names: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
+    shapes = {tensor.name: tuple(tensor.meta["val"].shape) for tensor in call.tensors()}
+    results = call.node.meta["val"]
+    shapes |= {name: tuple(results[index].shape) for index, name in call.results.items()}
+    for name, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            names[dim, size][name] = dim
+    return tuple(OpAxis(dims) for dims in names.values())
+
+
+OWN_ROWS.update(dict.fromkeys(MARKS, _axes))
+
+
+# --- what a module was called with -----------------------------------------------------------
+
+
+@dataclass
+class Site:
+    """One call of a module that has hooks.
+
+    Attributes:
+        inputs: of (args, kwargs), as its forward hooks see them; None before the call.
+        outputs: of what it returns.
+    """
+
+    module: nn.Module
+    path: str
+    inputs: Template | None = None
+    outputs: Template | None = None
+
+
+# --- while a model is captured ---------------------------------------------------------------
+
+
+def own_hooks(registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    """Hooks that are the user's, not torch's."""
+    return {key: hook for key, hook in registered.items() if not _is_torchs(hook)}
+
+
+def _is_torchs(hook: Callable[..., Any]) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.split(".")[0] == "torch"
+
+
+@contextmanager
+def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
+    """While it lasts, modules with hooks leave marks, and `sites` says what each stands for.
+
+    Raises:
+        CaptureError: hooks for all modules, or a backward hook of the kind that torch has given up.
+    """
+    if hooks_of_all_modules():
+        raise CaptureError(
+            "there are hooks for all modules (register_module_forward_hook and its like), which a captured model would "
+            "not call; register them on the modules they are for, or remove them before the model is called"
+        )
+    calls: Counter[str] = Counter()
+    saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for path, module in model.named_modules():
+            if _is_hooked(module):
+                saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
+                _Marks(module, path, calls, sites).install()
+        yield
+    finally:
+        for module, fields in saved:
+            module.__dict__.update(fields)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """While it lasts, no module has hooks of the user's; torch's own (weight_norm, prune) stay."""
+    saved: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            if any(_kinds(module)):
+                saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
+                _remove_own(module)
+        yield
+    finally:
+        for module, fields in saved:
+            module.__dict__.update(fields)
+
+
+def _remove_own(module: nn.Module) -> None:
+    """Take the user's hooks away, leave torch's."""
+    own = {**own_hooks(module._forward_pre_hooks), **own_hooks(module._forward_hooks)}
+    for name in HOOK_FIELDS:
+        value = module.__dict__[name]
+        if isinstance(value, dict):
+            kept = {} if "backward" in name else {key: hook for key, hook in value.items() if key not in own}
+            module.__dict__[name] = type(value)(kept)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    if module._backward_hooks and module._is_full_backward_hook is False:
+        raise CaptureError(
+            f"{type(module).__name__} has a hook of register_backward_hook, which torch has given up; "
+            "use register_full_backward_hook"
+        )
+    return any(_kinds(module))
+
+
+def _kinds(module: nn.Module) -> tuple[bool, bool, bool]:
+    """Whether it has hooks of the user's before its forward, behind it, and around its backward."""
+    back = bool(module._backward_hooks or module._backward_pre_hooks)
+    return bool(own_hooks(module._forward_pre_hooks)), bool(own_hooks(module._forward_hooks)), back
+
+
+class _Marks:
+    """Stands in for the hooks of one module while it is captured."""
+
+    def __init__(self, module: nn.Module, path: str, calls: Counter[str], sites: dict[str, Site]) -> None:
+        self._module = module
+        self._path = path
+        self._calls = calls
+        self._sites = sites
+        self._open: list[str] = []
+        before, after, back = _kinds(module)
+        self._before, self._after = before or back, after or back
+
+    def install(self) -> None:
+        """Take the user's hooks away, leave torch's, and add the marks."""
+        _remove_own(self._module)
+        self._module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self._module.register_forward_hook(self._leave, with_kwargs=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Named by place and count: the same in every capture of the model.
+        name = f"{self._path}#{self._calls[self._path]}"
+        self._calls[self._path] += 1
+        self._open.append(name)
+        _refuse_packed(self._path, (args, kwargs))
+        site = self._sites[name] = Site(module, self._path)
+        site.inputs, tensors = Template.of((args, kwargs))
+        return site.inputs.filled(pre_hooks(tensors, name)) if self._before and tensors else None
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        name = self._open.pop()
+        _refuse_packed(self._path, output)
+        inputs = Template.of((args, kwargs))[1]
+        self._sites[name].outputs, tensors = template, outputs = Template.of(output)
+        return template.filled(hooks(inputs, outputs, name)) if self._after and tensors else None
+
+
+def _refuse_packed(path: str, values: Any) -> None:
+    if any(isinstance(leaf, Packed) for leaf in pytree.tree_leaves(values)):
+        raise CaptureError(
+            f"{path} has hooks, and takes or returns a packed sequence, which a captured model cannot show them; "
+            "put them on the module that packs and unpacks"
+        )
+
+
+class HookWatch:
+    """Which modules of a model have hooks: what was captured without them no longer serves once there are some."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        fields = [field for field in HOOK_FIELDS if field != "_is_full_backward_hook"]
+        self._registered = [vars(module).get(field) for module in self._modules for field in fields]
+
+    @property
+    def marks(self) -> Hashable:
+        """Differs between calls that need different marks."""
+        if hooks_of_all_modules():
+            return "hooks of all modules"
+        if not any(self._registered):
+            return ()
+        return tuple((i, kinds) for i, module in enumerate(self._modules) if any(kinds := _kinds(module)))

@@ -1,0 +1,68 @@
+"""Every row of the axis table is proved: cut and uncut calls give the same numbers, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from parplan.graph.axes.table import TABLE, overload
+from parplan.graph.layer_graph import Axis
+from tests.graph.samples import SAMPLES, Sizes
+from tests.graph.single_op import OneOp, Results, part_results, whole_results
+
+aten = torch.ops.aten
+EMPTY = ("empty_like", "empty.memory_format", "new_empty")  # whatever was in memory: only shapes can be compared
+CASES = [pytest.param(op, number, id=f"{op}-{number}") for op, calls in SAMPLES.items() for number in range(len(calls))]
+
+
+def one_op(op: str, number: int, parts: int, seed: int) -> OneOp:
+    sizes = Sizes(parts, seed)
+    sample = SAMPLES[op][number]
+    args = [sizes.value(argument) for argument in sample.args]
+    return OneOp.of(overload(op), args, {name: sizes.value(value) for name, value in sample.kwargs.items()})
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, exact: bool = True) -> None:
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, f"{what}: {name}"
+        if exact:
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def assert_proved(op: str, found: Results, expected: Results, axis: Axis) -> None:
+    assert_same(found.outputs, expected.outputs, f"{op} cut along {dict(axis.dims)}", exact=op not in EMPTY)
+    assert_same(found.gradients, expected.gradients, f"gradients of {op} cut along {dict(axis.dims)}")
+
+
+def test_every_op_of_the_table_has_a_sample_and_every_sample_an_op() -> None:
+    assert {str(op) for op in TABLE} == {str(overload(name)) for name in SAMPLES}
+
+
+@pytest.mark.parametrize("op", SAMPLES)
+def test_every_row_opens_an_axis(op: str) -> None:
+    assert any(one_op(op, number, 2, 0).open_axes() for number in range(len(SAMPLES[op])))
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("op", "number"), CASES)
+def test_shards_compute_the_whole(op: str, number: int, parts: int) -> None:
+    call = one_op(op, number, parts, seed=parts)
+    whole = whole_results(call)
+    for axis in call.open_axes():
+        if axis.units % parts == 0:
+            shares = [axis.units // parts] * parts
+            assert_proved(op, part_results(call, axis, shares), whole, axis)
+
+
+@pytest.mark.parametrize(("op", "number"), CASES)
+def test_uneven_replicas_compute_the_whole(op: str, number: int) -> None:
+    call = one_op(op, number, parts=3, seed=1)
+    whole = whole_results(call)
+    for axis in call.open_axes():
+        if axis.units > 1 and not axis.partial:
+            shares = [1, axis.units - 1]
+            assert_proved(op, part_results(call, axis, shares, as_batch=True), whole, axis)
