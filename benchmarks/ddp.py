@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.alexnet import AlexNet
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 
 
 def convnet() -> nn.Module:

@@ -29,8 +29,8 @@ from parplan.cost_models.memory import MemoryModel
 from parplan.cost_models.peaks import plan_peaks
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.peak import step_peak
+from parplan.runtime.measurement.peak_memory import step_peak
+from parplan.runtime.module.compiled import Compiled
 
 __all__ = ["OPTIMIZERS", "PLANS", "Case", "Figures", "Peaks", "measure", "peaks"]
 

@@ -46,8 +46,8 @@ from parplan.planner.verifier import check
 from parplan.profiler.communication import SIZES, measure_links
 from parplan.profiler.company import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.distributed import DistributedTransport
 
 CPU = torch.device("cpu")
 OPTIMIZER = "momentum"

@@ -25,7 +25,7 @@ from benchmarks.ddp import hybrid
 from examples.alexnet import AlexNet, Sizes
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 
 CLASSES = 1000
 

@@ -34,7 +34,7 @@ from parplan.compat import pytree
 from parplan.errors import ParplanError, SelfCheckError
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 
 EXAMPLES: dict[str, Sound] = {
     "examples/alexnet": alexnet.small,

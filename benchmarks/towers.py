@@ -36,7 +36,7 @@ from parplan.planner.formulate import formulate
 from parplan.planner.solve import solve
 from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.profiler.known import known_costs
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 
 CLASSES = 16
 

@@ -89,7 +89,7 @@ class Workers:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.workers", "parplan.runtime.compiled", "torch.export._trace"])
+        context.set_forkserver_preload(["benchmarks.workers", "parplan.runtime.module.compiled", "torch.export._trace"])
         port = 0
         if self.ranks > 1:
             store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parplan.data import PlanSampler, shard_dataset
     from parplan.errors import ParplanError
     from parplan.plan import Plan
-    from parplan.runtime.data_parallel import data_parallel
+    from parplan.runtime.module.data_parallel import data_parallel
 
 __all__ = [
     "Cluster", "ParplanError", "Plan", "PlanSampler", "__version__", "analyze", "compile", "data_parallel",
@@ -32,7 +32,7 @@ _HOMES = {
     "PlanSampler": "parplan.data",
     "analyze": "parplan.api",
     "compile": "parplan.api",
-    "data_parallel": "parplan.runtime.data_parallel",
+    "data_parallel": "parplan.runtime.module.data_parallel",
     "load_checkpoint": "parplan.checkpoints",
     "save_checkpoint": "parplan.checkpoints",
     "shard_dataset": "parplan.data",

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from parplan.graph.layer_graph import LayerGraph
     from parplan.planner.decide import Progress
     from parplan.planner.decision import Decision
-    from parplan.runtime.compiled import Compiled
-    from parplan.runtime.dispatch import ThreadsOption
-    from parplan.runtime.expected import Expected
+    from parplan.runtime.execution.dispatch import ThreadsOption
+    from parplan.runtime.measurement.predicted import Expected
+    from parplan.runtime.module.compiled import Compiled
     from parplan.verification import Verification
 
 __all__ = ["analyze", "analyze_profile", "compile", "verify"]
@@ -225,7 +225,7 @@ def compile(  # the name users know from torch.compile
     """
     from parplan.planner.decide import Request
     from parplan.pricing import on_devices
-    from parplan.runtime.compiled import Compiled
+    from parplan.runtime.module.compiled import Compiled
 
     _check_module(model)
     request = Request(precision, optimizer, rules, None, time_limit_s, scheme=scheme, price_pins=False)

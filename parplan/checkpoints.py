@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from parplan.errors import CheckpointError
 from parplan.files import replacing
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.distributed import explained
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.distributed import explained
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

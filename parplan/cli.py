@@ -326,7 +326,7 @@ def _run_report(options: argparse.Namespace) -> int:
     if report is None:
         return DONE
     from parplan.report.look_back import render_look_back, to_json
-    from parplan.runtime.measured_text import notes, title
+    from parplan.runtime.measurement.measured_step import notes, title
 
     found = report.look_back
     said = title(found.measured), [*notes(found.measured), *report.learned]

@@ -26,9 +26,9 @@ from parplan.planner.decision import LayerFacts, Prediction
 from parplan.planner.formulate import Option, formulate
 from parplan.planner.timeline_work import LayerWork, Work, work_of
 from parplan.report import units
-from parplan.runtime.expected import Both, Expected, ExpectedLayer
-from parplan.runtime.measured import Line, MeasuredStep
-from parplan.runtime.summary import INPUTS, RESULTS
+from parplan.runtime.measurement.measured_step import Line, MeasuredStep
+from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer
+from parplan.runtime.measurement.summary import INPUTS, RESULTS
 
 __all__ = ["Foreseen", "Learned", "LookBack", "Replan", "devices_at_work", "foresee", "learn", "replan"]
 

@@ -34,8 +34,8 @@ from parplan.plan import Plan
 from parplan.planner.decide import Request
 from parplan.pricing import on_devices
 from parplan.processes import TIMEOUT_S, in_processes
-from parplan.runtime.expected import Expected
-from parplan.runtime.measured import MeasuredStep, slowest_of
+from parplan.runtime.measurement.measured_step import MeasuredStep, slowest_of
+from parplan.runtime.measurement.predicted import Expected
 from parplan.target import Target, load
 
 __all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]

@@ -22,9 +22,9 @@ from parplan.graph.capture.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import user_line
 from parplan.plan import Plan
-from parplan.runtime.comparison import compare_group, largest_of, projected, projection_weights
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.double_copy import double
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.self_check.comparison import compare_group, largest_of, projected, projection_weights
+from parplan.runtime.self_check.double_copy import double
 
 __all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "verify_plan"]
 

@@ -8,7 +8,7 @@ from multiprocessing.context import ForkServerContext
 __all__ = ["forkserver"]
 
 # What tests' processes need most; the names after the first spare them what torch imports at the first capture.
-PRELOADED = ["tests.cost_models.store_writers", "parplan.runtime.compiled", "torch.export._trace"]
+PRELOADED = ["tests.cost_models.store_writers", "parplan.runtime.module.compiled", "torch.export._trace"]
 
 
 def forkserver() -> ForkServerContext:

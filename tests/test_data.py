@@ -20,7 +20,7 @@ from examples import train_digits
 from parplan.data import PlanSampler, Share, shard_dataset, share_of
 from parplan.errors import ParplanError
 from parplan.plan import Plan, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.ranks import run_cases
 
 

@@ -23,7 +23,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.look_back import LookBack, Replan, devices_at_work, foresee, learn, replan
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide
-from parplan.runtime.measured import Figure, MeasuredLayer, MeasuredStep, Part
+from parplan.runtime.measurement.measured_step import Figure, MeasuredLayer, MeasuredStep, Part
 from tests.plans import plan_by
 
 SLOW_S, FAST_S = 1.0, 1e-3

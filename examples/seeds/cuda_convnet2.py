@@ -20,7 +20,7 @@ from torch import Tensor
 import parplan
 from parplan.convnet2 import LayerFile, read
 from parplan.plan import Scheme
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from parplan.scaling import scaled_lr
 
 HERE = Path(__file__).parent / "cuda_convnet2"

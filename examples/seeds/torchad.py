@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import parplan
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 
 BATCH = 48  # samples per device in one step
 LOGICAL = 2  # devices in one process

@@ -23,8 +23,8 @@ from parplan.cost_models.sampling import one_thread, spread_of
 from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.layout import Grid, Layout, pieces
 from parplan.profiler.company import Ranks
-from parplan.runtime.distributed import DistributedTransport
-from parplan.runtime.transport import Exchange, Held, Pending
+from parplan.runtime.transport.base import Exchange, Held, Pending
+from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["KINDS", "SIZES", "between_compute", "measure_links"]
 

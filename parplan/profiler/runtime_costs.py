@@ -30,8 +30,8 @@ from parplan.cost_models.trials import part_signature
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.profiler.communication import between_compute
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["RuntimeCosts"]
 

@@ -42,7 +42,7 @@ from parplan.planner.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import KINDS, SIZES, measure_links
 from parplan.profiler.company import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["Settings", "Source", "Summary", "profile", "requests_by_devices"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parplan.runtime.sharded_tensor import local_tensor
+from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 
 __all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parplan.cost_models.plan_runs import plan_runs
-from parplan.runtime.lower import lower
-from parplan.runtime.program import Code, Compute
-from parplan.runtime.setting import Setting
+from parplan.lowering.lower import lower
+from parplan.lowering.program import Code, Compute
+from parplan.lowering.step_setting import Setting
 from tests.cost_models.networks import NETWORKS, network
 from tests.plans import PLANS, plan_by
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from parplan.cost_models.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.planner.decide import Request, decide
-from parplan.runtime.sharded_tensor import local_tensor
+from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from tests.planner.branches import Pair, pair
 from tests.runtime.rank_cases import steps, train
 

@@ -12,7 +12,7 @@ from parplan.profiler import communication, runtime_costs
 from parplan.profiler.communication import KINDS, measure_links
 from parplan.profiler.company import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["CASES"]
 

@@ -32,8 +32,8 @@ import parplan
 from parplan.compat import pytree
 from parplan.errors import CheckpointError, RuntimeFailure
 from parplan.plan import Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.sharded_tensor import ShardedTensor
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import conv_net, mlp
 from tests.runtime.ranks import Case

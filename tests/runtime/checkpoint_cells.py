@@ -24,7 +24,7 @@ from torch.nn import functional
 import parplan
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner
 from tests.runtime.nets import conv_net
 

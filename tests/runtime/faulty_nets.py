@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parplan.graph.capture import capture as graph_capture
-from parplan.runtime import captures
+from parplan.runtime.programs import captures
 
 __all__ = ["FAULTY", "losing"]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.lower import lower
+from parplan.lowering.step_setting import Setting
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.executor import Executor
-from parplan.runtime.local import LocalTransport
-from parplan.runtime.lower import lower
-from parplan.runtime.parameters import Store
-from parplan.runtime.setting import Setting
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.local import LocalTransport
 
 __all__ = [
     "CLOSE", "Outcome", "compiled", "differences", "executor", "outcome", "planner", "random_passes",

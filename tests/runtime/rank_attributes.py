@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.test_attributes import Keeper, divided, mixed_in, skipping
 from tests.runtime.test_written_buffers import Written, assigned_last, averaged, counted, queued, read_before_and_after

@@ -18,18 +18,18 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.layout import Grid, Layout, pieces
+from parplan.lowering.program import Compute
 from parplan.plan import Scheme, Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.distributed import DistributedTransport
-from parplan.runtime.program import Compute
-from parplan.runtime.sharded_tensor import local_tensor
-from parplan.runtime.transport import Exchange
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.sharded_state.sharded_tensor import local_tensor
+from parplan.runtime.transport.base import Exchange
+from parplan.runtime.transport.distributed import DistributedTransport
 from tests.own_backward import Between, OwnBackwards
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
+from tests.runtime.module.test_train_step import OPTIMIZERS, Case, plain_step, small
+from tests.runtime.module.test_train_step import hybrid as hybrid_case
 from tests.runtime.nets import Adds, DropLinear, RandomNet, Tied, Towers, conv_net, mlp
 from tests.runtime.test_odd_nets import NormedTwice, norms_apart
-from tests.runtime.test_train_step import OPTIMIZERS, Case, plain_step, small
-from tests.runtime.test_train_step import hybrid as hybrid_case
 
 __all__ = ["CASES"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from parplan.errors import SelfCheckError
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.distributed import DistributedTransport
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.distributed import DistributedTransport
 from tests.runtime.faulty_nets import LosesFunction, losing
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import conv_net, mlp

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from parplan.errors import RuntimeFailure
 from parplan.plan import Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.sharded_tensor import ShardedTensor, local_tensor
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
 from tests.runtime.helpers import Rule, planner
 
 __all__ = ["CASES"]

@@ -17,9 +17,9 @@ from torch.nn.utils import clip_grad_norm_
 import parplan
 from parplan.errors import RuntimeFailure
 from parplan.plan import Strategy
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.sharded_tensor import ShardedTensor
-from parplan.runtime.sharding import same_start
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.sharded_state.cutting import same_start
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.sharded_cases import Net, Pair, adamw, clipped, placements, same, sgd, whole
@@ -203,8 +203,8 @@ def started_alike(rank: int, ranks: int) -> None:
         module.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape) + rank))
     module.turned = nn.Parameter((torch.randn(4, 6) + rank).t())
     module.register_buffer("count", torch.tensor(rank))
-    from parplan.runtime import sharding
-    from parplan.runtime.distributed import DistributedTransport
+    from parplan.runtime.sharded_state import cutting as sharding
+    from parplan.runtime.transport.distributed import DistributedTransport
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "CHUNK_BYTES", 32)

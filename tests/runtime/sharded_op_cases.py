@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Range, Region
-from parplan.runtime.distributed import DistributedTransport
-from parplan.runtime.placement import Placement, TaggedCollectives
-from parplan.runtime.sharded_tensor import ShardedTensor, ShardedView
+from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, ShardedView
+from parplan.runtime.transport.distributed import DistributedTransport
 from tests.runtime.sharded_cases import same
 
 __all__ = ["CASES"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from parplan.errors import CaptureError, RuntimeFailure
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import Outcome, compiled, differences, outcome, spread
 
 Forward = Callable[[Any, Tensor], Any]

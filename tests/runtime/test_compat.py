@@ -33,7 +33,7 @@ from parplan.runtime.compat import (
     wrapper_tensor,
     writes,
 )
-from parplan.runtime.sharded_tensor import ShardedTensor
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
 
 def test_a_version_changes_when_the_tensor_is_written() -> None:

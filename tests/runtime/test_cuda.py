@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import differences, outcome, planner, spread
 from tests.runtime.nets import conv_net
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.expected import Both, Expected, ExpectedLayer
-from parplan.runtime.measured import MeasuredStep, Part, slowest_of
+from parplan.runtime.measurement.measured_step import MeasuredStep, Part, slowest_of
+from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, planner, spread
 from tests.runtime.nets import conv_net, mlp
 from tests.runtime.ranks import run_cases

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, executor, outcome, planner, spread
 
 Op = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import multiprocessing as mp
 
 from parplan.errors import RuntimeFailure
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES

@@ -14,9 +14,9 @@ from torch.nn import functional
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import differences, executor, outcome
-from tests.runtime.test_train_step import Case, plain_step, same_parameters
+from tests.runtime.module.test_train_step import Case, plain_step, same_parameters
 
 WIDE = Strategy(2, 1, None, (0, 1))
 SCHEMES = pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 
 Forward = Callable[[Any, Tensor], Any]

@@ -19,7 +19,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 from tests.runtime.nets import conv_net, mlp
 

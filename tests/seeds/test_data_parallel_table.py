@@ -21,12 +21,12 @@ from examples.seeds import data_parallel_table as example
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.lowering.holdings import ALONE_BYTES
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.dispatch import Inline, Threads
-from parplan.runtime.local import LocalTransport
-from parplan.runtime.lower import lower
-from parplan.runtime.parameters import Store
-from parplan.runtime.setting import Setting
+from parplan.lowering.lower import lower
+from parplan.lowering.step_setting import Setting
+from parplan.runtime.execution.dispatch import Inline, Threads
+from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.transport.local import LocalTransport
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 from tests.runtime.nets import conv_net, mlp
 from tests.runtime.ranks import free_port

@@ -17,11 +17,11 @@ import parplan
 from examples.seeds import multi_gpu_examples as example
 from parplan.errors import RuntimeFailure
 from parplan.graph.capture.capture import capture
+from parplan.lowering.program import Compute
 from parplan.plan import Plan, Strategy
-from parplan.runtime import data_parallel as module_under_test
 from parplan.runtime import gather, parallel_apply, scatter
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.program import Compute
+from parplan.runtime.module import data_parallel as module_under_test
+from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, outcome, planner
 from tests.runtime.nets import conv_net, mlp
 

@@ -3,7 +3,7 @@
 torch.export would call hooks once, on tensors without values, and forget them. So while a model is captured each module
 that has hooks gets marks instead: ops that hand their tensors on unchanged, in front of the module and behind it. A
 mark is a layer like any other; it can have replicas but no shards, so hooks see whole tensors of their own samples,
-however the module itself is cut. At run time the marks call the hooks (parplan/runtime/hooks.py).
+however the module itself is cut. At run time the marks call the hooks (parplan/runtime/execution/module_hooks.py).
 
 Hooks that torch itself puts on modules (spectral_norm, prune) compute weights; those are traced as before.
 """

@@ -15,7 +15,7 @@ from parplan.graph.axes.bags import EMBEDDING_BAGS
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from tests.graph.axes.test_table import assert_proved
 from tests.graph.single_op import OneOp, part_results, whole_results
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread

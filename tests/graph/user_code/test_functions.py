@@ -22,7 +22,7 @@ from parplan.graph.user_code.functions import FunctionSite
 from parplan.plan import Plan, Strategy
 from parplan.planner.reasons import only_way
 from parplan.planner.verifier import check
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from parplan.verification import verify_plan
 from tests.own_backward import Between, Clamped, Normed, OwnBackwards, Reversed, Sign, Weighted
 from tests.plans import plan_by

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
 from parplan.verification import verify_plan
 from tests.plans import plan_by
 

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parplan.runtime import dispatch, functional
-from parplan.runtime.executor import _Call
-from parplan.runtime.streams import Streams
+from parplan.runtime.execution import dispatch
+from parplan.runtime.execution.executor import _Call
+from parplan.runtime.module import functional
+from parplan.runtime.transport.streams import Streams
 from tests.runtime.stream_order.autograd import Engine, label
 from tests.runtime.stream_order.machine import CPU, Machine, Role
 from tests.runtime.stream_order.order import Clock, Timeline

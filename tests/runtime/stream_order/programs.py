@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.runtime import captures, functional
-from parplan.runtime.compiled import Compiled
-from parplan.runtime.data_parallel import data_parallel
-from parplan.runtime.self_check import SelfCheck
+from parplan.runtime.module import functional
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.module.data_parallel import data_parallel
+from parplan.runtime.programs import captures
+from parplan.runtime.self_check.check import SelfCheck
 from tests.runtime.stream_order.fakes import installed
 from tests.runtime.stream_order.machine import Edge, Machine
 from tests.runtime.stream_order.training import DATA, TRAININGS, A, B, join, mlp

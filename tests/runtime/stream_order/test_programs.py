@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parplan.runtime import local
-from parplan.runtime.executor import Executor
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.transport import local
 from tests.runtime.stream_order.machine import Edge
 from tests.runtime.stream_order.programs import PROGRAMS, plain, run
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.captures import Planner
-from parplan.runtime.compiled import Compiled
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.programs.captures import Planner
 from tests.runtime.helpers import planner, spread, spread_all
 from tests.runtime.nets import Towers
 from tests.runtime.stream_order.machine import Machine

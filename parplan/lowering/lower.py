@@ -1,0 +1,97 @@
+"""Lower a graph and a plan to a program: which steps, in which order, moving which pieces.
+
+A pure function of the captured graph, the plan's strategies and the sizes of one step, so that its result can be read
+and tested as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.holdings import bucket_heads, buckets, holdings
+from parplan.lowering.ordering import backward, forward, staged
+from parplan.lowering.passes import passes_of, update_periods
+from parplan.lowering.per_replica_scalars import spread
+from parplan.lowering.placement import Placing
+from parplan.lowering.program import Program
+from parplan.lowering.segments import Segments
+from parplan.lowering.stages import Stage, stages
+from parplan.lowering.step_setting import Setting
+from parplan.plan import Strategy
+
+__all__ = ["lower"]
+
+
+def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> Program:
+    """The program of one step of `graph` under `strategies`.
+
+    Raises:
+        PlanError: the plan leaves a layer out, or uses a device that is not there.
+    """
+    _check(graph, strategies, setting)
+    known = stages(graph, strategies, setting.scheme)
+    passes = passes_of(known, setting.scheme, setting)
+    laid = spread(graph, strategies, setting)
+    held = holdings(graph, laid.strategies)
+    filled = buckets(graph, held, setting.memories, update_periods(graph, strategies, known))
+    placing = Placing(graph, setting, laid.numbers, passes)
+    segments = Segments(graph, laid, placing, bucket_heads(graph, filled), passes)
+    for value in (name for name in graph.user_inputs if name is not None):
+        placing.add(placing.slot(value, setting.arrival(graph.batch_dims.get(value))), -1)
+    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.BEFORE))
+    for one in passes:
+        placing.begins.append(len(segments))
+        for name in known.layers(Stage.PASSES):
+            segments.add(laid.layers[name], one.number)
+    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.AFTER))
+    outputs = tuple(placing.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
+    updates = {buffer: placing.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
+    read = {*outputs, *updates.values(), *segments.read}
+    read.update(slot for placed in placing.moves for slot in placed.step.reads)
+    steps = segments.steps(read, held, setting.rows)
+    return Program(
+        slots=placing.slots,
+        forward=tuple(forward(steps, placing.moves)),
+        backward=tuple(backward(steps, placing.moves, filled)),
+        inputs={value: value for value in graph.user_inputs if value is not None},
+        outputs=outputs,
+        updates=updates,
+        buckets=filled,
+        holdings=held,
+        staged=staged(
+            steps,
+            placing.moves,
+            filled,
+            placing.slots,
+            outputs,
+            updates.values(),
+            passes,
+            [setting.own(process) for process in range(setting.ranks)],
+        ),
+    )
+
+
+def _add(
+    segments: Segments,
+    layers: Mapping[str, Layer],
+    strategies: Mapping[str, Strategy],
+    setting: Setting,
+    names: Iterable[str],
+) -> None:
+    """Append layers that run once, on the whole batch."""
+    for name in names:
+        shared = layers[name].mixes_batch and strategies[name].replicas > 1 and setting.global_statistics
+        segments.add_batch_norm(layers[name]) if shared else segments.add(layers[name])
+
+
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> None:
+    for name in graph.layers:
+        if name not in strategies:
+            raise PlanError(f"{name}: the plan does not say where it runs; add a strategy for it")
+        if max(strategies[name].devices) >= setting.devices:
+            raise PlanError(
+                f"{name}: runs on devices {strategies[name].devices}, but there are only {setting.devices} (0 to "
+                f"{setting.devices - 1}); give more devices or another plan"
+            )

@@ -1,0 +1,141 @@
+"""The order of a program's steps.
+
+Forward, a transfer starts as soon as its value is there; backward, as soon as the last reader has given its gradient,
+and the sum of a bucket as soon as its last gradient is known. In a staged order every pass goes forward and backward
+before the next one, which is what updates between passes need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from parplan.layout import Range
+from parplan.lowering.holdings import Bucket
+from parplan.lowering.passes import Pass, local_ranges
+from parplan.lowering.placement import Placed
+from parplan.lowering.program import Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
+
+__all__ = ["backward", "forward", "staged"]
+
+
+def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Forward]:
+    """Forward steps: every compute step, and behind it the transfers that can start then."""
+    order: list[Forward] = []
+    for index in range(-1, len(steps)):
+        if index >= 0:
+            order.append(steps[index])
+        order += [placed.step for placed in moves if placed.forward_at == index]
+    return order
+
+
+def backward(steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequence[Bucket]) -> list[Step]:
+    """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then."""
+    complete = _completed_by(steps, buckets)
+    order: list[Step] = []
+    for index in range(len(steps), -1, -1):
+        if index < len(steps):
+            order.append(steps[index])
+        order += [Reduce(number, buckets[number].parameters) for number in complete.get(index, [])]
+        order += [placed.step for placed in reversed(moves) if placed.backward_at == index]
+    return order
+
+
+def staged(
+    steps: Sequence[Compute],
+    moves: Sequence[Placed],
+    buckets: Sequence[Bucket],
+    slots: Mapping[str, Slot],
+    outputs: Sequence[str],
+    updates: Iterable[str],
+    passes: Sequence[Pass],
+    own: Sequence[Range],
+) -> Staged | None:
+    """The steps pass by pass; None where something needs the samples of several passes.
+
+    Args:
+        own: per process, its samples in the whole batch.
+    """
+    parts = {placed.step.target: placed.step.sources for placed in moves if isinstance(placed.step, Join)}
+    turns = [step.turn for step in steps]
+    first = next((index for index, turn in enumerate(turns) if turn is not None), len(turns))
+    written = any(slot in parts or slots[slot].turn is not None for slot in updates)  # by the passes
+    if not passes or None in turns[first:] or not set(outputs) <= set(parts) or written:
+        return None
+    inner = [placed for placed in moves if not isinstance(placed.step, Join)]
+    begins = [turns.index(one.number) for one in passes] + [len(steps)]
+    complete = _completed_by(steps, buckets)
+    return Staged(
+        before=tuple(_between(steps, inner, -1, first)),
+        passes=tuple(
+            OnePass(
+                forward=tuple(_pass_forward(steps, inner, slots, one.number, begins)),
+                backward=tuple(_pass_back(steps, inner, slots, one.number)),
+                outputs=tuple(parts[slot][one.number] for slot in outputs),
+                samples=tuple(local_ranges(one.ranges, extent, 1) for extent in own),
+            )
+            for one in passes
+        ),
+        sums=tuple(Reduce(n, buckets[n].parameters) for i in sorted(complete, reverse=True) if i >= first
+                   for n in complete[i]),
+        after=tuple(_after(steps[:first], inner, buckets, slots)),
+    )  # fmt: skip
+
+
+def _between(steps: Sequence[Compute], moves: Sequence[Placed], start: int, stop: int) -> Iterator[Forward]:
+    """Forward steps of the segments from `start` up to `stop`."""
+    for index in range(start, stop):
+        if index >= 0:
+            yield steps[index]
+        yield from (placed.step for placed in moves if placed.forward_at == index)
+
+
+def _turn(placed: Placed, slots: Mapping[str, Slot]) -> int | None:
+    """The pass whose part of a value a move brings."""
+    return None if isinstance(placed.step, Split | Join) else slots[placed.step.target].turn
+
+
+def _pass_forward(
+    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int, begins: Sequence[int]
+) -> Iterator[Forward]:
+    """Forward steps of one pass: what would bring its results after all passes brings them after this one."""
+    start, stop = begins[turn], begins[turn + 1]
+    turns = {id(placed): _turn(placed, slots) for placed in moves}
+    others = [placed for placed in moves if (own := turns[id(placed)]) is None or own >= turn]
+    yield from _between(steps, others, start, stop)
+    yield from (placed.step for placed in moves if turns[id(placed)] == turn and placed.forward_at >= stop)
+
+
+def _pass_back(
+    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int
+) -> Iterator[Step]:
+    """Backward steps of one pass: those of its moves that go back behind another pass's steps come last."""
+    own = [placed for placed in reversed(moves) if _turn(placed, slots) == turn]
+    at = [index for index, step in enumerate(steps) if step.turn == turn]
+    for index in [len(steps), *reversed(at)]:
+        if index < len(steps):
+            yield steps[index]
+        yield from (placed.step for placed in own if placed.backward_at == index)
+    yield from (placed.step for placed in own if placed.backward_at not in {len(steps), *at})
+
+
+def _after(
+    steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequence[Bucket], slots: Mapping[str, Slot]
+) -> Iterator[Step]:
+    """Backward steps from the passes on."""
+    own = [placed for placed in reversed(moves) if _turn(placed, slots) is None]
+    behind = sorted((p for p in own if p.backward_at >= len(steps)), key=lambda p: -p.backward_at)
+    yield from (placed.step for placed in behind)
+    within = [placed for placed in reversed(own) if placed.backward_at < len(steps)]
+    here = [b for b in buckets if any(s.name in b.parameters for step in steps for s in step.states)]
+    numbers = {number: buckets.index(bucket) for number, bucket in enumerate(here)}
+    for step in backward(steps, within, here):
+        yield Reduce(numbers[step.bucket], step.parameters) if isinstance(step, Reduce) else step
+
+
+def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[int, list[int]]:
+    """Buckets by the segment whose backward completes them."""
+    found: dict[int, list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        first = min(i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
+        found.setdefault(first, []).append(number)
+    return found

@@ -1,0 +1,303 @@
+"""A program: what every device does in one step, forward and backward, as plain data.
+
+Lowering makes it, the executor follows it, `text()` prints it. Tensors are known by slots: one slot is one value in one
+layout. Both directions are listed, as the best moment to start a transfer differs between them: forward, as soon as the
+value is there; backward, as soon as the last reader has given its gradient. All processes follow one order, so none can
+wait for a message that another one will only send after it has received one itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from parplan.layout import Grid, Layout, Range, Region, region
+from parplan.lowering.holdings import Bucket
+from parplan.runtime.transport.base import Exchange
+
+__all__ = [
+    "Bucket", "Code", "Compute", "Forward", "Join", "OnePass", "Operand", "Program", "Reduce", "Slot", "Split",
+    "Staged", "State", "Step", "Transfer", "shape_of",
+]  # fmt: skip
+
+
+def shape_of(block: Region) -> tuple[int, ...]:
+    """Shape of a block."""
+    return tuple(len(extent) for extent in block)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One value in one layout.
+
+    Args:
+        name: unique: the value's name, or with `@` and a number for further layouts.
+        value: the value's name in the captured graph.
+        layout: where its parts are.
+        shape: of the whole tensor in this step.
+        rows: extent of the batch dimension in every row of the grid; None when rows hold the same.
+        dtype: of the tensor.
+        requires_grad: whether a gradient flows back through it.
+        per_replica: a number of which every row has its own: one entry each, where the layers' code has none.
+        turn: which pass's samples it has; None when those of the whole batch.
+    """
+
+    name: str
+    value: str
+    layout: Layout
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    dtype: torch.dtype
+    requires_grad: bool
+    per_replica: bool = False
+    turn: int | None = None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that hold a part."""
+        return self.layout.grid.devices
+
+    def region(self, device: int) -> Region:
+        """The block that `device` holds."""
+        row, column = self.layout.grid.position(device)
+        return region(self.shape, self.layout, row, column, self.rows)
+
+    def local_shape(self, device: int) -> tuple[int, ...]:
+        """Shape of the part that `device` holds."""
+        return shape_of(self.region(device))
+
+
+class Code(Enum):
+    """What a compute step runs."""
+
+    LAYERS = "the layers' own ops"
+    STATISTICS = "count, mean and squared deviations of batch norm, per replica"
+    NORMALISE = "batch norm with the statistics of all replicas"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that a compute step reads or writes: its name in the code, and the slot it lies in."""
+
+    name: str
+    slot: str
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter or buffer that a compute step uses: the block of what each device holds of it."""
+
+    name: str
+    blocks: Mapping[int, Region] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Consecutive layers on one grid with nothing to move between them.
+
+    Args:
+        code: which code runs.
+        layers: names, in forward order.
+        grid: the devices that take part.
+        batches: samples per row of the grid.
+        operands: values read, in the order of the code's arguments.
+        states: parameters and buffers, which follow as further arguments.
+        results: values the code returns.
+        turn: which pass it belongs to; None when it runs once.
+    """
+
+    code: Code
+    layers: tuple[str, ...]
+    grid: Grid
+    batches: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    states: tuple[State, ...]
+    results: tuple[Operand, ...]
+    turn: int | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return tuple(operand.slot for operand in self.operands)
+
+    def batch(self, device: int) -> int:
+        """Samples that `device` works on."""
+        return self.batches[self.grid.position(device)[0]]
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        layers = " + ".join(self.layers)
+        what = layers if self.code is Code.LAYERS else f"{self.code.name.lower()} of {layers}"
+        what = what if self.turn is None else f"pass {self.turn}: {what}"
+        names = (", ".join(o.slot for o in group) for group in (self.operands, self.results))
+        return f"{what} on {_grid_text(self.grid)}: " + " -> ".join(names)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value in a new layout; `exchange` moves it, `transposed` moves its gradient back."""
+
+    source: str
+    target: str
+    exchange: Exchange
+    transposed: Exchange
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return (self.source,)
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"move {self.exchange.name}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The parts that the passes have of a value of the whole batch, where it lies: nothing moves.
+
+    Args:
+        source: slot of the whole batch.
+        targets: slot per pass.
+        dim: the dimension of the samples.
+        ranges: per device and pass, the indices along `dim` that are the pass's.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    dim: int
+    ranges: Mapping[int, tuple[tuple[Range, ...], ...]] = field(hash=False)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return (self.source,)
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"split {self.source} -> {', '.join(self.targets)}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A value of the whole batch from the parts that the passes made, where they lie: the reverse of `Split`."""
+
+    sources: tuple[str, ...]
+    target: str
+    dim: int
+    ranges: Mapping[int, tuple[tuple[Range, ...], ...]] = field(hash=False)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Slots it reads."""
+        return self.sources
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"join {', '.join(self.sources)} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Start the gradient sums of one bucket; they are waited for at the end of the backward."""
+
+    bucket: int
+    parameters: tuple[str, ...]
+
+    def text(self) -> str:
+        """One line of the printed program."""
+        return f"sum gradients of {', '.join(self.parameters)}"
+
+
+Forward = Compute | Transfer | Split | Join
+Step = Forward | Reduce
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """One pass of a staged program.
+
+    Args:
+        forward, backward: its steps; its results are delivered at the end of `forward`.
+        outputs: slot per result leaf that is a tensor, of this pass's samples.
+        samples: per process, the indices of its samples that are the pass's.
+    """
+
+    forward: tuple[Forward, ...]
+    backward: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    samples: tuple[tuple[Range, ...], ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The steps of a program whose passes each go forward and backward before the next one does.
+
+    Args:
+        before: forward, up to the passes.
+        passes: one after another.
+        sums: of gradients that come from the passes.
+        after: backward, from the passes on.
+    """
+
+    before: tuple[Forward, ...]
+    passes: tuple[OnePass, ...]
+    sums: tuple[Reduce, ...]
+    after: tuple[Step, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One training or evaluation step.
+
+    Args:
+        slots: every slot by name.
+        forward, backward: steps in the order in which every process takes them.
+        inputs: slot per user input value.
+        outputs: slot per result leaf that is a tensor.
+        updates: slot whose value is assigned to a buffer after the step, by placeholder.
+        buckets: of gradients that several devices have a share in.
+        holdings: block of every parameter that each device holds, by placeholder.
+        staged: the same steps pass by pass, where results come from passes alone.
+    """
+
+    slots: Mapping[str, Slot]
+    forward: tuple[Forward, ...]
+    backward: tuple[Step, ...]
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+    updates: Mapping[str, str]
+    buckets: tuple[Bucket, ...]
+    holdings: Mapping[str, Mapping[int, Region]]
+    staged: Staged | None = None
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers, in forward order."""
+        return tuple(step for step in self.forward if isinstance(step, Transfer))
+
+    def text(self) -> str:
+        """The program as a table, one step per line."""
+        forward = [f"  {step.text()}" for step in self.forward]
+        backward = [f"  {_back_text(step)}" for step in self.backward]
+        return "\n".join(["forward:", *forward, "backward:", *backward, ""])
+
+
+def _back_text(step: Step) -> str:
+    if isinstance(step, Transfer):
+        return f"move {step.target} back to {step.source}"
+    if isinstance(step, Split):
+        return f"join {', '.join(step.targets)} back to {step.source}"
+    if isinstance(step, Join):
+        return f"split {step.target} back to {', '.join(step.sources)}"
+    if isinstance(step, Reduce):
+        return step.text()
+    turn = "" if step.turn is None else f"pass {step.turn}: "
+    return f"{turn}back through {' + '.join(step.layers)}"
+
+
+def _grid_text(grid: Grid) -> str:
+    return f"{grid.replicas}x{grid.shards} ({','.join(map(str, grid.devices))})"

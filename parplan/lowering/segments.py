@@ -1,0 +1,184 @@
+"""Layers joined to segments: consecutive layers on one grid with nothing to move between them are one compute step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.layout import Grid, Layout, Region
+from parplan.lowering.holdings import Holdings, used_block, within
+from parplan.lowering.passes import Pass
+from parplan.lowering.per_replica_scalars import Spread
+from parplan.lowering.placement import Placing
+from parplan.lowering.program import Code, Compute, Operand, Slot, State
+from parplan.plan import Strategy
+
+__all__ = ["Segments"]
+
+
+@dataclass
+class _Segment:
+    """A compute step that is being filled."""
+
+    code: Code
+    grid: Grid
+    layers: list[str]
+    operands: dict[str, str] = field(default_factory=dict)
+    results: dict[str, str] = field(default_factory=dict)
+    turn: int | None = None
+
+
+class Segments:
+    """The compute steps of a program that is being lowered.
+
+    Args:
+        graph: the captured graph.
+        spread: how its layers are spread.
+        placing: where values lie.
+        heads: layers that start a segment.
+        passes: those of the step, if any.
+    """
+
+    def __init__(
+        self, graph: LayerGraph, spread: Spread, placing: Placing, heads: Iterable[str], passes: Sequence[Pass] = ()
+    ) -> None:
+        self._graph = graph
+        self._spread = spread
+        self._placing = placing
+        self._heads = frozenset(heads)
+        self._passes = passes
+        self._segments: list[_Segment] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def read(self) -> set[str]:
+        """Slots that segments read."""
+        return {slot for segment in self._segments for slot in segment.operands.values()}
+
+    def add(self, layer: Layer, turn: int | None = None) -> None:
+        """Append a layer (in one of the passes), to the last segment if it can run there."""
+        strategy = self._spread.strategies[layer.name]
+        if not self._joins(layer, strategy, turn):
+            self._segments.append(_Segment(Code.LAYERS, strategy.grid, [], turn=turn))
+        segment = self._segments[-1]
+        segment.layers.append(layer.name)
+        self._read(layer, strategy, segment)
+        self._make(layer, strategy, segment)
+
+    def _joins(self, layer: Layer, strategy: Strategy, turn: int | None) -> bool:
+        """Whether the layer can run in the last segment."""
+        if not self._segments or layer.name in self._heads:
+            return False
+        last = self._segments[-1]
+        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn:
+            return False
+        known = {**last.operands, **last.results}
+        in_place = all(
+            self._placing.same_place(self._placing.slots[known[value]], layer.layout(value, strategy))
+            for value in layer.inputs
+            if value in known
+        )
+        return in_place and all(self._uses_alike(layer, other) for other in last.layers)
+
+    def _uses_alike(self, layer: Layer, other_name: str) -> bool:
+        """Whether two layers use the same blocks of the parameters and buffers they share."""
+        other = self._graph.layers[other_name]
+        shared = {*layer.parameters, *layer.buffers} & {*other.parameters, *other.buffers}
+        return all(
+            self._used(layer.name, state, device) == self._used(other_name, state, device)
+            for state in shared
+            for device in self._spread.strategies[layer.name].devices
+        )
+
+    def _used(self, layer: str, state: str, device: int) -> Region:
+        return used_block(self._graph, self._spread.strategies, layer, state, device)
+
+    def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
+        for value in layer.inputs:
+            if value not in segment.results:
+                slot = self._placing.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
+                segment.operands.setdefault(value, slot)
+
+    def _make(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
+        for value in layer.outputs:
+            slot = self._placing.slot(value, layer.layout(value, strategy), segment.turn)
+            self._placing.add(slot, len(self._segments) - 1)
+            segment.results[value] = slot.name
+
+    # -- batch norm over replicas --
+
+    def add_batch_norm(self, layer: Layer) -> None:
+        """Append statistics per replica, an exchange between the replicas of each shard, and the normalisation."""
+        strategy = self._spread.strategies[layer.name]
+        if len(layer.inputs) != 1:
+            raise PlanError(
+                f"{layer.name}: batch norm with a computed weight or bias cannot share statistics between "
+                f'{strategy.replicas} replicas; give it one replica, or compile with batch_norm="local"'
+            )
+        own = self._statistics(layer, strategy)
+        self._segments.append(_Segment(Code.STATISTICS, strategy.grid, [layer.name], results={own.name: own.name}))
+        self._read(layer, strategy, self._segments[-1])
+        self._placing.add(own, len(self._segments) - 1)
+        normalise = _Segment(Code.NORMALISE, strategy.grid, [layer.name])
+        self._segments.append(normalise)
+        self._read(layer, strategy, normalise)
+        shared = replace(own.layout, batch_dim=None)
+        normalise.operands[own.name] = self._placing.place(own.name, shared, len(self._segments) - 1)
+        self._make(layer, strategy, normalise)
+
+    def _statistics(self, layer: Layer, strategy: Strategy) -> Slot:
+        """[replicas, 3, channels]: a row per replica, cut over the columns as the channels are."""
+        (value,) = layer.inputs
+        spec = self._graph.values[value]
+        name = f"{layer.name}.statistics"
+        layout = Layout(strategy.grid, 0, None if layer.layout(value, strategy).shard_dim is None else 2)
+        dtype = torch.promote_types(spec.dtype, torch.float32)
+        shape = (strategy.replicas, 3, spec.shape[1])
+        return Slot(name, name, layout, shape, (1,) * strategy.replicas, dtype, spec.requires_grad)
+
+    # -- finished steps --
+
+    def steps(self, read: set[str], held: Holdings, samples: Callable[[int], tuple[int, ...]]) -> list[Compute]:
+        """The finished steps; of their results only those that anyone else reads are kept.
+
+        Args:
+            read: slots that segments, transfers or the caller read.
+            held: block of every parameter that each device holds.
+            samples: per row of a grid with so many rows.
+        """
+        return [
+            Compute(
+                code=segment.code,
+                layers=tuple(segment.layers),
+                grid=segment.grid,
+                batches=self._batches(segment, samples),
+                operands=tuple(Operand(*item) for item in segment.operands.items()),
+                states=tuple(self._state(name, segment, held) for name in self._states_of(segment)),
+                results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
+                turn=segment.turn,
+            )
+            for segment in self._segments
+        ]
+
+    def _batches(self, segment: _Segment, samples: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
+        rows = samples if segment.turn is None else self._passes[segment.turn].rows
+        return rows(segment.grid.replicas)
+
+    def _states_of(self, segment: _Segment) -> dict[str, None]:
+        layers = [self._graph.layers[name] for name in segment.layers if segment.code is not Code.STATISTICS]
+        return dict.fromkeys(state for layer in layers for state in (*layer.parameters, *layer.buffers))
+
+    def _state(self, name: str, segment: _Segment, held: Holdings) -> State:
+        layers = [self._graph.layers[n] for n in segment.layers]
+        user = next(layer.name for layer in layers if name in layer.parameters or name in layer.buffers)
+        blocks = {}
+        for device in segment.grid.devices:
+            used, outer = self._used(user, name, device), held.get(name, {}).get(device)
+            blocks[device] = within(used, outer) if outer is not None else used
+        return State(name, blocks)

@@ -1,0 +1,203 @@
+"""Running statistics under torchrun, where every rank has its own copy of them and not every rank writes it.
+
+Local batch norm: the buffers of the first replica are the model's, so the others are given them. As with
+DistributedDataParallel this happens before the next forward, one message per group of ranks and type. A module that is
+called again on other ranks goes on from what its first call left, so that is handed on right away.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Grid, Region
+from parplan.lowering.program import Compute, Program, State
+from parplan.runtime.execution.code_cache import written_buffers
+from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.transport.base import block
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["BufferSync", "Handover", "fresh_buffers"]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a buffer, by dotted name, that several replicas keep."""
+
+    name: str
+    region: Region
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks that travel together."""
+
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A block of a buffer, by placeholder, and the rank that writes it, or the first of those that do."""
+
+    name: str
+    region: Region
+    rank: int
+
+
+class BufferSync:
+    """Brings the first replica's batch-norm statistics to the other replicas.
+
+    Args:
+        module: whose buffers they are.
+    """
+
+    def __init__(self, module: nn.Module, transport: DistributedTransport) -> None:
+        self._module = module
+        self._transport = transport
+        self._blocks: dict[_Block, None] = {}
+        self._groups: Mapping[_Kind, list[Tensor]] | None = None
+        self._stale = False
+
+    def know(self, graph: LayerGraph, program: Program) -> None:
+        """A program writes buffers; every rank has to call this."""
+        for step in program.forward:
+            if isinstance(step, Compute) and step.grid.replicas > 1:
+                for column in range(step.grid.shards):
+                    self._collect(graph, step, step.grid.column(column))
+        self.forget()
+
+    def _collect(self, graph: LayerGraph, step: Compute, ranks: tuple[int, ...]) -> None:
+        written = written_buffers(graph, step)
+        own = [state for state in step.states if state.name in written]
+        if own:
+            self._transport.group(ranks)
+        if self._transport.rank in ranks:
+            found = (_Block(graph.buffers[s.name], s.blocks[self._transport.rank], ranks) for s in own)
+            self._blocks |= dict.fromkeys(found)
+
+    def forget(self) -> None:
+        """The module's tensors may be others from here on (`.double()`); which are to be shared stays known."""
+        self._groups = None
+
+    def written(self) -> None:
+        """A training forward has changed the statistics."""
+        self._stale = True
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Overwrite the other replicas' statistics, if they have changed since the last time."""
+        if not self._stale:
+            return
+        self._stale = False
+        self._groups = self._tensors() if self._groups is None else self._groups
+        for kind, tensors in self._groups.items():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self._transport.broadcast("sharing batch norm statistics", flat, kind.ranks[0], kind.ranks)
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def _tensors(self) -> Mapping[_Kind, list[Tensor]]:
+        groups: dict[_Kind, list[Tensor]] = defaultdict(list)
+        for known in self._blocks:
+            tensor = block(self._module.get_buffer(known.name), known.region)
+            groups[_Kind(known.ranks, tensor.dtype)].append(tensor)
+        return groups
+
+
+class Handover:
+    """Gives all ranks the statistics that a step wrote: at once where steps on other ranks use the same buffer, else
+    at the end of the forward, so that the module's buffers are the plain model's on every rank.
+
+    Args:
+        graph, program: which steps use which buffers, and where.
+        store: the module's buffers.
+    """
+
+    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: DistributedTransport) -> None:
+        self._transport = transport
+        self._store = store
+        self._states: dict[int, list[State]] = {}
+        self._at_end: dict[_Written, None] = {}
+        steps = [step for step in program.forward if isinstance(step, Compute)]
+        places: dict[str, set[Grid]] = defaultdict(set)
+        for step in steps:
+            for state in step.states:
+                places[state.name].add(step.grid)
+        for step in steps:
+            written = written_buffers(graph, step)
+            found = [state for state in step.states if state.name in written]
+            shared = [state for state in found if len(places[state.name]) > 1]
+            if shared:
+                self._states[id(step)] = shared
+            if step.grid.shards > 1 or len(step.grid.devices) < transport.processes:
+                alone = [state for state in found if len(places[state.name]) == 1]
+                ends = (_Written(s.name, s.blocks[rank], rank) for s in alone for rank in step.grid.row(0))
+                self._at_end |= dict.fromkeys(ends)
+
+    @torch.no_grad()
+    def after(self, step: Compute) -> None:
+        """Every rank has to call this when a step has run, also those that the step is not on."""
+        for state in self._states.get(id(step), ()):
+            for device in step.grid.row(0):
+                self._give(state, device)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Every rank has to call this when the forward's steps have run."""
+        kinds: dict[torch.dtype, list[_Written]] = defaultdict(list)
+        for written in self._at_end:
+            kinds[self._store.original(written.name).dtype].append(written)
+        for group in kinds.values():
+            blocks: dict[int, list[Tensor]] = {rank: [] for rank in range(self._transport.processes)}
+            for written in group:
+                blocks[written.rank].append(block(self._store.original(written.name).data, written.region))
+            own = blocks[self._transport.rank]
+            longest = max(sum(tensor.numel() for tensor in tensors) for tensors in blocks.values())
+            message = self._store.original(group[0].name).new_zeros(longest)
+            for tensor, part in zip(own, _pieces(message, own), strict=True):
+                part.copy_(tensor)
+            for rank, received in enumerate(self._transport.gather_tensors("sharing buffers", message)):
+                if rank != self._transport.rank:
+                    for tensor, part in zip(blocks[rank], _pieces(received, blocks[rank]), strict=True):
+                        tensor.copy_(part)
+
+    def _give(self, state: State, source: int) -> None:
+        rank, everyone = self._transport.rank, range(self._transport.processes)
+        with self._transport.on(rank):
+            # As batch norm itself does, without a trace in autograd: what was saved for the backward is not these.
+            held = block(self._store.original(state.name).data, state.blocks[source])
+            moving = held.contiguous()
+            self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
+            if rank != source:
+                held.copy_(moving)
+
+
+def _pieces(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pieces of a flat message, from its start, with the shapes of `tensors`."""
+    sizes = [tensor.numel() for tensor in tensors]
+    return [p.view(t.shape) for p, t in zip(message[: sum(sizes)].split(sizes), tensors, strict=True)]
+
+
+def fresh_buffers(graph: LayerGraph, program: Program, global_statistics: bool) -> dict[str, dict[int, Region]]:
+    """Where batch norm writes statistics, by dotted name: block per device.
+
+    All replicas have the same global statistics; of local ones the first replica's are the model's.
+    """
+    found: dict[str, dict[int, Region]] = {}
+    for step in program.forward:
+        if isinstance(step, Compute):
+            written = written_buffers(graph, step)
+            devices = step.grid.devices if global_statistics else step.grid.row(0)
+            found |= {
+                graph.buffers[state.name]: {device: state.blocks[device] for device in devices}
+                for state in step.states
+                if state.name in written
+            }
+    return found

@@ -1,0 +1,146 @@
+"""What a device runs in a compute step: generated code, made once for devices with equal work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from parplan.graph import batch_norm
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.local import LocalLayer, Marks, local_module
+from parplan.lowering.program import Code, Compute, Forward, Program
+from parplan.plan import Strategy
+from parplan.runtime.execution.module_hooks import HookCalls
+from parplan.runtime.execution.random_state import Draws
+
+__all__ = ["Codes", "written_buffers"]
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+# Ops that write running statistics, their fourth and fifth argument, where the sixth says so.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
+
+class Codes:
+    """The code of one program's compute steps.
+
+    Args:
+        graph, strategies: what the program was lowered from.
+        program: the steps.
+        draws: sets apart the ops that draw random numbers on several devices at once.
+        dropout: whether dropout drops anything.
+        places: where each device of this process lives.
+        hooks: the hooks of the user's modules.
+        marks: told when a layer begins and when it is done.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        strategies: Mapping[str, Strategy],
+        program: Program,
+        draws: Draws,
+        dropout: bool,
+        places: Mapping[int, torch.device],
+        hooks: HookCalls,
+        marks: Marks | None = None,
+    ) -> None:
+        self._graph = graph
+        self._strategies = strategies
+        self._slots = program.slots
+        self._draws = draws
+        self._dropout = dropout
+        self._places = places
+        self._hooks = hooks
+        self._marks = marks
+        self._made: dict[_Key, Function] = {}
+
+    def get(self, step: Compute, device: int) -> Function:
+        """What `device` runs in `step`; its arguments are the step's operands, then its states."""
+        row, column = step.grid.position(device)
+        own_row, own_column = row if self._draws.any or self._graph.sites else 0, column if step.grid.shards > 1 else 0
+        key = _Key(id(step), own_row, own_column, step.batch(device), self._places[device])
+        if key not in self._made:
+            self._made[key] = self._make(step, key)
+        return self._made[key]
+
+    def _make(self, step: Compute, key: _Key) -> Function:
+        if step.code is Code.STATISTICS:
+            dtype = self._slots[step.results[0].slot].dtype
+            return self._marked(step, lambda x: (batch_norm.statistics(x, dtype),))
+        if step.code is Code.NORMALISE:
+            return self._marked(step, _normaliser(self._graph.layers[step.layers[0]], step))
+        parts = [LocalLayer(self._graph.layers[n], self._strategies[n], key.column, key.batch) for n in step.layers]
+        inputs = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
+        results = [result.name for result in step.results]
+        made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks, key.place)
+        for part in parts if self._dropout else ():
+            self._draws.apply(made, part, key.row)
+        self._hooks.apply(made, key.row, step.turn)
+        return self._with_entries(step, made.forward)
+
+    def _marked(self, step: Compute, code: Function) -> Function:
+        """The code of half a layer, with the layer's marks around it."""
+        if self._marks is None:
+            return code
+        (layer,) = step.layers
+        before, after = self._marks.before(layer), self._marks.after(layer)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            before()
+            results = code(*tensors)
+            after(results)
+            return results
+
+        return run
+
+    def _with_entries(self, step: Compute, code: Function) -> Function:
+        """Between numbers, as the code knows them, and slots that have one entry per replica."""
+        taken = [self._slots[operand.slot].per_replica for operand in step.operands] + [False] * len(step.states)
+        given = [self._slots[result.slot].per_replica for result in step.results]
+        if not any(taken) and not any(given):
+            return code
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results = code(*(t.squeeze(0) if entry else t for t, entry in zip(tensors, taken, strict=True)))
+            return tuple(t.unsqueeze(0) if entry else t for t, entry in zip(results, given, strict=True))
+
+        return run
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What devices that share code have in common; `row` counts only where random numbers do."""
+
+    step: int
+    row: int
+    column: int
+    batch: int
+    place: torch.device
+
+
+def written_buffers(graph: LayerGraph, step: Forward) -> frozenset[str]:
+    """Buffers that a step writes: the running statistics of batch and instance norm in training."""
+    if not isinstance(step, Compute):
+        return frozenset()
+    nodes = [node for name in step.layers for node in graph.layers[name].nodes]
+    norms = [node for node in nodes if node.target in _NORMS and node.args[5]]
+    return frozenset(a.name for node in norms for a in node.args[3:5] if isinstance(a, fx.Node))
+
+
+def _normaliser(layer: Layer, step: Compute) -> Function:
+    """The second half of a batch norm: its arguments are the step's operands and states, by name."""
+    node = next(node for node in layer.nodes if node.target is torch.ops.aten.batch_norm.default)
+    weight, bias, mean, variance = (getattr(argument, "name", "") for argument in node.args[1:5])
+    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
+    names = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
+
+    def run(x: Tensor, parts: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        known = dict(zip(names[2:], states, strict=True))
+        affine, running = (known.get(weight), known.get(bias)), (known.get(mean), known.get(variance))
+        return (batch_norm.normalise(x, parts, *affine, *running, momentum, eps),)
+
+    return run

@@ -1,0 +1,159 @@
+"""Who runs the work of each device within a step: the caller's thread, one device after another, or a thread for each.
+
+torch computes without Python's lock, so threads let CPU devices compute at the same time, and launch kernels on several
+GPUs side by side. All else that a run does stays as if there were one thread: whoever does something holds the turn,
+and gives it away only while it computes (`apart`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from parplan.errors import PlanError
+from parplan.runtime.transport.base import Transport
+
+__all__ = ["CallersModes", "Dispatch", "Inline", "Threads", "ThreadsOption", "dispatch_for"]
+
+T = TypeVar("T")
+
+# False: the caller's thread. True: a thread per logical device. A function: the same, and every thread begins with it.
+ThreadsOption = bool | Callable[[int], object]
+
+
+class Dispatch(Protocol):
+    """Runs what several devices have to do in one step."""
+
+    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
+        """Call `work` with every device, `in_turn` if order matters; raises the first device's error, noting others."""
+        ...
+
+    def apart(self, compute: Callable[..., T], *args: object) -> T:
+        """Inside of `work`: what `compute` returns for `args`; other devices may work meanwhile."""
+        ...
+
+
+class Inline:
+    """The caller's thread does everything, in the order of the devices."""
+
+    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
+        """As `Dispatch.each`."""
+        for device in devices:
+            work(device)
+
+    def apart(self, compute: Callable[..., T], *args: object) -> T:
+        """As `Dispatch.apart`."""
+        return compute(*args)
+
+
+class Threads:
+    """One thread per logical device; they end when this object is dropped.
+
+    Args:
+        devices: the logical devices of this process.
+        begin: what every thread does first, with the number of its device; its errors are raised here.
+    """
+
+    def __init__(self, devices: Iterable[int], begin: Callable[[int], object] | None = None) -> None:
+        self._turn = threading.RLock()
+        self._pools = {d: ThreadPoolExecutor(1, thread_name_prefix=f"parplan-device-{d}") for d in devices}
+        for job in [pool.submit(begin, device) for device, pool in self._pools.items() if begin is not None]:
+            job.result()
+
+    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
+        """As `Dispatch.each`; an error keeps the traceback of the thread it comes from."""
+        modes = CallersModes.here()
+        if in_turn:
+            for device in devices:
+                self._pools[device].submit(self._work, modes, work, device).result()
+            return
+        jobs = [self._pools[device].submit(self._work, modes, work, device) for device in devices]
+        failed = [(d, e) for d, job in zip(devices, jobs, strict=True) if (e := job.exception()) is not None]  # waits
+        if failed:
+            (_, first), *others = failed
+            note: Callable[[str], None] = getattr(first, "add_note", lambda text: None)  # Python 3.10 has no notes
+            for device, error in others:
+                note(f"device {device} failed as well: {type(error).__name__}: {error}")
+            raise first
+
+    def _work(self, modes: CallersModes, work: Callable[[int], object], device: int) -> None:
+        with self._turn, modes.set():
+            work(device)
+
+    def apart(self, compute: Callable[..., T], *args: object) -> T:
+        """As `Dispatch.apart`."""
+        self._turn.release()
+        try:
+            return compute(*args)
+        finally:
+            self._turn.acquire()
+
+
+def dispatch_for(threads: ThreadsOption, transport: Transport) -> Dispatch:
+    """What the option `threads` asks for; a process with one device needs no thread unless a function is to begin it.
+
+    Raises:
+        PlanError: neither a truth value nor a function.
+    """
+    if not isinstance(threads, bool) and not callable(threads):
+        raise PlanError(f"threads is {threads!r}; it is True, False, or a function that every thread calls first")
+    if threads is False or (threads is True and len(transport.owned) == 1):
+        return Inline()
+    return Threads(transport.owned, None if threads is True else threads)
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    """Whether and to what one kind of device casts."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CallersModes:
+    """What torch keeps per thread and a device's thread has to take over: gradients, inference, autocast, streams."""
+
+    gradients: bool
+    inference: bool
+    autocast: tuple[_Autocast, ...]
+    streams: tuple[torch.cuda.Stream, ...]
+
+    @staticmethod
+    def here() -> CallersModes:
+        """Those of this thread."""
+        kinds = ("cpu", "cuda")
+        casts = tuple(_Autocast(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        # A thread starts without autocast.
+        active = tuple(cast for cast in casts if cast.enabled)
+        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active, _streams())
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """The same modes in this thread."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            for cast in self.autocast:
+                stack.enter_context(torch.autocast(cast.kind, dtype=cast.dtype))
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+def _streams() -> tuple[torch.cuda.Stream, ...]:
+    """This thread's CUDA streams that a new thread would not have: last that of its current device."""
+    if not torch.cuda.is_initialized():
+        return ()
+    here = torch.cuda.current_device()
+    others = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()) if index != here]
+    chosen = (stream for stream in others if stream != torch.cuda.default_stream(stream.device))
+    return (*chosen, torch.cuda.current_stream(here))

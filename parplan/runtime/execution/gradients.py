@@ -1,0 +1,145 @@
+"""Where parameter gradients come together: terms of one device, sums over devices, the user's own parameter.
+
+A gradient that travels alone is summed where autograd left it; those of a bucket are copied to one message and back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parplan.layout import Range, Region
+from parplan.lowering.holdings import Bucket
+from parplan.lowering.program import State
+from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.transport.base import Pending, Transport, block
+
+__all__ = ["Gradients"]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A gradient of a block of what a device holds; if it is our `own`, nobody else reads its memory."""
+
+    block: Region
+    gradient: Tensor
+    own: bool
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A bucket's sum over one group, on its way to the first device that is here."""
+
+    parameters: Sequence[str]
+    device: int
+    homes: list[Tensor]
+    pending: Pending
+
+
+def _base(*terms: _Term) -> _Term | None:
+    """The term that the other is added to: ours to write to, contiguous if one is."""
+    usable = [term for term in terms if term.own and _dense(term.gradient)]
+    return min(usable, key=lambda term: not term.gradient.is_contiguous(), default=None)
+
+
+def _dense(gradient: Tensor) -> bool:
+    """Whether its elements lie apart in memory; those of a linear layer's weights may be transposed."""
+    return gradient.is_contiguous() or (gradient.dim() == 2 and gradient.t().is_contiguous())
+
+
+class Gradients:
+    """Gathers the parameter gradients of one backward.
+
+    Args:
+        store: what each device holds of each parameter.
+        transport: sums over devices.
+    """
+
+    def __init__(self, store: Store, transport: Transport) -> None:
+        self._store = store
+        self._transport = transport
+        self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
+        self._sums: list[_Sum] = []
+
+    def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
+        """Take in one compute step's gradient of the block it used; our `own` may be written to."""
+        terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
+        base = _base(terms[-1], term) if terms and terms[-1].block == term.block else None
+        if base is None:
+            terms.append(term)
+            return
+        # Steps that use a block one after another (passes, shared weights) need no more memory than two of them.
+        with self._transport.on(device):
+            base.gradient.add_(gradient if base is terms[-1] else terms[-1].gradient)
+        terms[-1] = base
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the sums of a bucket whose terms are complete."""
+        name = f"the gradient sum of {', '.join(bucket.parameters)}"
+        for group in bucket.groups:
+            here = [device for device in group if device in self._transport.owned]
+            if not here or len(group) == 1:
+                continue
+            flats, homes = {}, {}
+            for device in here:
+                with self._transport.on(device):
+                    homes[device] = [self._total_on(name, device) for name in bucket.parameters]
+                    flats[device] = self._transport.message(bucket.parameters, homes[device])
+            pending = self._transport.reduce(name, group, flats)
+            self._sums.append(_Sum(bucket.parameters, here[0], homes[here[0]], pending))
+
+    def _total_on(self, name: str, device: int) -> Tensor:
+        """The sum of one device's terms, in the shape of what it holds, contiguous and ours to write to."""
+        shape = self._store.shapes[name][device]
+        terms = self._terms[name].pop(device, [])
+        if len(terms) == 1 and terms[0].gradient.shape == shape:
+            gradient = terms[0].gradient
+            own = terms[0].own and gradient.is_contiguous()
+            return gradient if own else gradient.clone(memory_format=torch.contiguous_format)
+        original = self._store.original(name)
+        total = torch.zeros(shape, dtype=original.dtype, device=self._transport.physical(device))
+        for term in terms:
+            block(total, term.block).add_(term.gradient)
+        return total
+
+    def arrive(self) -> None:
+        """Wait for the sums that were started."""
+        for entry in self._sums:
+            flat = entry.pending.wait()[entry.device]
+            if flat.data_ptr() != entry.homes[0].data_ptr():
+                parts = flat.split([home.numel() for home in entry.homes])
+                with self._transport.on(entry.device):
+                    torch._foreach_copy_(entry.homes, [p.view_as(h) for p, h in zip(parts, entry.homes, strict=True)])
+            for name, home in zip(entry.parameters, entry.homes, strict=True):
+                whole = tuple(Range(0, size) for size in home.shape)
+                self._terms[name][entry.device] = [_Term(whole, home, True)]
+        self._sums.clear()
+
+    def totals(self, names: Iterable[str], own: bool = False) -> dict[str, Tensor | None]:
+        """The gradients of the module's own parameters; None for one that no step has used. All ranks call this.
+
+        Args:
+            own: nobody else may read their memory, as whoever takes them may write to it.
+        """
+        return self._store.as_gradients({name: self._total(name, own) for name in names})
+
+    def _total(self, name: str, own: bool) -> Tensor | None:
+        original = self._store.original(name)
+        by_device = {device: terms for device, terms in sorted(self._terms.pop(name, {}).items()) if terms}
+        if not by_device:
+            return None
+        terms = [term for held in by_device.values() for term in held]
+        for term in terms:
+            self._transport.used_here(term.gradient)
+        if len(terms) == 1 and terms[0].gradient.shape == original.shape:
+            return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
+        total = torch.zeros_like(original, memory_format=torch.contiguous_format)
+        for device, held in by_device.items():
+            here = block(total, self._store.place(name, device))
+            for term in held:
+                block(here, term.block).add_(term.gradient.to(original.device))
+        return total

@@ -1,0 +1,197 @@
+"""Calls the user's module hooks: once per replica, with that replica's own inputs and results.
+
+Every call of a module with hooks is a site in the captured graph, with a mark in front of the module and one behind it.
+Here marks get the code that calls the hooks; backward hooks are torch's own machinery, put around the module's tensors
+by the two marks of a replica.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from parplan.compat import BackwardHook
+from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import site_of
+from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
+from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
+from parplan.lowering.program import Compute, Program
+from parplan.plan import Strategy
+
+__all__ = ["HookCalls"]
+
+_PRE, _POST = MARKS
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """One replica's call of a site, in one of the passes if there are several."""
+
+    site: str
+    row: int
+    turn: int | None
+
+
+class HookCalls:
+    """The hooks of one captured graph.
+
+    Args:
+        graph: its `sites` say what the marks stand for.
+        strategies: how its layers are spread.
+        program: how often they run.
+        processes: how many processes share the devices.
+        silent: marks hand their tensors on and call nothing.
+
+    Raises:
+        PlanError: a module with backward hooks begins and ends with different numbers of replicas, or of passes, or on
+            different processes.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        strategies: Mapping[str, Strategy],
+        program: Program,
+        processes: int = 1,
+        silent: bool = False,
+    ) -> None:
+        self._sites: Mapping[str, Site] = graph.sites
+        self._silent = silent
+        self._backward: dict[_Visit, BackwardHook] = {}
+        nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
+        self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
+        if self._sites:
+            _check(graph, strategies, program, processes)
+
+    def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
+        """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
+        own = [node for node in code.graph.nodes if node.target is GRADIENT_HOOK] if self._tensors else []
+        for node in own:
+            node.target, node.args = self._attaching(self._tensors[str(node.args[-1])]), node.args[:-1]
+        marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
+        for node in marks:
+            visit = _Visit(str(node.args[-1]), row, turn)
+            node.target = self._calling(self._before if node.target is _PRE else self._after, visit)
+            node.args = node.args[:-1]
+        if marks or own:
+            code.recompile()
+
+    def _attaching(self, site: HookSite) -> Callable[..., Tensor]:
+        def gradient_hook(tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
+            return site.attach(tensor, values)
+
+        return gradient_hook
+
+    def _calling(self, mark: Callable[..., list[Tensor]], visit: _Visit) -> Callable[..., list[Tensor]]:
+        def call_hooks(*tensors: Sequence[Tensor]) -> list[Tensor]:
+            return mark(visit, *tensors)
+
+        return call_hooks
+
+    def guard(self, leaves: Sequence[Tensor]) -> None:
+        """Refuse a backward that begins at what a hook has kept: it would end at these tensors, and not go on."""
+        for leaf in leaves if self._sites and not self._silent else ():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(_refuse)
+
+    def _before(self, visit: _Visit, inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self._silent:
+            return list(inputs)
+        site = self._sites[visit.site]
+        module, template = site.module, _known(site.inputs)
+        args, kwargs = template.filled(inputs)
+        for key, hook in own_hooks(module._forward_pre_hooks).items():
+            if key in module._forward_pre_hooks_with_kwargs:
+                args, kwargs = _first(hook(module, args, kwargs), (args, kwargs))
+            else:
+                given = _first(hook(module, args), args)
+                args = given if isinstance(given, tuple) else (given,)
+        hooks, pre = list(module._backward_hooks.values()), list(module._backward_pre_hooks.values())
+        if hooks or pre:
+            around = self._backward[visit] = BackwardHook(module, hooks, pre)
+            args = around.setup_input_hook(args)
+        return _tensors(site, "a forward pre-hook", template, (args, kwargs), inputs)
+
+    def _after(self, visit: _Visit, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        if self._silent:
+            return list(outputs)
+        site = self._sites[visit.site]
+        module, template = site.module, _known(site.outputs)
+        args, kwargs = _known(site.inputs).filled(inputs)
+        result = template.filled(outputs)
+        for key, hook in own_hooks(module._forward_hooks).items():
+            named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+            result = _first(hook(module, args, *named, result), result)
+        around = self._backward.pop(visit, None)
+        if around is not None:
+            result = around.setup_output_hook(result)
+        return _tensors(site, "a forward hook", template, result, outputs)
+
+
+def _known(template: Template | None) -> Template:
+    assert template is not None  # a site's two marks are made in one capture
+    return template
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _tensors(site: Site, who: str, wanted: Template, values: Any, before: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in what a hook left, which has to be built like what it was given."""
+    found, tensors = Template.of(values)
+    shapes, known = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in before]
+    if found.spec != wanted.spec or shapes != known:
+        raise RuntimeFailure(
+            f"{site.path or 'the model'}: {who} returned tensors of shapes {shapes} in place of {known}; what a hook "
+            "returns has to have the structure and shapes it was given, as the rest of the step is made for those"
+        )
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """How often a mark is passed."""
+
+    replicas: int
+    trips: int
+    devices: tuple[int, ...] | None
+
+
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
+    """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
+    trips = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
+    begins: dict[str, _Calls] = {}
+    for name, layer in graph.layers.items():
+        for node in layer.nodes:
+            if node.target in MARKS and _goes_back(graph.sites[str(node.args[-1])].module):
+                strategy = strategies[name]
+                own = _Calls(strategy.replicas, trips[name], strategy.devices if processes > 1 else None)
+                first = begins.setdefault(str(node.args[-1]), own)
+                if own != first:
+                    raise PlanError(
+                        f"{name}: {_told(own)}, but {_told(first)} where this module with backward hooks begins; give "
+                        "both ends the same, so that a hook sees one replica's gradients"
+                    )
+
+
+def _told(calls: _Calls) -> str:
+    where = f" on devices {', '.join(map(str, calls.devices))}" if calls.devices is not None else ""
+    return f"{calls.replicas} replicas" + where + (f" in {calls.trips} passes" if calls.trips > 1 else "")
+
+
+def _goes_back(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _refuse(leaf: Tensor) -> None:
+    leaf.grad = None
+    raise RuntimeFailure(
+        "a backward began at a tensor that a hook has kept; within a compiled model it cannot go on to the parameters. "
+        "Return the tensor from forward and use it from there, or keep its detach()"
+    )

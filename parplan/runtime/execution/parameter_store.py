@@ -1,0 +1,266 @@
+"""What each device holds of the module's parameters and buffers.
+
+In one process the user's module keeps its tensors: a device in the same memory works on views of them, a device in
+another memory on copies that are refreshed, all in one message, when the originals were written. Writes through
+`.data`, which torch does not count, are found by a checksum wherever no counted write has made the copies anew. Under
+torchrun each process's module holds just what its rank needs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Range, Region
+from parplan.lowering.program import Compute, Program, State, shape_of
+from parplan.runtime.compat import Version, version
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
+from parplan.runtime.transport.base import Transport, block
+from parplan.runtime.transport.streams import sent
+
+__all__ = ["Copies", "Store"]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_SCATTER = -7046029254386353131  # an odd number whose multiples have bits all over (2**64 / golden ratio, signed)
+
+CHUNK = 2**22
+"""Elements that a checksum takes at a time: it needs 16 bytes of memory for each."""
+
+
+@dataclass
+class _Copy:
+    """A block of a tensor in another memory, which version of the original it is, and its checksum once it is known.
+
+    `users` are the logical devices whose streams the allocator was told of.
+    """
+
+    tensor: Tensor
+    version: Version
+    checksum: Tensor | None = None
+    users: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A block of a parameter, buffer or constant that a device works on; `path` is the same in all captured graphs."""
+
+    name: str
+    path: str
+    place: torch.device
+    block: Region
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A block of one of the module's tensors in one memory."""
+
+    path: str
+    place: torch.device
+    block: Region
+
+
+class Copies:
+    """Blocks of a module's parameters and buffers in other memories, shared by all programs of a compiled model."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Where, _Copy] = {}
+
+    def get(self, wanted: _Wanted) -> _Copy | None:
+        """The copy of a block, which may be out of date."""
+        return self._found.get(_Where(wanted.path, wanted.place, wanted.block))
+
+    def put(self, wanted: _Wanted, copy: _Copy) -> None:
+        """Keep a copy in place of an older one."""
+        self._found[_Where(wanted.path, wanted.place, wanted.block)] = copy
+
+    def clear(self) -> None:
+        """Forget all copies: the module has other tensors."""
+        self._found.clear()
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Copies that travel together."""
+
+    source: torch.device
+    target: torch.device
+    dtype: torch.dtype
+
+
+class Store:
+    """The parameters, buffers and constants of one captured graph, as its devices hold them.
+
+    Attributes:
+        shapes: of the block that each device holds of each parameter.
+
+    Args:
+        module: the user's module.
+        graph: the captured graph.
+        program: whose `holdings` say which block each device holds.
+        transport: which devices are here, and where.
+        sharded: the module's parameters are the blocks this process holds, not the whole tensors.
+        copies: of other programs of the same module, to be shared with; default: none are shared.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: LayerGraph,
+        program: Program,
+        transport: Transport,
+        sharded: bool,
+        copies: Copies | None = None,
+    ) -> None:
+        self._paths = {**graph.parameters, **graph.buffers}
+        self._parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
+        self._buffers = {
+            name: graph.constants[name] if name in graph.constants else module.get_buffer(path)
+            for name, path in {**dict.fromkeys(graph.constants, ""), **graph.buffers}.items()
+        }
+        self._program = program
+        self._holdings = program.holdings
+        self.shapes = {name: {d: shape_of(b) for d, b in held.items()} for name, held in program.holdings.items()}
+        self._transport = transport
+        self._sharded = sharded
+        self._copies = copies if copies is not None else Copies()
+        steps = [step for step in program.forward if isinstance(step, Compute)]
+        self._wanted = {
+            (id(state), device): self._want(state, device)
+            for step in steps
+            for device in step.grid.devices
+            if device in transport.owned
+            for state in step.states
+        }
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that take gradients, by placeholder."""
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def original(self, name: str) -> Tensor:
+        """The module's own tensor; this process's block of a parameter that is cut over processes."""
+        return local_tensor(self._parameters[name] if name in self._parameters else self._buffers[name])
+
+    def as_gradients(self, found: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Gradients of what this process holds as gradients of the module's parameters, by placeholder.
+
+        Every rank gets a gradient of a parameter that one of them has one of, as what a user does with gradients
+        (norms above all) has to be the same on all.
+        """
+        whole, sharded = dict(found), {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
+        partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
+        used = self._transport.any(found[name] is not None for name in partial) if partial else []
+        for name, one in zip(partial, used, strict=True):
+            if one and found[name] is None:
+                whole[name] = torch.zeros_like(sharded[name].local)
+        for name, parameter in sharded.items():
+            own = whole[name]
+            whole[name] = parameter.like(own) if own is not None else None
+        return whole
+
+    def get(self, state: State, device: int) -> Tensor:
+        """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
+        wanted = self._wanted[id(state), device]
+        original = self.original(state.name).detach()
+        if original.device != wanted.place:
+            copy = self._copies.get(wanted)
+            assert copy is not None  # refresh() came first
+            return copy.tensor
+        return original if original.shape == wanted.shape else block(original, wanted.block)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make and bring up to date all copies, one message per memory and type; before any device starts."""
+        pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
+        copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.place]
+        stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)
+        unwritten: dict[_Wanted, _Copy] = {}
+        for _, wanted in copied:
+            original, known = self.original(wanted.name), self._copies.get(wanted)
+            if known is None or known.version != version(original):
+                stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
+            else:
+                unwritten[wanted] = known
+        for wanted in self._changed(unwritten):
+            original = self.original(wanted.name)
+            stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
+        for way, group in stale.items():
+            blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
+            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), way.target)
+            parts = flat.split([tensor.numel() for tensor in blocks])
+            for wanted, tensor, part in zip(group, blocks, parts, strict=True):
+                self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
+        for device, wanted in copied:
+            copy = self._copies.get(wanted)
+            if copy is not None and device not in copy.users:
+                copy.users.add(device)
+                with self._transport.on(device):
+                    self._transport.used_here(copy.tensor)
+
+    def _changed(self, copies: Mapping[_Wanted, _Copy]) -> list[_Wanted]:
+        """Those of the copies whose originals were written in a way that torch does not count, such as `.data`."""
+        originals: dict[torch.device, list[Tensor]] = defaultdict(list)
+        copies = {wanted: copy for wanted, copy in copies.items() if not copy.tensor.is_meta}  # those have no values
+        for wanted, copy in copies.items():
+            if copy.checksum is None:
+                copy.checksum = _checksum(copy.tensor)
+            original = self.original(wanted.name).detach()
+            originals[original.device].append(_checksum(block(original, wanted.block)))
+        # One reading of each device's numbers, however many copies there are.
+        by_device = {device: iter(torch.stack(sums).tolist()) for device, sums in originals.items()}
+        held = [copy.checksum for copy in copies.values() if copy.checksum is not None]
+        known = torch.stack([checksum.cpu() for checksum in held]).tolist() if held else []
+        return [
+            wanted
+            for wanted, checksum in zip(copies, known, strict=True)
+            if next(by_device[self.original(wanted.name).device]) != checksum
+        ]
+
+    def write_back(self, state: State, device: int) -> None:
+        """Bring a buffer that `device` wrote home to the module, or tell its copies that it was written there."""
+        wanted = self._wanted[id(state), device]
+        original = self.original(state.name)
+        if original.device != wanted.place:
+            copy = self._copies.get(wanted)
+            assert copy is not None  # `get` gave it to the step that wrote it
+            block(original, wanted.block).copy_(copy.tensor)
+            self._copies.put(wanted, _Copy(copy.tensor, version(original), users=copy.users))
+        else:
+            increment_version(original)
+
+    def _want(self, state: State, device: int) -> _Wanted:
+        blocks = state.blocks[device]
+        if not self._sharded and state.name in self._holdings:
+            blocks = _absolute(blocks, self._holdings[state.name][device])
+        # A constant belongs to its graph alone.
+        path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
+        return _Wanted(state.name, path, self._transport.physical(device), blocks, shape_of(blocks))
+
+    def place(self, name: str, device: int) -> Region:
+        """Where the block that `device` holds of a parameter lies in the module's own tensor."""
+        held = self._holdings[name][device]
+        return tuple(Range(0, size) for size in self.shapes[name][device]) if self._sharded else held
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number of shape () that differs if any bit, or the order, of the elements does; on the tensor's device."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[min(tensor.element_size(), 8)])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(bits.split(CHUNK)):
+        weights = (torch.arange(chunk.numel(), device=tensor.device) + number * CHUNK) * _SCATTER
+        total += (chunk.to(torch.int64) * (weights ^ (weights >> 31) | 1)).sum()
+    return total
+
+
+def _absolute(inner: Region, outer: Region) -> Region:
+    return tuple(extent.shifted(start.start) for extent, start in zip(inner, outer, strict=True))

@@ -1,0 +1,143 @@
+"""Random numbers that devices have to draw alike, or apart from each other.
+
+A device draws from its own generator as any module does, and so do replicas, which work on different samples. Two cases
+need more. Devices that compute the same thing redundantly must draw the same numbers, or their copies differ. Shards of
+one replica must draw different ones even where their processes were seeded alike, or a mask repeats across the shards.
+Such ops draw from a generator set to a seed made of the call's seed, which all processes share, of the op, and of the
+row and column of the grid that the result differs by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.local import LocalLayer
+from parplan.graph.packed_sequences import RNN_PACKED
+from parplan.graph.sites import site_of
+from parplan.lowering.program import Compute
+from parplan.plan import Strategy
+
+__all__ = ["Draws", "draws_any", "draws_numbers"]
+
+aten = torch.ops.aten
+
+# Where an op says that it draws after all: the position of its `train` flag, or of its rate.
+_SWITCHES: dict[Any, int] = {
+    aten.dropout.default: 2,
+    aten.feature_dropout.default: 2,
+    aten.alpha_dropout.default: 2,
+    aten.feature_alpha_dropout.default: 2,
+    aten.scaled_dot_product_attention.default: 4,
+    aten.lstm.input: 5,
+    aten.gru.input: 5,
+    aten.rnn_tanh.input: 5,
+    aten.rnn_relu.input: 5,
+    RNN_PACKED: 6,
+}
+_STRIDE = 0x9E3779B97F4A7C15  # odd, so that seeds of different places differ
+_SEEDS = 1 << 63
+
+
+class Draws:
+    """The ops of a program that draw from a generator of their own.
+
+    Attributes:
+        seed: of this call; the same in every process.
+        turn: the pass that is running, so that passes draw different numbers.
+    """
+
+    def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
+        order = [node.name for layer in graph.layers.values() for node in layer.nodes]
+        self._index = {name: index for index, name in enumerate(order)}
+        self._most = 1 + max((len(strategy.devices) for strategy in strategies.values()), default=0)
+        self._places = len(order) * self._most**2
+        self._layers = {
+            name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
+        }
+        self.seed = 0
+        self.turn = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether there is such an op, so that each call needs a seed."""
+        return bool(self._layers)
+
+    def apply(self, code: fx.GraphModule, part: LocalLayer, row: int) -> None:
+        """Let the ops of one device's part of a layer draw from the generator that is theirs."""
+        if part.layer.name not in self._layers:
+            return
+        nodes = {node.name: node for node in part.layer.nodes}
+        for made in code.graph.nodes:
+            node = nodes.get(made.name)
+            if made.op == "call_function" and node is not None and _joint(part.layer, part.strategy, node):
+                made.target = self._seeded(made.target, self._place(part, node, row))
+        code.recompile()
+
+    def _place(self, part: LocalLayer, node: fx.Node, row: int) -> int:
+        """A number for the op and for the row and column that its result differs by."""
+        own_row = row if _by_row(part.layer, part.strategy, node) else 0
+        own_column = part.column if _by_column(part.layer, part.strategy, node) else 0
+        return (self._index[node.name] * self._most + own_row) * self._most + own_column
+
+    def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            generator = _generator(next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu")))
+            state = generator.get_state()
+            own = self.turn * self._places + place + 1
+            generator.manual_seed((self.seed + own * _STRIDE) % _SEEDS)
+            try:
+                return op(*args, **kwargs)
+            finally:
+                generator.set_state(state)
+
+        return seeded
+
+
+def draws_any(graph: LayerGraph, step: Compute) -> bool:
+    """Whether a step draws random numbers, from whichever generator."""
+    return any(_is_random(node) for name in step.layers for node in graph.layers[name].nodes)
+
+
+def draws_numbers(graph: LayerGraph) -> bool:
+    """Whether any op of a graph draws random numbers."""
+    return any(_is_random(node) for layer in graph.layers.values() for node in layer.nodes)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+def _joint(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
+    """Whether an op draws on several devices of one replica, or redundantly."""
+    several = strategy.shards > 1 or (strategy.replicas > 1 and not _by_row(layer, strategy, node))
+    return several and _is_random(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    site = site_of(node)
+    if site is not None:
+        return site.random
+    tags = getattr(node.target, "tags", ())
+    switch = _SWITCHES.get(node.target)
+    if switch is not None:
+        return len(node.args) > switch and bool(node.args[switch])
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def _by_row(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
+    return strategy.replicas > 1 and layer.batch is not None and not _results(node).isdisjoint(layer.batch.dims)
+
+
+def _by_column(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
+    axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
+    return axis is not None and not _results(node).isdisjoint(axis.dims)
+
+
+def _results(node: fx.Node) -> set[str]:
+    return {node.name, *(user.name for user in node.users if op_name(user) == "getitem")}

@@ -1,0 +1,441 @@
+"""One call of a program: its forward, and what that leaves for its backward.
+
+Each compute step records its own small graph, with its inputs cut off from what came before. The backward takes the
+program's backward steps one by one, and asks autograd only for the gradients of one such graph at a time.
+
+The tensors of a running program: parts that are here, and parts that are on their way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.lowering.passes import put, take
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, State, Step, Transfer
+from parplan.runtime.compat import keeps_graph
+from parplan.runtime.execution.gradients import Gradients
+from parplan.runtime.transport.base import Held, Pending, Transport
+
+if TYPE_CHECKING:
+    from parplan.runtime.execution.executor import Executor
+
+__all__ = ["Parts", "Run", "memory"]
+
+
+class Parts:
+    """The parts of every slot that are here, and what is on its way to it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._parts: dict[str, Held] = defaultdict(dict)
+        self._coming: dict[str, list[Pending]] = defaultdict(list)
+
+    def add(self, slot: str, device: int, tensor: Tensor) -> None:
+        """Put a part, or add to it; never in place, as it may be shared."""
+        with self._transport.on(device):
+            self.put(slot, device, tensor)
+
+    def put(self, slot: str, device: int, tensor: Tensor) -> None:
+        """The same on the current stream."""
+        known = self._parts[slot].get(device)
+        self._parts[slot][device] = tensor if known is None else known + tensor
+
+    def expect(self, slot: str, pending: Pending) -> None:
+        """More for this slot is on its way."""
+        self._coming[slot].append(pending)
+
+    def get(self, slot: str) -> Held:
+        """What is here of a slot, after what is on its way has arrived."""
+        for pending in self._coming.pop(slot, ()):
+            for device, tensor in pending.wait().items():
+                self.add(slot, device, tensor)
+        return self._parts[slot]
+
+    def drop(self, slot: str) -> None:
+        """Forget a slot."""
+        self._parts.pop(slot, None)
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        for slot in list(self._coming):
+            self.get(slot)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What one compute step left on one device for its backward; `inputs` are leaves, or do not need gradients."""
+
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+class Run:
+    """One call: its forward, and what that left for the backward."""
+
+    def __init__(self, executor: Executor, inputs: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+        self._executor = executor
+        self._program = executor.program
+        self._transport = executor.transport
+        self._inputs = inputs
+        self._input_devices: list[torch.device] = []
+        self._parameters = parameters
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._done = False
+        self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
+        self._touched: set[str] = set()  # parameters that this process has a gradient of
+        self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
+        self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
+
+    @property
+    def wanting(self) -> list[bool]:
+        """Which results take a gradient; inputs that are handed back do, so that autograd refuses writes into them."""
+        slots = (self._program.slots[name] for name in self._program.outputs)
+        return [slot.requires_grad or slot.value in self._inputs for slot in slots]
+
+    # -- forward --
+
+    def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
+        parts = self._begin(tensors)
+        self._go(self._program.forward, parts, record)
+        results = [parts.get(slot)[self._executor.deliver_from] for slot in self._program.outputs]
+        self._update_buffers(parts)
+        parts.settle()
+        self._transport.end()
+        for tensor in results:
+            self._transport.used_here(tensor)
+        # The caller may write into results of their own memory. Autograd would not follow a write into a shared one, so
+        # there they are views, into which it refuses writes.
+        counts, states = Counter(map(memory, [*results, *tensors])), self._executor.state_results(results)
+        shared = [counts[memory(tensor)] > 1 or number in states for number, tensor in enumerate(results)]
+        return [t.view_as(t) if one else t.detach() for t, one in zip(results, shared, strict=True)]
+
+    def _begin(self, tensors: Sequence[Tensor]) -> Parts:
+        """The user's inputs, where they arrive."""
+        parts = Parts(self._transport)
+        self._input_devices = [tensor.device for tensor in tensors]
+        self._executor.store.refresh()
+        for name, tensor in zip(self._inputs, tensors, strict=True):
+            device = self._arrival(self._program.slots[name])
+            parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
+        self._transport.begin()
+        for name in self._inputs:
+            for device, tensor in parts.get(name).items():
+                with self._transport.on(device):
+                    self._transport.used_here(tensor)  # a graph may be the last to hold it
+        return parts
+
+    def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
+        """Take forward steps."""
+        executor = self._executor
+        for step in steps:
+            if isinstance(step, Transfer):
+                parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
+            elif isinstance(step, Split):
+                self._split(step, parts)
+            elif isinstance(step, Join):
+                self._join(step, parts)
+            else:
+                executor.draws.turn = step.turn or 0
+                executor.each(step, partial(self._compute, step, parts=parts, record=record))
+                executor.done(step)
+            for slot in executor.last_reads(step):
+                if slot not in self._kept:
+                    parts.drop(slot)
+
+    def _split(self, step: Split, parts: Parts) -> None:
+        held = parts.get(step.source)
+        for device in self._executor.owned(step.ranges):
+            with self._transport.on(device):
+                for target, ranges in zip(step.targets, step.ranges[device], strict=True):
+                    parts.put(target, device, take(held[device], step.dim, ranges))
+
+    def _join(self, step: Join, parts: Parts) -> None:
+        slot = self._program.slots[step.target]
+        held = [parts.get(source) for source in step.sources]
+        for device in self._executor.owned(slot.devices):
+            with self._transport.on(device):
+                place = self._transport.physical(device)
+                whole = torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place)
+                for own, ranges in zip(held, step.ranges[device], strict=True):
+                    put(whole, step.dim, ranges, own[device])
+                parts.put(step.target, device, whole)
+
+    def _arrival(self, slot: Slot) -> int:
+        return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
+
+    def _compute(self, step: Compute, device: int, parts: Parts, record: bool) -> None:
+        slots = self._program.slots
+        if step.batch(device) == 0 and self._is_empty(step, device):
+            self._nothing(step, device, parts)
+            return
+        with self._transport.on(device), torch.set_grad_enabled(record):
+            values = [parts.get(operand.slot)[device] for operand in step.operands]
+            needed = [record and slots[operand.slot].requires_grad for operand in step.operands]
+            states = self._executor.states(step, device)
+            needed += [record and self._takes_gradient(state) for state in step.states]
+            inputs = tuple(_leaf(t) if n else t for t, n in zip((*values, *states), needed, strict=True))
+            self._executor.hooks.guard(inputs)
+            results = self._executor.dispatch.apart(self._executor.codes.get(step, device), *inputs)
+            self._executor.write_back(step, device)
+        for result, tensor in zip(step.results, results, strict=True):
+            self._check(step, slots[result.slot], device, tensor)
+            parts.add(result.slot, device, tensor.detach())
+        if record:
+            self._recorded[id(step), device] = _Recorded(inputs, results)
+
+    def _is_empty(self, step: Compute, device: int) -> bool:
+        """Whether the device has nothing to compute; it takes part in a normalisation for the running statistics."""
+        results = (self._program.slots[result.slot] for result in step.results)
+        return step.code is not Code.NORMALISE and all(0 in slot.local_shape(device) for slot in results)
+
+    def _takes_gradient(self, state: State) -> bool:
+        return state.name in self._parameters
+
+    def _nothing(self, step: Compute, device: int, parts: Parts) -> None:
+        """A device without samples has empty results, and no gradient to give."""
+        for result in step.results:
+            slot = self._program.slots[result.slot]
+            place = self._transport.physical(device)
+            parts.add(result.slot, device, torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place))
+
+    def _check(self, step: Compute, slot: Slot, device: int, tensor: Tensor) -> None:
+        if tuple(tensor.shape) != slot.local_shape(device):
+            raise RuntimeFailure(
+                f"{' + '.join(step.layers)}: {slot.name} has shape {tuple(tensor.shape)} on device {device} where "
+                f"{slot.local_shape(device)} was planned; give these layers one replica and one shard"
+            )
+
+    def _update_buffers(self, parts: Parts) -> None:
+        found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
+        if found:
+            self._transport.show()
+        values = {buffer: held[self._executor.deliver_from] for buffer, held in found.items()}
+        for value in values.values():
+            self._transport.used_here(value)
+        late = self._executor.graph.late
+        self._late = {buffer: value for buffer, value in values.items() if buffer in late}
+        self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
+        self._executor.share_buffers()
+
+    def end(self) -> None:
+        """Assign the buffers that the model writes last: not where a checkpoint that runs again has ended before."""
+        self._assign(self._late)
+        self._late = {}
+
+    @torch.no_grad()
+    def _assign(self, values: Mapping[str, Tensor]) -> None:
+        for buffer, value in values.items():
+            self._executor.store.original(buffer).copy_(value)
+
+    # -- backward --
+
+    def enter_backward(self) -> None:
+        """The streams of autograd's thread see what the forward has seen, as a checkpoint may run it again on them."""
+        self._transport.show()
+
+    def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
+        self._done = not keeps_graph()
+        self._reached, self._touched = self._reached_slots(outputs), set()
+        grads = Parts(self._transport)
+        sums = self._sums()
+        self._take_outputs(self._program.outputs, outputs, grads)
+        self._transport.begin()
+        self._go_back(self._program.backward, grads, sums)
+        sums.arrive()
+        given = [self._input_gradient(name, grads) for name in self._inputs]
+        self._transport.end()
+        # From here on the caller's streams work, which wait for all others.
+        home = [t if t is None else self._home(t, d) for t, d in zip(given, self._input_devices, strict=True)]
+        totals = list(sums.totals(self._parameters).values())
+        if self._reached is not None:
+            # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
+            used = self._transport.any(name in self._touched for name in self._parameters)
+            totals = [total if one else None for total, one in zip(totals, used, strict=True)]
+        self._transport.ready_on(self._executor.deliver_from)
+        return [*home, *totals]
+
+    def _home(self, gradient: Tensor, place: torch.device) -> Tensor:
+        self._transport.used_here(gradient)
+        return gradient.to(place)
+
+    def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
+        """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
+        slots = self._program.slots
+        wanted = [name for name in dict.fromkeys(self._program.outputs) if slots[name].requires_grad]
+        if self._transport.processes == 1 or len(wanted) < 2:
+            return None
+        own = {name for name, pull in zip(self._program.outputs, outputs, strict=True) if pull is not None}
+        used = self._transport.any(name in own for name in wanted)
+        if all(used):
+            return None
+        reached = {name for name, one in zip(wanted, used, strict=True) if one}
+        for step in self._program.backward:
+            if isinstance(step, Transfer):
+                targets, sources = [step.target], [step.source]
+            elif isinstance(step, Split):
+                targets, sources = list(step.targets), [step.source]
+            elif isinstance(step, Join):
+                targets, sources = [step.target], list(step.sources)
+            elif isinstance(step, Compute):
+                targets, sources = [r.slot for r in step.results], [operand.slot for operand in step.operands]
+            else:
+                continue
+            if not reached.isdisjoint(targets):
+                reached.update(sources)
+        return reached
+
+    def _go_back(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
+        """Take backward steps."""
+        for step in steps:
+            if isinstance(step, Transfer):
+                self._send_back(step, grads)
+            elif isinstance(step, Split):
+                self._split_back(step, grads)
+            elif isinstance(step, Join):
+                self._join_back(step, grads)
+            elif isinstance(step, Reduce):
+                sums.launch(self._program.buckets[step.bucket])
+            else:
+                self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
+                for result in step.results:
+                    grads.drop(result.slot)
+
+    def _split_back(self, step: Split, grads: Parts) -> None:
+        """The gradient of the whole batch, from those of the passes' parts."""
+        slot = self._program.slots[step.source]
+        held = [grads.get(target) for target in step.targets]
+        for device in self._executor.owned(step.ranges):
+            if not any(device in own for own in held):
+                continue
+            whole = self._zeros(slot, device)
+            with self._transport.on(device):
+                for own, ranges in zip(held, step.ranges[device], strict=True):
+                    if device in own:
+                        put(whole, step.dim, ranges, own[device])
+            grads.add(step.source, device, whole)
+        for target in step.targets:
+            grads.drop(target)
+
+    def _join_back(self, step: Join, grads: Parts) -> None:
+        """The gradients of the passes' parts, from that of the whole batch."""
+        for device, gradient in grads.get(step.target).items():
+            for number, source in enumerate(step.sources):
+                if self._program.slots[source].requires_grad:
+                    with self._transport.on(device):
+                        own = take(gradient, step.dim, step.ranges[device][number])
+                    grads.add(source, device, own)
+        grads.drop(step.target)
+
+    def _take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: Parts) -> None:
+        for slot, gradient in zip(slots, outputs, strict=True):
+            if gradient is not None and self._program.slots[slot].requires_grad:
+                place = self._transport.physical(self._executor.deliver_from)
+                # The mean over processes, taken once and here, makes every later reduction a plain sum.
+                share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
+                grads.put(slot, self._executor.deliver_from, share.to(place))
+
+    def _send_back(self, step: Transfer, grads: Parts) -> None:
+        target = self._program.slots[step.target]
+        if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
+            return
+        held = grads.get(step.target)
+        if not held and self._transport.processes == 1:
+            return
+        here = self._executor.owned(target.devices)
+        whole = {device: held[device] if device in held else self._zeros(target, device) for device in here}
+        grads.expect(step.source, self._transport.start(step.transposed, whole))
+        grads.drop(step.target)
+
+    def _zeros(self, slot: Slot, device: int) -> Tensor:
+        with self._transport.on(device):
+            place = self._transport.physical(device)
+            return torch.zeros(slot.local_shape(device), dtype=slot.dtype, device=place)
+
+    def _through_layers(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
+        recorded = self._recorded.get((id(step), device))
+        if self._done:
+            self._recorded.pop((id(step), device), None)
+        if recorded is None:
+            return
+        known = {result.slot: grads.get(result.slot).get(device) for result in step.results}
+        pairs = [
+            (tensor, known[result.slot])
+            for result, tensor in zip(step.results, recorded.results, strict=True)
+            if tensor.requires_grad and known[result.slot] is not None
+        ]
+        leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
+        if not pairs or not leaves:
+            return
+        with self._transport.on(device):
+            pulls = [gradient for _, gradient in pairs]
+            ends = [tensor for tensor, _ in pairs]
+            given = self._executor.backward_dispatch.apart(self._through, ends, leaves, pulls, device)
+        found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
+        shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
+        self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)
+
+    def _sums(self) -> Gradients:
+        return Gradients(self._executor.store, self._transport)
+
+    def _through(
+        self, ends: Sequence[Tensor], leaves: Sequence[Tensor], pulls: Sequence[Tensor | None], device: int
+    ) -> Sequence[Tensor | None]:
+        """Gradients of one compute step on one device."""
+        kept = not self._done
+        found: Sequence[Tensor | None] = torch.autograd.grad(ends, leaves, pulls, allow_unused=True, retain_graph=kept)
+        return found
+
+    def _hand_on(
+        self,
+        step: Compute,
+        device: int,
+        given: Sequence[Tensor | None],
+        shared: Set[int] | None,
+        grads: Parts,
+        sums: Gradients,
+    ) -> None:
+        count = len(step.operands)
+        for operand, gradient in zip(step.operands, given[:count], strict=True):
+            if gradient is not None:
+                grads.add(operand.slot, device, gradient)
+        for state, gradient in zip(step.states, given[count:], strict=True):
+            if gradient is not None:
+                self._touched.add(state.name)
+                own = shared is not None and memory(gradient) not in shared
+                sums.add(state, device, gradient, own)
+
+    def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
+        slot = self._program.slots[name]
+        device = self._arrival(slot)
+        gradient = grads.get(name).get(device)
+        if gradient is None and slot.requires_grad and 0 in slot.local_shape(device):
+            gradient = self._zeros(slot, device)  # no samples, so no step has run on it
+        if gradient is None or not slot.requires_grad:
+            return None
+        # The mean over processes is for parameters; a process's own inputs see its own loss.
+        return gradient if self._transport.processes == 1 else gradient * self._transport.processes
+
+
+def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]:
+    """Memory that holds more than one gradient: of results that were passed on, or of several inputs."""
+    counts = Counter(memory(gradient) for gradient in given if gradient is not None)
+    counts.update(memory(gradient) for gradient in taken for _ in range(2))
+    return {memory for memory, count in counts.items() if count > 1}
+
+
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's storage begins: the same for views of one another."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()

@@ -1,0 +1,1 @@
+"""Measurement of a running step, per layer and device, and of its peak memory."""

@@ -1,0 +1,1 @@
+"""Modules that users call: the compiled model, its training step, and nn.DataParallel's interface."""

@@ -1,0 +1,413 @@
+"""A model that runs by a plan, and behaves like the model in every other way.
+
+In one process the compiled model takes whole batches and gives whole results, like `nn.DataParallel`; under torchrun
+every process brings its own samples and gets its own results, like `DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parplan.compat import in_functional_transform, pytree
+from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.lowering.program import Program
+from parplan.plan import Plan
+from parplan.runtime.calls import Call
+from parplan.runtime.compat import gradient_hooks
+from parplan.runtime.execution.dispatch import ThreadsOption
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.measurement.measure import Effort, Recorder, Subject, measure
+from parplan.runtime.measurement.measured_step import MeasuredStep
+from parplan.runtime.measurement.predicted import Expected
+from parplan.runtime.module.example_inputs import Example
+from parplan.runtime.module.train_step import (
+    StagedStep,
+    arguments,
+    check_training,
+    checked_loss,
+    moments,
+    sample_axes,
+)
+from parplan.runtime.module.wrapper import Wrapped
+from parplan.runtime.preserve_state import preserved_generators, preserved_modes
+from parplan.runtime.programs.captures import Captures, Planner
+from parplan.runtime.programs.program_cache import Captured, Options
+from parplan.runtime.programs.rank_agreement import agree
+from parplan.runtime.self_check.check import CheckRecord, SelfCheck
+from parplan.runtime.self_check.checked_step import begin_forward, end_forward
+from parplan.runtime.sharded_state.cutting import Sharding, same_start
+from parplan.runtime.transport.devices import Device, existing, logical, transport_for
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Compiled"]
+
+
+class Compiled(Wrapped):
+    """`module`, run by the plan that `planner` makes for it.
+
+    Args:
+        module: the model; its parameters and buffers stay its own.
+        planner: makes a plan from a captured graph; asked once, with the training graph.
+        devices: where each logical device lives. None: under a process group one device per process, else all CUDA
+            devices, else the CPU.
+        output_device: where results go in one process; default: where logical device 0 lives.
+        dim: the dimension along which inputs carry samples.
+        batch_norm: "global" statistics over the whole batch, or "local" ones per replica.
+        scalars: a result that is one number (a loss) is "whole", the plain model's; or "per_replica", a vector with
+            one entry per replica, each of the replica's own samples, as `nn.DataParallel` gives it (under torchrun
+            each process its own number).
+        inputs: under torchrun, every process brings its "own" samples; or the shards of one replica of the plan's
+            first layer bring the same ones as a "group", which then need not be gathered, and get the same results.
+        dropout: False switches dropout off, for comparisons.
+        threads: True gives every logical device of this process a thread of its own that runs its work; a function of
+            the device's number is called first in each of them. False: the caller's thread runs all devices in turn.
+        group: the process group, under torchrun; default: all processes.
+        check: "first" compares every new capture with the plain module before its first step, "always" every call,
+            "off" nothing (runtime/self_check/check.py).
+
+    Attributes:
+        program: what the last call ran, for reading.
+        foresee: predicts a step for a graph and the plan; whoever made the planner may set it, for `measure` to print.
+        decision: what the planner knew when it chose the plan, for whoever set it; None where nobody did.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        planner: Planner,
+        *,
+        devices: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        batch_norm: str = "global",
+        scalars: str = "whole",
+        inputs: str = "own",
+        dropout: bool = True,
+        threads: ThreadsOption = False,
+        group: dist.ProcessGroup | None = None,
+        check: str = "first",
+    ) -> None:
+        super().__init__(module)
+        _one_of("batch_norm", batch_norm, "global", "local")
+        _one_of("scalars", scalars, "whole", "per_replica")
+        _one_of("inputs", inputs, "own", "group")
+        if inputs == "group" and scalars == "per_replica":
+            raise PlanError(
+                'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
+            )
+        self.program: Program | None = None
+        self.foresee: Callable[[LayerGraph, Plan], Expected] | None = None
+        self.decision: Any = None
+        self._example: Example | None = None
+        self._batch: int | None = None
+        self._latest: Captured | None = None
+        self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
+        self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
+        self._given |= {"inputs": inputs, "check": check}
+        self._planner = planner
+        self._transport = transport_for(devices, group)
+        self._dim = dim
+        self._output_device = existing(output_device) if output_device is not None else None
+        options = Options(
+            dim=dim,
+            output=logical(self._output_device, self._transport),
+            global_statistics=batch_norm == "global",
+            per_replica=scalars == "per_replica",
+            dropout=dropout,
+            groups=inputs == "group",
+            threads=threads,
+        )
+        self._captures = Captures(module, planner, self._transport, options)
+        self._programs = self._captures.programs
+        self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
+        if isinstance(self._transport, DistributedTransport):
+            same_start(module, self._transport)
+        self._built = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile leaves this part as it is
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments.
+
+        Raises:
+            RuntimeFailure: no samples, another process failed, or torch.func is at work.
+        """
+        if in_functional_transform():
+            raise RuntimeFailure(
+                "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
+                "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
+            )
+        if torch.compiler.is_exporting():
+            return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
+        return self._follow(Call.of(args, kwargs, self._dim))
+
+    def train_step(
+        self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
+    ) -> Tensor:
+        """One training step, with every weight updated as often as the plan says (`update_period`).
+
+        Where the plan updates all weights once this is the usual loop: `zero_grad()`, forward, loss, `backward()`,
+        `step()`. Else every pass goes forward and backward by itself (runtime/module/train_step.py), `loss_fn` is called with
+        each pass's results and targets and has to be a mean over samples, and gradient hooks of parameters do not run.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+            targets: what `loss_fn` compares with; tensors that have samples where a result or the inputs have them are
+                cut as those are.
+            loss_fn: gives one number from results and targets.
+            optimizer: of this model's parameters.
+
+        Returns:
+            The loss, a tensor of shape () without a graph: the mean over this process's samples.
+
+        Raises:
+            RuntimeFailure: the model is in evaluation mode, the optimizer is none, needs a closure or is for another
+                model, the loss is no number, or an input needs a gradient.
+            PlanError: the plan's periods do not divide its passes, or a pass has no results of its own.
+        """
+        if not self.training:
+            raise RuntimeFailure("train_step trains, and the model is in evaluation mode; call train() first")
+        check_training(self.module, loss_fn, optimizer)
+        args, kwargs = arguments(inputs)
+        call = Call.of(args, kwargs, self._dim)
+        step = self._staged(call, targets, loss_fn, optimizer)
+        if step is not None:
+            return step
+        optimizer.zero_grad()
+        loss = checked_loss(loss_fn(self(*args, **kwargs), targets))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def _staged(
+        self, call: Call, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
+    ) -> Tensor | None:
+        """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
+        captured = self._find(call)
+        early = captured.early_periods
+        if not early:
+            return None
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            raise RuntimeFailure(
+                "hooks of the compiled model itself see whole batches, which there are none of where weights are "
+                "updated between passes; put them on model.module, or take update_period out of the plan"
+            )
+        hooked = [name for name, parameter in self.module.named_parameters() if gradient_hooks(parameter)]
+        if hooked:
+            raise RuntimeFailure(
+                f"{hooked[0]} has a gradient hook, which would see the gradient of some passes only where weights are "
+                "updated between passes; remove it, or take update_period out of the plan"
+            )
+        if any(tensor.requires_grad for tensor in call.tensors):
+            raise RuntimeFailure(
+                "an input needs a gradient, which there is none of where weights are updated between passes; give it "
+                "detached, or take update_period out of the plan"
+            )
+        executor = self._ready(call, captured)
+        graph, program = captured.graph, executor.program
+        found = moments(captured, program.staged, early)
+        assert program.staged is not None  # else there are no moments
+        axes = sample_axes(graph, self._dim)
+        step = StagedStep(
+            executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
+        )
+        self._begins(graph)
+        loss = step.run(program.staged, self._inputs(call, graph), found)
+        self._ends(graph)
+        return loss
+
+    def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
+        captured = self._find(call)
+        executor = self._ready(call, captured)
+        if recorder is not None:
+            executor = recorder.executor(executor)
+        self._begins(captured.graph)
+        results = executor(self._inputs(call, captured.graph))
+        self._ends(captured.graph)
+        return self._nested(captured.graph, executor.program, results)
+
+    def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
+        """The user's tensors by the names of their values."""
+        values = zip(graph.user_inputs, _placed(call), strict=True)
+        return {name: tensor for name, tensor in values if name is not None and tensor is not None}
+
+    def _ready(self, call: Call, captured: Captured) -> Executor:
+        """What runs a graph for these samples, compared with the plain module, with the ranks' buffers in step."""
+        wanted = self._self_check.wants(captured)
+        agreement = agree(self._transport, call, captured, wanted)
+        if self._programs.sync is not None:
+            self._programs.sync.run()
+        if self._programs.sharding is not None:
+            self._programs.hold(captured)
+        if wanted:
+            self._self_check.before(call, captured, self.training, agreement)
+        self._programs.hold(captured)  # at the first step only now: the plain module runs with whole parameters
+        executor = self._programs.executor(captured, agreement.samples)
+        self.program = executor.program
+        return executor
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Capture and plan for inputs like these without running anything; returns the plan."""
+        self._find(Call.of(args, kwargs, self._dim))
+        assert self.plan is not None
+        return self.plan
+
+    def _find(self, call: Call) -> Captured:
+        captured = self._captures.find(call, self.training)
+        self._batch = call.batch
+        if captured is not self._latest:
+            self._latest, self._example = captured, Example.of(call)
+        return captured
+
+    def measure(
+        self,
+        *args: Any,
+        steps: int = 20,
+        warmup: int = 3,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        memory: bool = False,
+        between: Callable[[], object] | None = None,
+        **kwargs: Any,
+    ) -> MeasuredStep:
+        """Run training steps and say what each layer and each transfer took, beside what was predicted.
+
+        Parameters, gradients, buffers, the optimizer, the mode and torch's random numbers are as before afterwards.
+        Under torchrun every rank has to call this, and each gets its own times.
+
+        Args:
+            args, kwargs: of the model; without any, random ones like those of the last call.
+            steps, warmup: how many steps are recorded, and how many run before.
+            optimizer: updates in every step; without one there is no update.
+            loss_fn: a loss of the model's result; without one the mean of every result.
+            memory: run one more step to find the most memory that it takes.
+            between: called after each step, outside of what is timed.
+
+        Raises:
+            RuntimeFailure: there was no call to take inputs from, or no result needs a gradient.
+        """
+        effort = Effort(steps, warmup, optimizer, loss_fn, memory, between)
+        call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
+        mode, program = self.training, self.program
+        try:
+            with preserved_modes(self.module):
+                if not mode:
+                    self.train()
+                captured = self._find(call)
+                with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
+                    self._ready(call, captured)  # compared with the plain module, if it was not yet
+                graph = captured.graph
+                expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
+                return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)
+        finally:
+            self.program, self.training = program, mode
+
+    def _again(self) -> Call:
+        """A call like the last one."""
+        if self._example is None:
+            raise RuntimeFailure("nothing is known of the inputs yet; call or prepare() the model, or give inputs")
+        return self._example.call(self._batch)
+
+    @property
+    def graph(self) -> LayerGraph | None:
+        """The captured graph of the last call, once there was one."""
+        return self._latest.graph if self._latest is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once it is made."""
+        return self._captures.plan
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of processes that run the model together; None for the default group, or for one process."""
+        group: dist.ProcessGroup | None = self._given["group"]
+        return group
+
+    @property
+    def checked(self) -> tuple[CheckRecord, ...]:
+        """What the comparisons with the plain module have found; under `check="always"` the last call's."""
+        return tuple(self._self_check.records)
+
+    @property
+    def device_count(self) -> int:
+        """How many logical devices there are, over all processes."""
+        return self._programs.device_count
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first logical device of this process lives."""
+        return self._transport.physical(self._transport.owned[0])
+
+    def _begins(self, graph: LayerGraph) -> None:
+        """Count a forward before it runs, as layers do, for a checkpoint may end one early."""
+        begin_forward(self.module, graph)
+        if self._programs.sync is not None and graph.training:
+            self._programs.sync.written()
+
+    def _ends(self, graph: LayerGraph) -> None:
+        """Count a forward that has run to its end."""
+        end_forward(self.module, graph)
+
+    # -- results --
+
+    def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
+        tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
+        leaves = [
+            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
+            for leaf in graph.user_outputs
+        ]
+        nested = pytree.tree_unflatten(leaves, graph.out_spec)
+        nested, extra = nested if any(one.count for one in graph.stored) else (nested, ())
+        left = iter(extra)
+        for one in graph.stored:
+            one.put(list(islice(left, one.count)))
+        return nested
+
+    def _out(self, program: Program, slot: str, result: Tensor) -> Tensor:
+        if program.slots[slot].per_replica and self._transport.processes > 1:
+            result = result.squeeze(0)
+        return result if self._output_device is None else result.to(self._output_device)
+
+    # -- a module like the one it holds --
+
+    @property
+    def _slices(self) -> Sharding | None:
+        return self._programs.sharding
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
+        """Move or convert the module; what was captured no longer fits."""
+        super()._apply(fn, recurse)
+        self._captures.clear()
+        self._latest = self._example = None
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
+        twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
+        twin._captures.plan = self.plan
+        twin.foresee, twin.decision = self.foresee, self.decision
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what a compiled model consists of is its state and its plan."""
+        raise RuntimeFailure(
+            "a compiled model is not pickled; save model.state_dict() and model.plan.to_json(), and compile with "
+            "plan=... when it is loaded"
+        )
+
+
+def _one_of(name: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
+
+
+def _placed(call: Call) -> list[Tensor | None]:
+    return [leaf if isinstance(leaf, Tensor) else None for leaf in call.leaves]

@@ -1,0 +1,262 @@
+"""One training step with updates at the moments that the plan says.
+
+Where all weights are updated once this is the loop everybody writes: forward, loss, backward, step. Where the plan has
+an `update_period` below its passes, every pass goes forward and backward by itself, with the loss of its own samples:
+
+    for every pass:
+        loss = loss_fn(results of its samples, their targets)
+        backward; sum the gradients of the layers behind
+        after every `update_period` passes: optimizer.step() for their weights alone
+    backward of the layers in front; optimizer.step() for theirs
+
+The gradient of an update is that of the mean loss over the samples since the last one; layers in front see the mean
+over all samples. So a loss has to be a mean over samples, as torch's are by default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.compat import pytree
+from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Range
+from parplan.lowering.passes import local_ranges, take
+from parplan.lowering.program import Staged
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.staged_run import Moment, StagedRun
+from parplan.runtime.programs.program_cache import Captured
+
+__all__ = [
+    "SampleAxis", "StagedStep", "arguments", "check_training", "checked_loss", "moments", "sample_axes",
+]  # fmt: skip
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple of positional arguments or a dict of keyword arguments, as (args, kwargs)."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that take steps of their own within a step.
+
+    Raises:
+        RuntimeFailure: its `step` needs a closure.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RuntimeFailure(
+            f"{type(optimizer).__name__} calls the model again within its step (a closure), which train_step does not "
+            "do; call optimizer.step(closure) yourself, with a plan without update_period"
+        )
+
+
+def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot train `module`, before anything runs.
+
+    Raises:
+        RuntimeFailure: no optimizer, one without any of the model's parameters, or a loss that cannot be called.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RuntimeFailure(f"{optimizer!r} is no optimizer; give one such as torch.optim.SGD(model.parameters())")
+    if not callable(loss_fn):
+        raise RuntimeFailure(f"{loss_fn!r} is no loss; give a function of results and targets")
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained.isdisjoint(id(parameter) for parameter in module.parameters()):
+        raise RuntimeFailure("the optimizer has none of this model's parameters; make it from model.parameters()")
+    _check_optimizer(optimizer)
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """What a loss function gave, if it is one number.
+
+    Raises:
+        RuntimeFailure: it is something else.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise RuntimeFailure(f"loss_fn gave {what}; it has to give one number, as a tensor")
+    return loss
+
+
+def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int]) -> tuple[Moment, ...]:
+    """What is updated after each pass.
+
+    Args:
+        staged: the steps pass by pass, where results come from passes alone.
+        periods: passes between updates of those parameters that do not wait for the last pass.
+
+    Raises:
+        PlanError: a pass has no results of its own.
+    """
+    if staged is None:
+        raise PlanError(
+            f"{captured.graph.model}: weights are to be updated after {min(periods.values())} passes, but results or "
+            "buffers are made in front of the passes, or need more than one pass's samples (a loss inside the model?); "
+            "take update_period out of the plan, or return what the passes make"
+        )
+    shares = _weights(staged)
+    return tuple(_moment(number, periods, shares) for number in range(len(staged.passes)))
+
+
+def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -> Moment:
+    """The parameters whose period ends with a pass, with one over the share of samples that the period had."""
+    ending = {name: period for name, period in periods.items() if (number + 1) % period == 0}
+    shares = {name: sum(weights[number + 1 - period : number + 1]) for name, period in ending.items()}
+    return Moment({name: sum(weights) / share for name, share in shares.items() if share > 0})
+
+
+@dataclass(frozen=True)
+class SampleAxis:
+    """A dimension along which a tensor has samples, `per_sample` indices for each, `outer` times all of them."""
+
+    dim: int
+    per_sample: int
+    outer: int = 1
+
+    def of(self, tensor: Tensor, samples: int) -> bool:
+        """Whether a tensor may have `samples` samples there."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == samples * self.per_sample * self.outer
+
+    def take(self, tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
+        """The samples in `ranges`."""
+        spread = tensor.unflatten(self.dim, (self.outer, -1))
+        own = local_ranges(ranges, Range(0, spread.shape[self.dim + 1]), self.per_sample)
+        return take(spread, self.dim + 1, own).flatten(self.dim, self.dim + 1)
+
+
+def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
+    """Where a step's targets may have samples: as one of its results has them, or as its inputs do."""
+    values = [value for value in graph.user_outputs if isinstance(value, str) and value in graph.batch_dims]
+    found = []
+    for value in values:
+        at, shape, front = graph.batch_dims[value], graph.values[value].shape, graph.flattened.get(value)
+        each = shape[at] // (graph.batch or 1)
+        found.append(SampleAxis(at, each) if front is None else SampleAxis(front, each, shape[front]))
+    return tuple(dict.fromkeys([*found, SampleAxis(dim, 1)]))
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A step whose passes are updated at different moments: the user's side of `StagedRun`.
+
+    Args:
+        executor: whose program is staged.
+        nested: puts results together as the model returns them.
+        targets: of all samples of this process; tensors that have them along one of `axes` are cut as the samples are.
+        batch: samples of this process.
+        axes: where targets may have samples, the likeliest first.
+    """
+
+    executor: Executor
+    nested: Callable[[Sequence[Tensor]], Any]
+    targets: Any
+    batch: int
+    axes: tuple[SampleAxis, ...]
+    loss_fn: Loss
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+    updated: set[int] = field(default_factory=set)
+
+    def run(self, staged: Staged, inputs: Mapping[str, Tensor], moments: Sequence[Moment]) -> Tensor:
+        """Run the step; this process's mean loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        run = StagedRun(self.executor, tuple(inputs), staged)
+        run.step(list(inputs.values()), lambda n, results: self._pull(staged, n, results), moments, self._update)
+        return torch.stack(self.losses).sum() if self.losses else self._no_loss(staged)
+
+    def _no_loss(self, staged: Staged) -> Tensor:
+        """What a process without samples has: 0, in the type of the first result."""
+        slots = [self.executor.program.slots[slot] for slot in staged.passes[0].outputs]
+        dtype = next((slot.dtype for slot in slots if slot.requires_grad), None)
+        return torch.zeros((), dtype=dtype, device=self.executor.transport.physical(self.executor.deliver_from))
+
+    def _pull(self, staged: Staged, number: int, results: list[Tensor]) -> list[Tensor | None]:
+        """The loss of one pass's own samples, and its gradients."""
+        one = staged.passes[number]
+        ranges = one.samples[0 if self.executor.transport.processes == 1 else self.executor.transport.owned[0]]
+        share = sum(map(len, ranges)) / self.batch
+        if not share:
+            return [None] * len(results)
+        slots = [self.executor.program.slots[slot] for slot in one.outputs]
+        leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
+        with torch.enable_grad():
+            weighed = checked_loss(self.loss_fn(self.nested(leaves), self._cut(ranges))) * share
+            with self._apart():
+                weighed.backward()
+        self.losses.append(weighed.detach())
+        return [leaf.grad for leaf in leaves]
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """While it lasts, the loss may give gradients to parameters of its own, but not to the model's.
+
+        Raises:
+            RuntimeFailure: it does. They would be this process's alone, of some passes and not of others.
+        """
+        trainable = self.executor.store.trainable
+        known = {name: parameter.grad for name, parameter in trainable.items()}
+        for parameter in trainable.values():
+            parameter.grad = None
+        try:
+            yield
+            taken = [name for name, parameter in trainable.items() if parameter.grad is not None]
+        finally:
+            for name, parameter in trainable.items():
+                parameter.grad = known[name]
+        if taken:
+            raise RuntimeFailure(
+                f"loss_fn takes the gradient of {self.executor.graph.parameters[taken[0]]} itself (a penalty on "
+                "weights?), which cannot be told apart by passes; use the optimizer's weight_decay, or take "
+                "update_period out of the plan"
+            )
+
+    def _cut(self, ranges: Sequence[Range]) -> Any:
+        """The targets of one pass's samples."""
+        leaves, spec = pytree.tree_flatten(self.targets)
+        return pytree.tree_unflatten([self._own(leaf, ranges) for leaf in leaves], spec)
+
+    def _own(self, leaf: Any, ranges: Sequence[Range]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        axis = next((axis for axis in self.axes if axis.of(leaf, self.batch)), None)
+        return leaf if axis is None else axis.take(leaf, ranges)
+
+    def _update(self, gradients: Mapping[str, Tensor], last: bool) -> None:
+        """One step of the optimizer for some parameters alone: it leaves out those without a gradient.
+
+        The last one is for all that had none yet, the parameters of a loss among them.
+        """
+        own = {name: self.executor.store.trainable[name] for name in gradients}
+        for name, parameter in own.items():
+            parameter.grad = gradients[name]
+        now = {id(parameter) for parameter in own.values()}
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        waiting = [p for p in every if p.grad is not None and (id(p) in self.updated if last else id(p) not in now)]
+        kept = [parameter.grad for parameter in waiting]
+        for parameter in waiting:
+            parameter.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(waiting, kept, strict=True):
+                parameter.grad = gradient
+        self.updated.update(now)
+
+
+def _weights(staged: Staged) -> list[float]:
+    """Every pass's share of the step's samples: the mean over processes, whose losses count alike."""
+    own = [[sum(map(len, ranges)) for ranges in one.samples] for one in staged.passes]
+    totals = [max(1, sum(counts)) for counts in zip(*own, strict=True)]
+    return [sum(c / t for c, t in zip(counts, totals, strict=True)) / len(totals) for counts in own]

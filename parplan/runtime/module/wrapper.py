@@ -1,0 +1,156 @@
+"""A module that stands for another one: its names, parameters, state and mode are those of the module it holds.
+
+Under torchrun a process may hold slices only; the state that is saved and loaded is the plain model's all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from parplan.runtime.sharded_state.cutting import Sharding, gathered
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Wrapped"]
+
+
+class Wrapped(nn.Module):
+    """What a compiled model has in common with the module that it runs.
+
+    Args:
+        module: the model; its parameters and buffers stay its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Not a submodule: names would get a prefix.
+        object.__setattr__(self, "module", module)
+        self.module: nn.Module
+        self.training = module.training
+
+    @property
+    def _slices(self) -> Sharding | None:
+        """Which part of the state this process holds; None when all of it."""
+        return None
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The plain model's state, with its names; under torchrun full tensors, gathered by all ranks together."""
+        slices = self._slices
+        if slices is None and not any(isinstance(p, ShardedTensor) for p in self.module.parameters()):
+            return self.module.state_dict(*args, **kwargs)
+        # As a part of a larger model it adds to that model's state, under a prefix.
+        whole, prefix = kwargs.pop("destination", None), kwargs.pop("prefix", "")
+        own: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        own.update(slices.gather(own) if slices is not None else gathered(own))
+        if whole is None and not prefix:
+            return own
+        whole = whole if whole is not None else {}
+        whole.update({prefix + name: value for name, value in own.items()})
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a plain model's state, of full tensors; each rank keeps its blocks."""
+        state = self._slices.cut(state_dict) if self._slices else state_dict
+        return self.module.load_state_dict(state, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as a part of a larger model, which has its state under `prefix`."""
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        try:
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            found = self.load_state_dict(own, strict=False, assign=assign)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in found.missing_keys]
+        unexpected_keys += [prefix + name for name in found.unexpected_keys if strict]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The module's modules, by their own names."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module's children."""
+        return self.module.named_children()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters; without `recurse` those that are not in one of its children."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers; without `recurse` those that are not in one of its children."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """One of the module's modules; `get_parameter` and `get_buffer` look there too."""
+        return self.module.get_submodule(target)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` with every one of the module's modules."""
+        self.module.apply(fn)
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        """The module's part, where it is a list or a dictionary of modules."""
+        return self.module[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        """How many parts the module has, where it is a list or a dictionary of modules."""
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The module's parts, where it is a list, or their names, where it is a dictionary."""
+        return iter(self.module)  # type: ignore[call-overload,no-any-return]
+
+    def __bool__(self) -> bool:
+        """True, as of any module, also of one that has no length."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attribute, for what this one does not have itself."""
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is this one's own here, and anything else on the module, where `__getattr__` reads it."""
+        own = "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __repr__(self) -> str:
+        """The module's text, under this class's name."""
+        return f"{type(self).__name__}({self.module!r})"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert the module."""
+        self.module._apply(fn, recurse)
+        return self

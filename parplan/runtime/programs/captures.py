@@ -1,0 +1,270 @@
+"""Captured graphs of one model, and the plan they run by.
+
+A graph is captured at the first call of each kind, and the plan is asked for once. Under torchrun every rank captures
+at the same time and rank 0 alone plans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parplan.compat import pytree
+from parplan.errors import CaptureError, PlanError, RuntimeFailure
+from parplan.graph.attributes.number_inputs import Number, computes_alike
+from parplan.graph.attributes.surroundings import callers_modes
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.user_code.module_hooks import HookWatch
+from parplan.plan import Plan
+from parplan.runtime.calls import Call
+from parplan.runtime.programs.own_samples import check_own_samples
+from parplan.runtime.programs.program_cache import Captured, Options, Programs
+from parplan.runtime.programs.tensor_watch import OwnTensors
+from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Captures", "Planner", "bound_to_batch"]
+
+Planner = Callable[[LayerGraph], Plan]
+
+# Graphs kept per kind of call, for different values of the attributes that the forward reads.
+KEPT_CAPTURES = 8
+# Fewer calls than this between two captures, and capturing is what takes the time.
+CALLS_PER_CAPTURE = 50
+
+
+class Captures:
+    """What is known of one model.
+
+    Args:
+        module: the user's module.
+        planner: makes a plan from a captured graph.
+        transport: which devices there are.
+        options: how programs are lowered.
+
+    Attributes:
+        plan: once it is made.
+        programs: what graphs are lowered to.
+    """
+
+    def __init__(self, module: nn.Module, planner: Planner, transport: Transport, options: Options) -> None:
+        self._module = module
+        self._own = OwnTensors(module)
+        self._hooks = HookWatch(module)
+        self._planner = planner
+        self._transport = transport
+        self._dim = options.dim
+        self._captured: dict[Hashable, list[Captured]] = defaultdict(list)
+        self._times: dict[Hashable, list[int]] = defaultdict(list)  # of captures, in calls
+        self._calls = 0
+        self._fixed: set[frozenset[str]] = set()  # numbers that no graph can take as inputs
+        self._bound: set[Hashable] = set()  # kinds that are captured for every number of samples
+        self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
+        self.programs = Programs(module, transport, options)
+        self.plan: Plan | None = None
+
+    def clear(self) -> None:
+        """Forget what was captured, but not the plan."""
+        self._captured.clear()
+        self._times.clear()
+        self._fixed.clear()
+        self._bound.clear()
+        self._traced.clear()
+        self._own.look_up()
+        self._hooks = HookWatch(self._module)
+        self.programs.copies.clear()
+        if self.programs.sync is not None:
+            self.programs.sync.forget()
+
+    def find(self, call: Call, training: bool) -> Captured:
+        """The graph for a call, captured and planned for if it is the first of its kind."""
+        if self._own.replaced:
+            _check_parameters(self._module)
+            self.clear()
+        self._calls += 1
+        kind = self._kind(call, training)
+        found = self._fitting(kind)
+        if found is None and self.plan is not None and kind not in self._bound:
+            # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others.
+            self._capture(call, training, self._supposed_batch(call), self.plan)
+            found = self._fitting(kind)
+        if found is not None:
+            return found
+        batch = self._whole_batch(call)
+        if self.plan is None:
+            self._make_plan(call, batch)
+            # Which processes bring the same samples is known only now.
+            batch = self._whole_batch(call) if self.programs.grouped else batch
+        assert self.plan is not None
+        found = self._fitting((kind, batch))
+        if found is None:
+            self._capture(call, training, batch, self.plan)
+            found = self._fitting(kind) or self._fitting((kind, batch))
+        assert found is not None
+        return found
+
+    def _fitting(self, kind: Hashable) -> Captured | None:
+        """The graph of a kind whose attributes are those of now; it is the first to be tried next time."""
+        known = self._captured.get(kind, [])
+        for index, captured in enumerate(known):
+            if captured.graph.reads.hold:
+                if index:
+                    known.insert(0, known.pop(index))
+                return captured
+        return None
+
+    def _capture(self, call: Call, training: bool, batch: int | None, plan: Plan) -> None:
+        """A new graph, for one number of samples if it is bound to that."""
+        kind = self._kind(call, training)
+        self._make_room((kind, batch) if kind in self._bound else kind)
+        graph = self._with_numbers(call, training, batch, self._captured.get(kind, [])) or self._trace(
+            call, training, batch
+        )
+        known = self.programs.know(graph, plan)
+        if bound_to_batch(graph):
+            self._bound.add(kind)
+            self._captured[kind, batch].insert(0, known)
+        else:
+            self._captured[kind].insert(0, known)
+
+    def _with_numbers(
+        self, call: Call, training: bool, batch: int | None, known: Sequence[Captured]
+    ) -> LayerGraph | None:
+        """A graph that takes numbers as inputs which change for the second time; None where there are none, or it
+        would not do the same."""
+        found: dict[str, Number] = {}
+        values: dict[str, list[Any]] = defaultdict(list)
+        for captured in known:
+            for number, before in captured.graph.reads.changed_numbers():
+                found[number.path] = number
+                values[number.path].append(before)
+        numbers = [*{n.path: n for captured in known for n in captured.graph.numbers.values()}.values()]
+        numbers += [found[path] for path, before in values.items() if len(set(before)) > 1]
+        paths = frozenset(number.path for number in numbers)
+        if not numbers or paths in self._fixed:
+            return None
+        try:
+            graph = self._traced_at(call, training, batch, numbers)
+            if any(computes_alike(captured.graph, graph) for captured in known):
+                return graph
+        except CaptureError:
+            pass  # the plain capture that follows says why, if it is not the number
+        self._fixed.add(paths)
+        return None
+
+    def _make_room(self, kind: Hashable) -> None:
+        """Forget the graph that was not used for longest, where there are many for different attributes.
+
+        Raises:
+            RuntimeFailure: attributes change so often that capturing them would take the time.
+        """
+        known = self._captured.get(kind, [])
+        self._times[kind].append(self._calls)
+        if len(known) < KEPT_CAPTURES:
+            return
+        paths = Counter(entry.path for captured in known for entry in captured.graph.reads.changed())
+        (path, _), *_ = paths.most_common(1)
+        since = self._calls - self._times[kind][-KEPT_CAPTURES - 1]
+        if since < KEPT_CAPTURES * CALLS_PER_CAPTURE:
+            raise RuntimeFailure(
+                f"the forward reads the attribute {path}, which has had {len(known) + 1} values in {since + 1} calls, "
+                "and the model was captured for each of them; hold it in a buffer (register_buffer) and use it as a "
+                "tensor, or pass it as an argument that is a tensor"
+            )
+        known.pop()
+
+    def _supposed_batch(self, call: Call) -> int | None:
+        """Samples over all processes if each brings as many as this one."""
+        if call.batch is None:
+            return None
+        groups = self.programs.groups(self.plan) if self.plan is not None else None
+        return max(1, call.batch) * (self._transport.processes if groups is None else groups.replicas)
+
+    def _kind(self, call: Call, training: bool) -> Hashable:
+        """What has to agree for two calls to share a graph."""
+        casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        modes = (self._own.modes(training), torch.is_grad_enabled())
+        return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
+
+    def _whole_batch(self, call: Call) -> int | None:
+        """Samples over all processes, which all have to ask."""
+        if call.batch is None:
+            return None
+        whole = call.batch
+        if isinstance(self._transport, DistributedTransport):
+            sizes = self._transport.gather_sizes(call.batch)
+            groups = self.programs.groups(self.plan) if self.plan is not None else None
+            whole = sum(sizes if groups is None else (sizes[rank] for rank in groups.column(0)))
+        call.check(whole)
+        return whole
+
+    def _trace(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
+        """Capture for `batch` samples, or for 2 where it is 1, as an axis of 1 looks like none at all."""
+        key = (self._kind(call, training), batch)
+        known = self._traced.pop(key, None)
+        if known is not None and known.reads.hold:
+            return known
+        graph = self._traced_at(call, training, 2 if batch == 1 else batch)
+        if batch == 1 and bound_to_batch(graph):
+            return self._traced_at(call, training, batch)
+        return graph
+
+    def _traced_at(self, call: Call, training: bool, batch: int | None, numbers: Sequence[Number] = ()) -> LayerGraph:
+        # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
+        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
+            args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
+            graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
+        if self._transport.processes > 1 and not self.programs.grouped:
+            check_own_samples(graph)
+        return graph
+
+    def _make_plan(self, call: Call, batch: int | None) -> None:
+        # Every rank captures, at the same time; only one plans.
+        graph = self._trace(call, True, batch)
+        self._traced[self._kind(call, True), batch] = graph
+        distributed = isinstance(self._transport, DistributedTransport)
+
+        def planned() -> str:
+            return self._planner(graph).to_json()
+
+        text = self._transport.from_first(planned) if isinstance(self._transport, DistributedTransport) else planned()
+        plan = Plan.from_json(text)
+        count = self.programs.device_count
+        if plan.devices > count or (distributed and plan.devices != count):
+            raise PlanError(
+                f"the plan is for {plan.devices} devices, here are {count} {'ranks' if distributed else 'devices'}; "
+                f"start as many, or make a plan for {count}"
+            )
+        self.plan = plan
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse tensors that stand in for parameters during one call."""
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeFailure(
+                f"{name} is a plain tensor during this call, as torch.func.functional_call makes it; a compiled model "
+                "runs with its own parameters: use the plain model there, `module` of the compiled one"
+            )
+
+
+def bound_to_batch(graph: LayerGraph) -> bool:
+    """Whether a graph holds for one number of samples only."""
+    loose = [
+        value
+        for layer in graph.layers.values()
+        if layer.batch is None and layer.reached
+        for value in layer.outputs
+        if value not in graph.batch_dims and graph.values[value].shape
+    ]
+    return graph.fixed_batch or bool(loose)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

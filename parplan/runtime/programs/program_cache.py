@@ -1,0 +1,262 @@
+"""Programs of one model: what its captured graphs are lowered to, and what this process then holds of the parameters.
+
+A graph is lowered once per number of samples. Under torchrun the first graph decides which blocks of the parameters
+every rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Grid, Region
+from parplan.lowering.lower import lower
+from parplan.lowering.passes import early_periods
+from parplan.lowering.program import Program
+from parplan.lowering.stages import stages
+from parplan.lowering.step_setting import Setting
+from parplan.lowering.strategies import strategies_for
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.runtime.execution.buffer_sync import BufferSync, fresh_buffers
+from parplan.runtime.execution.dispatch import Inline, ThreadsOption, dispatch_for
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.parameter_store import Copies, Store
+from parplan.runtime.execution.random_state import Draws
+from parplan.runtime.programs.own_samples import check_own_samples
+from parplan.runtime.sharded_state.cutting import Sharding
+from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.devices import memories
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Captured", "Options", "Programs"]
+
+# Samples per rank that a program is lowered for to see whether it needs the ranks' real numbers.
+SUPPOSED_SAMPLES = 2
+# Programs kept per graph; ranks with ever new numbers of samples would fill the memory with them.
+KEPT_PROGRAMS = 32
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a compiled model runs; see `Compiled`."""
+
+    dim: int = 0
+    output: int = 0
+    global_statistics: bool = True
+    per_replica: bool = False
+    dropout: bool = True
+    groups: bool = False
+    threads: ThreadsOption = False
+
+
+@dataclass
+class Captured:
+    """A captured graph, how its layers run, and what it was lowered to, by samples per process.
+
+    Attributes:
+        draws: random numbers that devices draw together.
+        supposed: the program of a few samples per process, which says what each holds of the parameters.
+        shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        moves: whether values are moved between processes.
+        groups: ranks in rows that bring the same samples; None when every rank brings its own.
+        checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
+    """
+
+    graph: LayerGraph
+    strategies: Mapping[str, Strategy]
+    scheme: Scheme
+    draws: Draws
+    supposed: Program | None = None
+    shares: bool = True
+    groups: Grid | None = None
+    moves: bool = False
+    executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+    checked: set[bool] = field(default_factory=set)
+
+    @cached_property
+    def shared_inputs(self) -> frozenset[str]:
+        """User inputs without samples that layers read."""
+        graph = self.graph
+        names = (name for name in graph.user_inputs if name is not None and name not in graph.batch_dims)
+        return frozenset(name for name in names if graph.consumers(name))
+
+    @cached_property
+    def early_periods(self) -> Mapping[str, int]:
+        """After how many passes each parameter is updated that does not wait for the last one; the same in every step.
+
+        Raises:
+            PlanError: a period does not divide the passes.
+        """
+        known = stages(self.graph, self.strategies, self.scheme)
+        return early_periods(self.graph, self.strategies, known)
+
+
+class Programs:
+    """Lowers captured graphs.
+
+    Args:
+        module: the user's module.
+        transport: which devices there are.
+        options: how programs are lowered.
+
+    Attributes:
+        sharding: under torchrun, which blocks of the parameters this rank holds.
+        sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
+        copies: of parameters and buffers in the memories of this process's other devices, once for all programs.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport, options: Options) -> None:
+        self._module = module
+        self._transport = transport
+        self._memories = memories(transport)
+        self._options = options
+        self._dispatch = dispatch_for(options.threads, transport)
+        self._held: Mapping[str, Mapping[int, Region]] = {}
+        self.sharding: Sharding | None = None
+        self.sync: BufferSync | None = None
+        self.copies = Copies()
+
+    def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
+        """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date."""
+        return fresh_buffers(graph, program, self._options.global_statistics)
+
+    @property
+    def device_count(self) -> int:
+        """How many logical devices there are, over all processes."""
+        return len(self._memories)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether some processes bring the same samples."""
+        return self._options.groups
+
+    def know(self, graph: LayerGraph, plan: Plan) -> Captured:
+        """A captured graph, ready to be lowered by `plan`."""
+        strategies = strategies_for(graph, plan)
+        draws = Draws(graph, strategies)
+        known = Captured(graph, strategies, plan.scheme, draws, groups=self.groups(plan))
+        if known.groups is not None and known.groups.replicas > 1:
+            check_own_samples(graph)
+        known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        known.moves = bool(known.supposed.transfers)
+        known.shares = known.moves or draws.any or known.groups is not None
+        return known
+
+    def hold(self, captured: Captured) -> None:
+        """Under torchrun, cut the module's parameters to this rank's blocks before the first step.
+
+        Raises:
+            RuntimeFailure: an earlier graph needs other blocks.
+        """
+        if isinstance(self._transport, DistributedTransport) and captured.supposed is not None:
+            self._hold(captured.graph, captured.supposed)
+            captured.supposed = None
+
+    def groups(self, plan: Plan) -> Grid | None:
+        """Which ranks bring the same samples: the shards of one replica of the first layer.
+
+        Raises:
+            PlanError: the first layer is not on all ranks.
+        """
+        if not self._options.groups or self._transport.processes == 1:
+            return None
+        name, first = next(iter(plan.layers.items()))
+        if len(first.devices) != self._transport.processes:
+            raise PlanError(
+                f"{name}, the first layer, is on {len(first.devices)} of {self._transport.processes} ranks, so the "
+                'others have no replica whose samples they could bring; compile with inputs="own"'
+            )
+        return first.grid
+
+    def _lower(self, known: Captured, samples: tuple[int, ...], options: Options | None = None) -> Program:
+        options = options or self._options
+        setting = Setting(
+            devices=self.device_count,
+            samples=samples,
+            memories=self._memories,
+            output=options.output,
+            global_statistics=options.global_statistics,
+            per_replica=options.per_replica,
+            scheme=known.scheme,
+            groups=known.groups,
+        )
+        return lower(known.graph, known.strategies, setting)
+
+    def _hold(self, graph: LayerGraph, program: Program) -> None:
+        """Cut the module's parameters to this rank's blocks, once; later graphs have to agree."""
+        assert isinstance(self._transport, DistributedTransport)
+        held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
+        if self.sharding is None:
+            self._held = held
+            self.sharding = Sharding(self._module, held, self._transport)
+        self.sharding.hold()
+        self.sharding.fresh |= self.fresh_buffers(graph, program)
+        for name, blocks in held.items():
+            if self._held.get(name) != blocks:
+                known = self._held.get(name)
+                if known is None:
+                    reason = "was no parameter of its own at the first call (a tie that is broken since?)"
+                else:
+                    reason = f"is held as {known} since the first call, and this call needs {blocks}"
+                raise RuntimeFailure(
+                    f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
+                    "build the model anew, compile it, and load state_dict()"
+                )
+
+    def executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
+        """What runs a graph for these samples per process."""
+        if samples not in captured.executors:
+            if len(captured.executors) >= KEPT_PROGRAMS:
+                captured.executors.pop(next(iter(captured.executors)))
+            captured.executors[samples] = self._executor(captured, samples)
+        return captured.executors[samples]
+
+    def checking_executor(self, captured: Captured, samples: tuple[int, ...], keep: bool) -> Executor:
+        """What runs a graph by its plan and computes the plain module's numbers: with the whole batch's statistics and
+        losses and with dropout as the module has it. The user's hooks are not called.
+
+        Args:
+            keep: the step itself has these samples, so that it may use the same executor.
+        """
+        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True)
+        held = self._transport.processes == 1 or self.sharding is not None
+        if held and plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
+            return self.executor(captured, samples) if keep else self._executor(captured, samples)
+        program = self._lower(captured, samples, plain)
+        cut = self.sharding is not None
+        store = Store(self._module, captured.graph, program, self._transport, sharded=cut, copies=self.copies)
+        return Executor(
+            captured.graph,
+            captured.strategies,
+            program,
+            store,
+            self._transport,
+            output=plain.output,
+            draws=captured.draws,
+            hooks=False,
+        )
+
+    def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
+        graph, options = captured.graph, self._options
+        program = self._lower(captured, samples)
+        distributed = isinstance(self._transport, DistributedTransport)
+        store = Store(self._module, graph, program, self._transport, sharded=distributed, copies=self.copies)
+        if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
+            self.sync = self.sync or BufferSync(self._module, self._transport)
+            self.sync.know(graph, program)
+        return Executor(
+            graph,
+            captured.strategies,
+            program,
+            store,
+            self._transport,
+            output=options.output,
+            dropout=options.dropout,
+            draws=captured.draws,
+            dispatch=self._dispatch,
+        )

@@ -1,0 +1,123 @@
+"""All-gather of the facts that processes need of each other before a step.
+
+How many samples each brings, the seed of what they draw alike, and a checksum of inputs without samples: of these a
+plan that moves values between processes takes some process's, so they have to be the same on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.layout import Grid
+from parplan.runtime.calls import Call, content
+from parplan.runtime.programs.program_cache import Captured
+from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Agreement", "agree"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What processes know of each other before a step.
+
+    Args:
+        samples: per process.
+        wishes: which processes want to compare the step with the plain module; None where they did not tell.
+    """
+
+    samples: tuple[int, ...]
+    wishes: tuple[bool, ...] | None
+
+
+def agree(transport: Transport, call: Call, captured: Captured, wish: bool = False) -> Agreement:
+    """Samples per process of a step; what devices draw together gets rank 0's seed.
+
+    Args:
+        wish: whether this process wants to compare the step with the plain module.
+
+    Raises:
+        RuntimeFailure: no process has a sample, or processes of one group brought different numbers.
+    """
+    agreement = _agreement(transport, call, captured, wish)
+    if captured.shares or transport.processes == 1:
+        call.check(sum(agreement.samples))  # else a rank may have no samples, and does not know of the others'
+    return agreement
+
+
+def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool) -> Agreement:
+    own = call.batch if call.batch is not None else 1
+    seed = int(torch.randint(1 << 62, ()).item()) if captured.draws.any else 0
+    if not isinstance(transport, DistributedTransport):
+        captured.draws.seed = seed
+        return Agreement((own,), (wish,))
+    if not captured.shares:
+        return Agreement((own,) * transport.processes, None)
+    shared, reads = _shared(call, captured), captured.graph.reads
+    checksum = _checksum(shared, call, first=not captured.executors) if captured.moves else 0
+    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
+    captured.draws.seed = agreed[0][1]
+    sizes = tuple(size for size, *_ in agreed)
+    digests: dict[int, set[int]] = defaultdict(set)
+    for _, _, signature, digest, *_ in agreed:
+        digests[signature].add(digest)
+    if any(len(found) > 1 for found in digests.values()):
+        raise RuntimeFailure(
+            f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
+            f"them alike (here: {reads.text})"
+        )
+    if len({other for *_, other, _ in agreed}) > 1:
+        names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
+        raise RuntimeFailure(
+            f"{names} of {captured.graph.model} has no samples and differs between processes, while this plan moves "
+            "values between them, so that each would meet another one's; bring the same on all processes, give it one "
+            f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
+        )
+    if captured.groups is not None:
+        _same_in_rows(captured.groups, sizes, call)
+    return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
+
+
+def _shared(call: Call, captured: Captured) -> dict[str, Tensor]:
+    """Inputs without samples that layers read, by name, where values are moved between processes."""
+    graph = captured.graph
+    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
+    return {str(name): leaf for name, leaf in given if name in captured.shared_inputs and isinstance(leaf, Tensor)}
+
+
+def _checksum(shared: Mapping[str, Tensor], call: Call, first: bool) -> int:
+    """A checksum of inputs that have to be the same on all processes.
+
+    Of large tensors, and of those on another device, only at the first call: a copy to the host waits for the device.
+    """
+    found = hashlib.blake2b(digest_size=7)
+    found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
+    for tensor in shared.values():
+        if first or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES):
+            found.update(repr(tuple(tensor.shape)).encode() + content(tensor))
+    return int.from_bytes(found.digest(), "big")
+
+
+_SMALL_BYTES = 1 << 20
+
+
+def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:
+    """Refuse groups that cannot have brought the same samples, and gradients that no rank has the whole of."""
+    for row in range(groups.replicas):
+        found = {rank: sizes[rank] for rank in groups.row(row)}
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"rank {rank}: {size}" for rank, size in found.items())
+            raise RuntimeFailure(
+                f'with inputs="group" the shards of one replica bring the same samples, these brought {told}; let them '
+                "read the same ones (parplan.PlanSampler with same_within_group=True)"
+            )
+    if any(tensor.requires_grad for tensor in call.tensors):
+        raise RuntimeFailure('an input needs a gradient, of which each rank has a part only; compile with inputs="own"')

@@ -1,0 +1,366 @@
+"""Compares the planned program of every new capture with the plain module, before its first step.
+
+Both run one step on the call's own samples, or on a few of them where the capture serves any number: results, gradients
+of a fixed projection of the results, and buffers have to agree. A difference beyond rounding is looked at again in
+float64, on a copy of the module, before it is an error.
+
+Under torchrun all processes compare together where they all come to a new capture, which they tell each other with
+their numbers of samples, or where a first training step brings them together in its backward. A process that comes to
+a capture alone checks it by itself, on logical devices of its own, as far as it holds the whole model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.packed_sequences import RNN_PACKED
+from parplan.runtime.calls import Call
+from parplan.runtime.programs.captures import Captures, bound_to_batch
+from parplan.runtime.programs.program_cache import Captured, Options, Programs
+from parplan.runtime.programs.rank_agreement import Agreement
+from parplan.runtime.self_check.comparison import GroupDifference
+from parplan.runtime.self_check.double_copy import double_call, double_casts, double_copy
+from parplan.runtime.self_check.first_difference import first_difference
+from parplan.runtime.self_check.gathered_batch import Batch, gather_batch, shared_digest
+from parplan.runtime.self_check.step_comparison import GROSS, PlainFailure, StepDifference, Subject
+from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.distributed import DistributedTransport
+from parplan.runtime.transport.local import LocalTransport
+
+__all__ = ["CHECKS", "CheckRecord", "SelfCheck"]
+
+CHECKS = ("first", "always", "off")
+
+# Samples per replica, and at least, of a step whose capture serves any number of samples.
+_PER_REPLICA, _FEWEST = 2, 4
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """What one check found.
+
+    Args:
+        training: of the capture.
+        samples: how many of this process's were compared, and `of` how many the call brought; None without samples.
+        gradients: whether gradients were compared.
+        differences: by group; none where nothing was compared.
+        unchecked: why nothing was compared; "" where it was.
+        left_out: what was not compared, or not as the model runs it.
+        note: how a difference beyond the tolerance of the model's type was settled.
+    """
+
+    training: bool
+    samples: int | None
+    of: int | None
+    gradients: bool
+    differences: tuple[GroupDifference, ...] = ()
+    unchecked: str = ""
+    left_out: tuple[str, ...] = ()
+    note: str = ""
+
+
+class _Unchecked(Exception):
+    """Nothing can be compared; the text says why."""
+
+
+class SelfCheck:
+    """The checks of one compiled model.
+
+    Args:
+        module: the user's module.
+        captures: its captured graphs, and what they are lowered to.
+        transport: which devices there are.
+        options: how the model runs.
+        mode: "first": each capture once; "always": every call; or "off".
+
+    Attributes:
+        records: what was found, in order.
+    """
+
+    def __init__(
+        self, module: nn.Module, captures: Captures, transport: Transport, options: Options, mode: str
+    ) -> None:
+        if mode not in CHECKS:
+            raise PlanError(f'check is {mode!r}; it is "first", "always" or "off"')
+        self._module = module
+        self._captures = captures
+        self._transport = transport
+        self._options = options
+        self._mode = mode
+        self._warned: set[str] = set()
+        self._trained_together = False
+        self.records: list[CheckRecord] = []
+
+    def wants(self, captured: Captured) -> bool:
+        """Whether a capture is to be compared before the step that is about to run."""
+        return self._mode == "always" or (self._mode == "first" and torch.is_grad_enabled() not in captured.checked)
+
+    def before(self, call: Call, captured: Captured, training: bool, agreement: Agreement) -> None:
+        """Compare a step of the planned program with the plain module's.
+
+        Raises:
+            SelfCheckError: the planned program computes something else.
+        """
+        gradients = torch.is_grad_enabled()
+        record = CheckRecord(captured.graph.training, None, call.batch, gradients)
+        try:
+            record = self._checked(call, captured, training, agreement, record)
+        except _Unchecked as reason:
+            record = replace(record, unchecked=str(reason))
+        captured.checked |= {gradients, False}  # what holds with gradients holds without
+        if record.unchecked and record.unchecked not in self._warned:
+            self._warned.add(record.unchecked)
+            warnings.warn(f"{captured.graph.model} runs unchecked: {record.unchecked}", UncheckedWarning, stacklevel=4)
+        if self._mode == "always" and not record.unchecked:
+            self.records.clear()
+        self.records.append(record)
+
+    def _checked(
+        self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
+    ) -> CheckRecord:
+        subject = Subject(self._module, self._captures.programs, self._transport, captured, training, record.gradients)
+        if not isinstance(self._transport, DistributedTransport):
+            return self._compared(_Peers(None), subject, call, agreement.samples, record)
+        if self._together(captured, agreement, record.gradients):
+            self._trained_together |= captured.graph.training and record.gradients
+            return self._compared(_Peers(self._transport), subject, call, agreement.samples, record)
+        sharding = self._captures.programs.sharding
+        if captured.groups is not None or (sharding is not None and sharding.cuts):
+            raise _Unchecked(
+                "this process came to a new capture alone (other shapes or another mode than the others'), and holds "
+                "only a part of the model; let all processes meet new shapes in the same step"
+            )
+        transport = LocalTransport([self._transport.physical(self._transport.rank)] * self._transport.processes)
+        programs = Programs(self._module, transport, replace(self._options, threads=False, output=0))
+        alone = replace(subject, programs=programs, transport=transport)
+        found = self._compared(_Peers(None), alone, call, None, record)
+        return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
+
+    def _together(self, captured: Captured, agreement: Agreement, gradients: bool) -> bool:
+        """Whether all processes are about to compare this capture, so that they can do it together."""
+        if agreement.wishes is not None:
+            return all(agreement.wishes)
+        # The backward of a training step waits for all processes, so all of them are at one.
+        return captured.graph.training and gradients and (self._mode == "always" or not self._trained_together)
+
+    def _compared(
+        self, peers: _Peers, subject: Subject, call: Call, step: tuple[int, ...] | None, record: CheckRecord
+    ) -> CheckRecord:
+        """Compare on a part of the samples, or on all where the module fails on a part.
+
+        Args:
+            step: samples per process of the step itself, which its executor serves.
+        """
+        few = call.batch if self._mode == "always" else _part(call, subject.captured, peers.processes)
+        failure = ""
+        for samples in (few, call.batch):
+            try:
+                return self._compared_on(peers, subject, call, samples, step, record)
+            except PlainFailure as error:
+                failure = str(error)
+            if peers.all_alike(few == call.batch):
+                break
+        raise _Unchecked(failure)
+
+    def _compared_on(
+        self,
+        peers: _Peers,
+        subject: Subject,
+        call: Call,
+        samples: int | None,
+        step: tuple[int, ...] | None,
+        record: CheckRecord,
+    ) -> CheckRecord:
+        part = call.first(samples if samples != call.batch else None)
+        batch, unknown = peers.batch(part, subject.captured), set[str]()
+        reason, failed, plain = "", False, None
+        try:
+            _check_room(subject, batch)
+            plain = subject.plain(batch, unknown)
+        except torch.OutOfMemoryError as error:
+            reason = f"there is no room to run it beside the plain module ({str(error).splitlines()[0]})"
+        except PlainFailure as error:
+            reason, failed = str(error), True
+        peers.agree(reason, failed)
+        assert plain is not None  # else there is a reason
+        found = subject.compare(batch, plain, unknown, keep=batch.sizes == step)
+        record = replace(
+            record,
+            samples=part.batch,
+            differences=found.differences,
+            left_out=_left_out(self._options, subject.captured.graph, batch, found.unknown),
+        )
+        if peers.all_alike(found.agrees):
+            return record
+        if found.unknown:
+            raise _Unchecked(f"{', '.join(sorted(found.unknown))} draws random numbers that two runs cannot draw alike")
+        return self._repeated(peers, record, batch, subject, found)
+
+    def _repeated(
+        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference
+    ) -> CheckRecord:
+        """Settle a difference: what float64 shows too is an error."""
+        if found.precision is torch.float64:
+            raise self._error(peers, record, batch, subject, found, "in float64")
+        type_name = str(found.precision).removeprefix("torch.")
+        twin, reason = None, ""
+        try:
+            with subject.whole():
+                twin = double_copy(self._module)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        reason = peers.first(reason)
+        if twin is None or reason:
+            gross = any(group.difference > GROSS[found.precision] for group in found.differences)
+            if not peers.all_alike(not gross):
+                how = f"in {type_name}; a copy in float64 cannot be made: {reason}"
+                raise self._error(peers, record, batch, subject, found, how)
+            return replace(record, note=f"differs by rounding of {type_name}; a copy cannot be made: {reason}")
+        double = self._captured_anew(subject, twin, double_call(batch.own))
+        again = self._found_in_double(peers, double, batch)
+        if peers.all_alike(again.agrees):
+            return replace(record, note=f"differs by rounding of {type_name}, and agrees in float64")
+        record = replace(record, differences=again.differences)
+        raise self._error(peers, record, batch, double, again, f"in {type_name}, and in float64 on a copy")
+
+    def _captured_anew(self, subject: Subject, module: nn.Module, call: Call) -> Subject:
+        """The module's copy in float64, captured under the same plan."""
+        plan = self._captures.plan
+        assert plan is not None  # else nothing was captured
+        options = Options(dim=self._options.dim, output=self._options.output, groups=self._options.groups)
+        captures = Captures(module, lambda graph: plan, subject.transport, options)
+        with double_casts():
+            captured = captures.find(call, subject.training)
+        return replace(subject, module=module, programs=captures.programs, captured=captured, double=True)
+
+    def _found_in_double(self, peers: _Peers, double: Subject, batch: Batch) -> StepDifference:
+        unknown: set[str] = set()
+        exact = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
+        return double.compare(exact, double.plain(exact, unknown), unknown, keep=False)
+
+    def _error(
+        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference, how: str
+    ) -> SelfCheckError:
+        if subject.double:
+            batch = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
+        place = first_difference(subject, batch, found)
+        lines = [*found.lines(), *place.text]
+        own = "\n".join([place.layer or "", *lines]) if not found.agrees or place.layer else ""
+        layer, *told = peers.first(own).splitlines()
+        text = [
+            f"{subject.captured.graph.model}: the planned program does not compute what the module computes "
+            f"({_told(record)}, {how}):",
+            *(f"  {line}" for line in told),
+            "  This is a defect of parplan, or code of the model's that a captured graph cannot hold: please report it "
+            'with the model\'s code. compile(check="off") runs the plan anyway; what differs can also be kept out of '
+            "the compiled model and called in front of it or behind it.",
+        ]
+        return SelfCheckError("\n".join(text), layer or None)
+
+
+class _Peers:
+    """What the processes of one check tell each other; None in place of a transport where one process is alone."""
+
+    def __init__(self, transport: DistributedTransport | None) -> None:
+        self._transport = transport
+
+    @property
+    def processes(self) -> int:
+        return self._transport.processes if self._transport is not None else 1
+
+    def batch(self, part: Call, captured: Captured) -> Batch:
+        """The samples of all processes.
+
+        Raises:
+            _Unchecked: they are of different shapes, or inputs without samples differ.
+        """
+        if self._transport is None:
+            return Batch.of_one_process(part)
+        told = self._transport.gather(part.batch if part.batch is not None else 1, shared_digest(part))
+        if len({digest for _, digest in told}) > 1:
+            raise _Unchecked("processes brought inputs that differ in more than their samples: shapes, types or values")
+        return gather_batch(self._transport, part, [size for size, _ in told], captured.groups)
+
+    def agree(self, reason: str, failed: bool) -> None:
+        """Go on where no process has a reason not to.
+
+        Raises:
+            PlainFailure: the plain module failed in a process.
+            _Unchecked: a process has another reason.
+        """
+        told = self.first(f"{int(failed)}{reason}" if reason else "")
+        if told:
+            raise PlainFailure(told[1:]) if told[0] == "1" else _Unchecked(told[1:])
+
+    def first(self, text: str) -> str:
+        """This process's text, or that of the first one that has any."""
+        if self._transport is None:
+            return text
+        texts = self._transport.gather_texts(text)
+        return text or next(filter(None, texts), "")
+
+    def all_alike(self, agrees: bool) -> bool:
+        """Whether all processes say so."""
+        return agrees if self._transport is None else all(said for (said,) in self._transport.gather(int(agrees)))
+
+
+def _part(call: Call, captured: Captured, processes: int) -> int | None:
+    """How many samples are compared: all, or a few for every replica where the capture serves any number."""
+    if call.batch is None or bound_to_batch(captured.graph) or _reads_lengths(captured.graph):
+        return call.batch
+    replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
+    few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
+    return few if call.batch > few else call.batch
+
+
+def _reads_lengths(graph: LayerGraph) -> bool:
+    """Whether results are as long as the longest sequence, which a part of the samples may lack."""
+    return any(node.target is RNN_PACKED for layer in graph.layers.values() for node in layer.nodes)
+
+
+def _check_room(subject: Subject, batch: Batch) -> None:
+    """Refuse to run the plain module where its weights, gradients and activations exceed what is free on a GPU.
+
+    Raises:
+        OutOfMemoryError: there is too little room.
+    """
+    place = subject.transport.physical(subject.transport.owned[0])
+    if place.type != "cuda":
+        return
+    graph = subject.captured.graph
+    held = sum(tensor.nbytes for tensor in (*subject.module.parameters(), *subject.module.buffers()))
+    share = (batch.whole.batch or 1) / (graph.batch or 1)
+    values = sum(graph.values[value].nbytes for layer in graph.layers.values() for value in layer.outputs)
+    wanted = 3 * held + int(values * (share if graph.batch else 1))
+    free = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    if wanted > free:
+        raise torch.OutOfMemoryError(f"about {wanted:,} bytes are needed and {free:,} are free on {place}")
+
+
+def _left_out(options: Options, graph: LayerGraph, batch: Batch, unknown: frozenset[str]) -> tuple[str, ...]:
+    """What is not compared as the model runs it, by name."""
+    found = []
+    if not options.global_statistics and any(layer.mixes_batch for layer in graph.layers.values()):
+        found.append('batch_norm="local": compared with the statistics of the whole batch')
+    if options.per_replica:
+        found.append('scalars="per_replica": compared with numbers of the whole batch')
+    if not options.dropout:
+        found.append("dropout=False: compared with dropout that keeps everything")
+    if graph.sites:
+        found.append("module hooks: they are not called")
+    shared = [i for i, leaf in enumerate(batch.whole.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    found += [f"the gradient of input {i}, which all processes share" for i in shared if batch.shares_input(i)]
+    return (*found, *(f"{op} draws random numbers" for op in sorted(unknown)))
+
+
+def _told(record: CheckRecord) -> str:
+    mode = "training" if record.training else "evaluation"
+    if record.samples is None:
+        return mode
+    return f"{mode}, {record.samples} samples" + (f" of {record.of}" if record.of != record.samples else "")

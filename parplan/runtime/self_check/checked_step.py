@@ -1,0 +1,195 @@
+"""Runs one step of a plain module and of its planned program, for comparison: results, gradients, buffers.
+
+Neither leaves a trace: no `.grad` is written, and what forwards write is put back. Random draws are constants where the
+captured graph has any. The user's module and tensor hooks are not called, on either side: they may count, log or stop
+training, and would see samples twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parplan.compat import pytree
+from parplan.graph.attributes.surroundings import callers_modes, seen_modes
+from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.graph.user_code.module_hooks import without_hooks
+from parplan.runtime.calls import Call
+from parplan.runtime.compat import without_tensor_hooks
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.random_state import draws_numbers
+from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes
+from parplan.runtime.self_check.comparison import projected
+from parplan.runtime.self_check.constant_draws import ConstantDraws
+from parplan.runtime.self_check.gathered_batch import returned_leaves
+
+__all__ = [
+    "StepValues",
+    "Weigh",
+    "begin_forward",
+    "end_forward",
+    "executed_step",
+    "isolated",
+    "plain_step",
+    "with_callers_modes",
+]
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one step gives.
+
+    Args:
+        results: per leaf of the nested result, a tensor or another value.
+        gradients: of the projection of all results, by parameter; None where none arrived.
+        input_gradients: by the position of the input among the call's leaves.
+        buffers: by name, after the step.
+    """
+
+    results: tuple[Any, ...]
+    gradients: Mapping[str, Tensor | None]
+    input_gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+# The weights of a step's results in its loss.
+Weigh = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def plain_step(
+    module: nn.Module, call: Call, training: bool, weigh: Weigh | None, accumulated: bool = False
+) -> StepValues:
+    """One step of the module itself.
+
+    Args:
+        weigh: weighs results for the loss whose gradients are taken; None for no gradients.
+        accumulated: read gradients from `.grad`, which are put back: checkpoints with use_reentrant=True refuse
+            `torch.autograd.grad`.
+    """
+    with preserved_modes(module):
+        if training != module.training:
+            module.train(training)  # as its capture does
+        args, kwargs = call.arguments
+        leaves = pytree.tree_leaves(module(*args, **kwargs))
+        return _values(module, call, leaves, weigh, accumulated)
+
+
+def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weigh | None) -> StepValues:
+    """One step of a program made from the module."""
+    graph = executor.graph
+    begin_forward(module, graph)
+    given = zip(graph.user_inputs, call.leaves, strict=True)
+    inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+    results = iter(executor(inputs))
+    end_forward(module, graph)
+    leaves = [
+        leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(results))
+        for leaf in returned_leaves(graph)
+    ]
+    return _values(module, call, leaves, weigh)
+
+
+def begin_forward(module: nn.Module, graph: LayerGraph) -> None:
+    """Bring counters and numbers of the module up to date before a forward."""
+    _count(module, graph, graph.counters.keys() - graph.late)
+    for name, number in graph.numbers.items():
+        number.fill(graph.constants[name])
+
+
+def end_forward(module: nn.Module, graph: LayerGraph) -> None:
+    """Count a forward that has run to its end."""
+    _count(module, graph, graph.counters.keys() & graph.late)
+
+
+@torch.no_grad()
+def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> None:
+    for name in counters:
+        module.get_buffer(graph.buffers[name]).add_(graph.counters[name])
+
+
+def _values(
+    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh | None, accumulated: bool = False
+) -> StepValues:
+    found, given = _gradients(module, call, leaves, weigh, accumulated) if weigh is not None else ({}, {})
+    results = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return StepValues(results, found, given, buffers)
+
+
+def _gradients(
+    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh, accumulated: bool
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Gradients of the results' projection: of parameters, and of inputs."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    inputs = {f"input {i}": t for i, t in enumerate(call.leaves) if isinstance(t, Tensor) and t.requires_grad}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    loss = projected(tensors, weigh(tensors))
+    wanted = [*parameters.values(), *inputs.values()]
+    if not loss.requires_grad or not wanted:
+        return dict.fromkeys(parameters), dict.fromkeys(inputs)
+    found = iter(_accumulated(loss, wanted) if accumulated else torch.autograd.grad(loss, wanted, allow_unused=True))
+    return {name: next(found) for name in parameters}, {name: next(found) for name in inputs}
+
+
+def _accumulated(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """What a backward adds to the `.grad` of some leaves, which are as before afterwards."""
+    before = [tensor.grad for tensor in wanted]
+    for tensor in wanted:
+        tensor.grad = None
+    try:
+        loss.backward()
+        return [tensor.grad for tensor in wanted]
+    finally:
+        for tensor, grad in zip(wanted, before, strict=True):
+            tensor.grad = grad
+
+
+@contextmanager
+def with_callers_modes() -> Iterator[None]:
+    """Where a forward that asks for torch's modes (gradients, inference) sees those of here, in whatever it runs."""
+    with callers_modes(), seen_modes(lambda name, value: None):
+        yield
+
+
+@contextmanager
+def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[ConstantDraws | None]:
+    """Where one step runs without a trace; gives the mode that replaces random draws, where there are any.
+
+    Args:
+        graph: whose ops say whether random numbers are drawn.
+        gradients: whether autograd records.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(preserved_by_forward(module))
+        stack.enter_context(without_hooks(module))
+        stack.enter_context(without_tensor_hooks(module.parameters()))
+        # A checkpoint around must not see this step. Detached: a graph that holds its own results would stay.
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
+        stack.enter_context(_without_autocast_cache())
+        draws = ConstantDraws() if draws_numbers(graph) else None
+        if draws is not None:
+            stack.enter_context(draws)
+        yield draws
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Casts of weights made here must not serve the step itself: they may lack a graph."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,301 @@
+"""Finds the first layer at which a planned program leaves the plain module, for the message of an error.
+
+The captured graph is run once more in one piece, layer by layer. Where it differs from the values of the plain module's
+parts, capture has lost something; where the planned program differs from it, the plan is carried out wrongly. Where all
+values agree, gradients differ: the layers are walked from the last one back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, nn
+
+from parplan.compat import pytree
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.local import LocalLayer, local_module
+from parplan.graph.user_line import code_line
+from parplan.lowering.program import Compute, Forward, Join, Transfer
+from parplan.plan import Strategy
+from parplan.runtime.calls import Call
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.run import Parts, Run
+from parplan.runtime.self_check.checked_step import StepValues, begin_forward, isolated, plain_step, with_callers_modes
+from parplan.runtime.self_check.comparison import projected, relative_difference
+from parplan.runtime.self_check.double_copy import double_casts
+from parplan.runtime.self_check.gathered_batch import Batch, returned_leaves
+from parplan.runtime.self_check.step_comparison import StepDifference, Subject
+from parplan.runtime.self_check.suspects import suspects
+from parplan.runtime.transport.base import block
+
+__all__ = ["FirstDifference", "first_difference"]
+
+_TOLERANCE = 1e-3  # of a value's largest element; in float64 differences are far below or far above
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where two steps part.
+
+    Args:
+        layer: its name; None where all layers agree one by one.
+        text: sentences that say so, and what in the model's code is likely to be the reason.
+    """
+
+    layer: str | None
+    text: tuple[str, ...]
+
+
+def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> FirstDifference:
+    """Name the first layer that differs; every process of the comparison has to call this.
+
+    Args:
+        subject: whose step differs.
+        batch: on which samples.
+        found: what differs.
+    """
+    module, graph = subject.module, subject.captured.graph
+    alone = isolated(module, graph, subject.gradients)
+    watch, outputs = suspects(module, graph), _Outputs(module)
+    with subject.whole(), with_callers_modes(), alone, double_casts(subject.double), watch as seen, outputs:
+        plain_step(module, batch.whole.first(None), subject.training, None)
+    executor = subject.programs.checking_executor(subject.captured, batch.sizes, keep=False)
+    with subject.whole(), isolated(module, graph, subject.gradients):
+        whole = _run_whole(module, executor, batch, subject.gradients)
+    with isolated(module, graph, False):
+        probe = _Probe(executor)
+        probe.run(module, batch.own.first(None))
+    off = found.off
+    forward = not off or any(name.startswith("result ") for name in off)
+    place = _lost_in_capture(graph, outputs.tensors, whole, found.plain) if forward else None
+    if place is None and forward:
+        place = _lost_by_plan(graph, executor, probe, whole)
+    if place is None:
+        place = _gradient_lost(graph, found.plain, whole, off)
+    if place is None:
+        place = _buffer_lost(graph, off)
+    reasons = seen.text(place.layer if place is not None else None)
+    if place is None:
+        text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
+        return FirstDifference(None, (text, *reasons))
+    line = _line_of(graph, place.layer)
+    return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
+
+
+# --- the plain module's parts ----------------------------------------------------------------
+
+
+class _Outputs:
+    """Records what every module returns, under the names that layers have: "conv1", "relu@1"."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._calls: Counter[str] = Counter()
+        self._handles: list[Any] = []
+        self.tensors: dict[str, list[Tensor]] = {}
+
+    def __enter__(self) -> _Outputs:
+        for path, part in self._module.named_modules():
+            self._handles.append(part.register_forward_hook(self._recorder(path)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _recorder(self, path: str) -> Any:
+        def record(part: nn.Module, args: Any, result: Any) -> None:
+            call = self._calls[path]
+            self._calls[path] += 1
+            tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.tensors[path if call == 0 else f"{path}@{call}"] = tensors
+
+        return record
+
+
+# --- the captured graph in one piece ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Values of the captured graph, run layer by layer in one piece, and the gradients of its parameters by name."""
+
+    values: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor | None]
+
+
+def _run_whole(module: nn.Module, executor: Executor, batch: Batch, gradients: bool) -> _Whole:
+    graph, call = executor.graph, batch.whole.first(None)
+    begin_forward(module, graph)
+    known: dict[str, Tensor] = dict(graph.constants)
+    known |= {name: module.get_parameter(path) for name, path in graph.parameters.items()}
+    known |= {name: module.get_buffer(path).detach().clone() for name, path in graph.buffers.items()}
+    given = zip(graph.user_inputs, call.leaves, strict=True)
+    known |= {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+    values: dict[str, Tensor] = {}
+    for layer in graph.layers.values():
+        names = [*layer.inputs, *layer.parameters, *layer.buffers]
+        part = LocalLayer(layer, Strategy(), 0, call.batch if call.batch is not None else 1)
+        code = local_module(graph, [part], names, layer.outputs)
+        executor.hooks.apply(code, 0)
+        results = code(*(known[name] for name in names))
+        known |= dict(zip(layer.outputs, results, strict=True))
+        values |= {name: result.detach().clone() for name, result in zip(layer.outputs, results, strict=True)}
+    found: dict[str, Tensor | None] = {}
+    if gradients:
+        results = [known[value] for value in returned_leaves(graph) if isinstance(value, str)]
+        loss = projected(results, batch.whole_weights(graph, results))
+        parameters = {path: known[name] for name, path in graph.parameters.items() if known[name].requires_grad}
+        found = dict.fromkeys(parameters)
+        if loss.requires_grad and parameters:
+            given_back = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            found = dict(zip(parameters, given_back, strict=True))
+    return _Whole(values, found)
+
+
+def _lost_in_capture(
+    graph: LayerGraph, outputs: Mapping[str, Sequence[Tensor]], whole: _Whole, plain: StepValues
+) -> FirstDifference | None:
+    """The first layer whose value in the captured graph is not the module's."""
+    between: list[str] = []
+    for name, layer in graph.layers.items():
+        tensors = outputs.get(name, [])
+        if len(tensors) != len(layer.outputs):
+            between.append(name)  # ops between modules: nothing of the plain model's to compare with
+            continue
+        for value, tensor in zip(layer.outputs, tensors, strict=True):
+            if _differs(tensor, whole.values[value]):
+                before = [other for other in between if graph.digraph.has_node(other) and _feeds(graph, other, name)]
+                return _captured_otherwise(graph, before[0] if before else name)
+        between = [other for other in between if not _feeds(graph, other, name)]
+    for leaf, result in zip(returned_leaves(graph), plain.results, strict=False):
+        made = whole.values.get(str(leaf))
+        if made is not None and isinstance(result, Tensor) and _differs(result, made):
+            return _captured_otherwise(graph, graph.producer[str(leaf)])
+    return None
+
+
+def _captured_otherwise(graph: LayerGraph, name: str) -> FirstDifference:
+    text = f"the first layer that differs is {name}: the captured graph, run whole, does not give the module's value"
+    return FirstDifference(name, (text,))
+
+
+def _feeds(graph: LayerGraph, source: str, target: str) -> bool:
+    return bool(nx.has_path(graph.digraph, source, target))
+
+
+# --- the planned program ---------------------------------------------------------------------
+
+
+class _ProbedRun(Run):
+    """A run that notes what each step leaves, in order."""
+
+    seen: list[tuple[Forward, str, dict[int, Tensor]]]
+
+    def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
+        for step in steps:
+            kept, self._kept = self._kept, frozenset(_written(step)) | self._kept
+            super()._go([step], parts, record)
+            self._kept = kept
+            for slot in _written(step):
+                held = parts.get(slot)
+                self.seen.append((step, slot, {device: tensor.detach().clone() for device, tensor in held.items()}))
+
+
+def _written(step: Forward) -> tuple[str, ...]:
+    if isinstance(step, Compute):
+        return tuple(result.slot for result in step.results)
+    return (step.target,) if isinstance(step, (Transfer, Join)) else step.targets
+
+
+class _Probe:
+    """A forward of the planned program of which every step's values are kept."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.seen: list[tuple[Forward, str, dict[int, Tensor]]] = []
+
+    @torch.no_grad()
+    def run(self, module: nn.Module, call: Call) -> None:
+        graph = self._executor.graph
+        begin_forward(module, graph)
+        given = zip(graph.user_inputs, call.leaves, strict=True)
+        inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+        run = _ProbedRun(self._executor, tuple(inputs), tuple(self._executor.store.trainable))
+        run.seen = self.seen
+        run.forward(list(inputs.values()), record=False)
+
+
+def _lost_by_plan(graph: LayerGraph, executor: Executor, probe: _Probe, whole: _Whole) -> FirstDifference | None:
+    """The first step of the planned program that leaves another value than the captured graph."""
+    for step, slot_name, held in probe.seen:
+        slot = executor.program.slots[slot_name]
+        value = whole.values.get(slot.value)
+        if value is None or slot.turn is not None or slot.layout.partial or tuple(value.shape) != tuple(slot.shape):
+            continue
+        for device, tensor in held.items():
+            if _differs(block(value, slot.region(device)), tensor):
+                name = graph.producer[slot.value]
+                if isinstance(step, Compute):
+                    others = f" (it runs with {', '.join(n for n in step.layers if n != name)})"
+                    what = f"computed on device {device}{others if len(step.layers) > 1 else ''}"
+                else:
+                    what = f"moved to device {device} ({step.text()})"
+                text = f"the first layer that differs is {name}: its value {slot.value} is wrong where it is {what}"
+                return FirstDifference(name, (text,))
+    return None
+
+
+def _gradient_lost(graph: LayerGraph, plain: StepValues, whole: _Whole, off: Set[str]) -> FirstDifference | None:
+    """Going backward, the first layer whose parameters' gradients differ."""
+    for name, layer in reversed(list(graph.layers.items())):
+        paths = [graph.parameters[parameter] for parameter in layer.parameters]
+        for path in paths:
+            if path in off and path in plain.gradients:
+                captured = _gradient_differs(plain.gradients[path], whole.gradients.get(path))
+                readers = [reader for value in layer.outputs for reader in graph.consumers(value)]
+                where = f"{name}, or behind it in {', '.join(dict.fromkeys(readers))}," if readers else name
+                who = (
+                    "the captured graph has another one" if captured else "the captured graph, run whole, has it right"
+                )
+                text = (
+                    f"values agree, gradients do not: going backward the first layer that differs is {name} "
+                    f"({path}); it goes wrong in {where} and {who}"
+                )
+                return FirstDifference(name, (text,))
+    return None
+
+
+def _gradient_differs(wanted: Tensor | None, found: Tensor | None) -> bool:
+    if wanted is None or found is None:
+        present = wanted if wanted is not None else found
+        return present is not None and bool(present.abs().max() > 0)
+    return _differs(wanted, found)
+
+
+def _buffer_lost(graph: LayerGraph, off: Set[str]) -> FirstDifference | None:
+    for name in sorted(off):
+        if name in graph.buffers.values():
+            users = [n for n, layer in graph.layers.items() if name in (graph.buffers.get(b) for b in layer.buffers)]
+            text = f"buffer {name} has another value after the step" + (f"; {', '.join(users)} use it" if users else "")
+            return FirstDifference(users[0] if users else None, (text,))
+    return None
+
+
+def _differs(wanted: Tensor, found: Tensor) -> bool:
+    return not relative_difference(wanted, found, 0.0) <= _TOLERANCE
+
+
+def _line_of(graph: LayerGraph, name: str | None) -> str:
+    """Where in the user's code a layer is."""
+    layer: Layer | None = graph.layers.get(name) if name is not None else None
+    for node in layer.nodes if layer is not None else ():
+        line = code_line(str(node.meta.get("stack_trace") or ""))
+        if line:
+            return line
+    return ""

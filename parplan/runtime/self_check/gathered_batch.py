@@ -1,0 +1,174 @@
+"""The samples of one compared step: those of all processes, for the plain module, and this process's own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parplan.graph.layer_graph import Constant, LayerGraph
+from parplan.layout import Grid
+from parplan.runtime.calls import Call, content
+from parplan.runtime.self_check.comparison import projection_weights
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Batch", "gather_batch", "returned_leaves", "shared_digest"]
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Where a result has samples: the dimension, and its indices per sample.
+
+    Args:
+        beside: the model returns the dimension as one with the next or the one before, of this size; None alone.
+        first: whether samples are the first of the two.
+    """
+
+    dim: int
+    per_sample: int
+    beside: int | None = None
+    first: bool = False
+
+    @property
+    def returned(self) -> int:
+        """The dimension of what the model returns."""
+        return self.dim if self.beside is None or self.first else self.dim - 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one step.
+
+    Args:
+        whole: a call with the samples of all processes.
+        own: the call of this process.
+        sizes: samples per process.
+        start: of this process's samples among all of them.
+        repeats: how many processes bring each sample.
+    """
+
+    whole: Call
+    own: Call
+    sizes: tuple[int, ...]
+    start: int = 0
+    repeats: int = 1
+
+    @staticmethod
+    def of_one_process(call: Call) -> Batch:
+        """All samples are this process's."""
+        return Batch(call, call, (call.batch if call.batch is not None else 1,))
+
+    @property
+    def processes(self) -> int:
+        """How many processes share the step."""
+        return len(self.sizes)
+
+    def whole_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
+        """The projection of the whole step's results whose gradients are the mean over processes of their own ones.
+
+        Scaled here and not in the comparison: a custom backward need not be linear (it may clamp, or take a sign).
+        """
+        drawn = zip(self._axes(graph), projection_weights(results, _SEED), strict=True)
+        return [weights * (self.repeats / self.processes if axis is not None else 1) for axis, weights in drawn]
+
+    def own_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
+        """The projection of this process's results: its rows of the whole one's."""
+        axes = self._axes(graph)
+        like = [
+            torch.empty(self._whole_shape(t, a), dtype=t.dtype, device="meta")
+            for t, a in zip(results, axes, strict=True)
+        ]
+        return [self._rows(w, a) for w, a in zip(projection_weights(like, _SEED), axes, strict=True)]
+
+    def own_results(self, graph: LayerGraph, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """What of the whole step's nested result belongs to this process."""
+        axes = iter(self._axes(graph))
+        if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(self._axes(graph)):
+            return tuple(leaves)
+        return tuple(self._rows(leaf, next(axes)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+
+    def own_input(self, position: int, gradient: Tensor) -> Tensor:
+        """This process's rows of an input's gradient."""
+        sampled = self.whole.has_samples(self.whole.leaves[position])
+        return self._rows(gradient, _Axis(self.whole.dim, 1) if sampled else None)
+
+    def shares_input(self, position: int) -> bool:
+        """Whether several processes hold the same input, so that each has a part of its gradient."""
+        return self.processes > 1 and not self.whole.has_samples(self.whole.leaves[position])
+
+    def _axes(self, graph: LayerGraph) -> list[_Axis | None]:
+        """Per result that is a tensor, where it has samples."""
+        values = [value for value in returned_leaves(graph) if isinstance(value, str)]
+        return [_axis(graph, value) for value in values]
+
+    def _whole_shape(self, result: Tensor, axis: _Axis | None) -> list[int]:
+        shape = list(result.shape)
+        if axis is not None and self.processes > 1:
+            shape[axis.returned] = (self.whole.batch or 0) * axis.per_sample * (axis.beside or 1)
+        return shape
+
+    def _rows(self, tensor: Tensor, axis: _Axis | None) -> Tensor:
+        if axis is None or self.processes == 1:
+            return tensor
+        start, own = self.start * axis.per_sample, (self.own.batch or 0) * axis.per_sample
+        if axis.beside is None:
+            return tensor.narrow(axis.dim, start, own)
+        both = ((self.whole.batch or 0) * axis.per_sample, axis.beside)
+        apart: Tensor = tensor.unflatten(axis.returned, both if axis.first else both[::-1])
+        return apart.narrow(axis.dim, start, own).flatten(axis.returned, axis.returned + 1)
+
+
+def _axis(graph: LayerGraph, value: str) -> _Axis | None:
+    """Where a result has samples."""
+    dim, shape = graph.batch_dims.get(value), graph.values[value].shape
+    if dim is None or not graph.batch:
+        return None
+    flat = graph.flattened.get(value)
+    if flat is None or dim not in (flat, flat + 1):
+        # A dimension behind two that are returned as one has moved up.
+        moved = dim - 1 if flat is not None and dim > flat else dim
+        return _Axis(moved, shape[dim] // graph.batch)
+    first = dim == flat
+    return _Axis(dim, shape[dim] // graph.batch, shape[flat + 1 if first else flat], first)
+
+
+def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
+    """The leaves of what the model returns; behind them a graph has tensors that the forward stores on modules."""
+    return graph.user_outputs[: len(graph.user_outputs) - sum(one.count for one in graph.stored)]
+
+
+def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:
+    """The samples of all processes, on every one of them; inputs without samples are the same (`shared_digest`).
+
+    Args:
+        own: this process's call; the others' have the same shapes but for their `sizes`.
+        groups: ranks in rows that bring the same samples; None when every rank brings its own.
+    """
+    if own.batch is None:
+        return Batch(own, own, tuple(sizes))
+    bringing = tuple(range(len(sizes))) if groups is None else groups.column(0)
+    mine = transport.rank if groups is None else groups.column(0)[groups.position(transport.rank)[0]]
+    leaves = [
+        transport.gather_rows(leaf.detach(), own.dim, sizes, bringing).requires_grad_(leaf.requires_grad)
+        if own.has_samples(leaf)
+        else leaf
+        for leaf in own.leaves
+    ]
+    whole = Call(tuple(leaves), own.spec, own.dim, sum(sizes[rank] for rank in bringing))
+    start = sum(sizes[rank] for rank in bringing[: bringing.index(mine)])
+    return Batch(whole, own, tuple(sizes), start, len(sizes) // len(bringing))
+
+
+def shared_digest(call: Call) -> int:
+    """A number that calls have in common, over processes, which differ in their samples alone."""
+    found = hashlib.blake2b(repr(call.signature).encode(), digest_size=7)
+    for tensor in call.tensors:
+        if not call.has_samples(tensor):
+            found.update(content(tensor))
+    return int.from_bytes(found.digest(), "big")

@@ -1,0 +1,274 @@
+"""Compares one step of the planned program with the plain module's, on one process's samples or on all processes'.
+
+Under torchrun every process runs the plain module on the samples of all of them, and compares its own rows of results
+and its own blocks of gradients: the gradient of a parameter is the mean over processes there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.user_line import user_line
+from parplan.lowering.program import shape_of
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.programs.program_cache import Captured, Programs
+from parplan.runtime.self_check.checked_step import StepValues, executed_step, isolated, plain_step, with_callers_modes
+from parplan.runtime.self_check.comparison import GroupDifference, compare_group, largest_of
+from parplan.runtime.self_check.double_copy import double_casts
+from parplan.runtime.self_check.gathered_batch import Batch
+from parplan.runtime.sharded_state.sharded_tensor import local_tensor
+from parplan.runtime.transport.base import Transport, block
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["GROSS", "PlainFailure", "StepDifference", "Subject"]
+
+
+@dataclass(frozen=True)
+class _Precision:
+    """How far two runs in one type may be apart by rounding.
+
+    Args:
+        tolerance: relative to a tensor's largest element.
+        floor: the share of the largest element of all tensors of its group that is the least to measure against.
+    """
+
+    tolerance: float
+    floor: float
+
+
+# A difference beyond these is repeated in float64, so they need not be wide; those of float64 are final.
+_PRECISIONS = {
+    torch.float64: _Precision(1e-7, 1e-4),
+    torch.float32: _Precision(1e-4, 0.1),
+    torch.float16: _Precision(1e-2, 0.1),
+    torch.bfloat16: _Precision(5e-2, 0.1),
+}
+_REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+# Beyond this a difference is no rounding in its type, where it cannot be repeated in float64.
+GROSS = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 0.5, torch.bfloat16: 0.5}
+
+
+class PlainFailure(Exception):
+    """The plain module itself fails on what it is given."""
+
+    @staticmethod
+    def of(error: Exception) -> PlainFailure:
+        """What to tell of the module's error."""
+        line, reason = user_line(error), next(iter(str(error).strip().splitlines()), "")
+        where = f" at {line}" if line else ""
+        return PlainFailure(f"the plain module fails on these inputs with {type(error).__name__}: {reason}{where}")
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The comparison of two steps.
+
+    Args:
+        differences: by group.
+        limit: that a difference may reach by rounding.
+        precision: the shortest floating-point type in the step.
+        plain: the plain module's step, of all samples.
+        unknown: ops whose random draws could not be replaced.
+    """
+
+    differences: tuple[GroupDifference, ...]
+    limit: float
+    precision: torch.dtype
+    plain: StepValues
+    unknown: frozenset[str]
+
+    @property
+    def off(self) -> frozenset[str]:
+        """Names of tensors that differ."""
+        found = (pair for group in self.differences for pair in group.differences.items())
+        return frozenset(name for name, value in found if not value <= self.limit)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all differences are rounding."""
+        return all(group.difference <= self.limit for group in self.differences)
+
+    def lines(self) -> list[str]:
+        """A line for every group."""
+        return [_line(group, self.limit) for group in self.differences]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module, and a capture of it that is to be compared with it.
+
+    Args:
+        module: the plain module.
+        programs: lowers the capture.
+        transport: which devices there are.
+        captured: the capture.
+        training: the mode that the module is called in.
+        gradients: whether they are compared too.
+        double: casts to shorter types are casts to float64.
+    """
+
+    module: nn.Module
+    programs: Programs
+    transport: Transport
+    captured: Captured
+    training: bool
+    gradients: bool
+    double: bool = False
+
+    def plain(self, batch: Batch, unknown: set[str]) -> StepValues:
+        """The plain module's step on all samples; names ops whose random draws could not be replaced.
+
+        Raises:
+            PlainFailure: the module fails.
+        """
+        graph = self.captured.graph
+
+        def weigh(results: Sequence[Tensor]) -> list[Tensor]:
+            return batch.whole_weights(graph, results)
+
+        for accumulated in (False, True):
+            try:
+                alone = isolated(self.module, graph, self.gradients)
+                with self.whole(), with_callers_modes(), alone as draws, double_casts(self.double):
+                    whole, loss = batch.whole.first(None), weigh if self.gradients else None
+                    found = plain_step(self.module, whole, self.training, loss, accumulated)
+                unknown |= draws.unknown if draws is not None else set()
+                return found
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if accumulated or not self.gradients:
+                    raise PlainFailure.of(error) from error
+        raise AssertionError("unreachable")
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Where parameters have their whole values; every process has to enter it if they are cut."""
+        sharding = self.programs.sharding
+        apart = sharding is not None and (sharding.cuts or sharding.fresh)
+        return sharding.whole_values() if sharding is not None and apart else nullcontext()
+
+    def compare(self, batch: Batch, plain: StepValues, unknown: set[str], keep: bool) -> StepDifference:
+        """Run the planned program and compare its step with the plain module's.
+
+        Args:
+            keep: its executor may serve the step itself.
+        """
+        graph = self.captured.graph
+        weigh = (lambda results: batch.own_weights(graph, results)) if self.gradients else None
+        with isolated(self.module, graph, self.gradients) as draws:
+            executor = self.programs.checking_executor(self.captured, batch.sizes, keep)
+            planned = executed_step(self.module, executor, batch.own.first(None), weigh)
+        found = unknown | (draws.unknown if draws is not None else set())
+        if isinstance(self.transport, DistributedTransport):
+            expected, planned = self._own_share(batch, plain, planned, executor, self.transport.rank)
+        else:
+            expected = plain
+        precision = _precision(graph)
+        limits = _PRECISIONS[precision]
+        differences = _differences(plain, expected, planned, limits.floor)
+        return StepDifference(differences, limits.tolerance, precision, plain, frozenset(found))
+
+    def _own_share(
+        self, batch: Batch, plain: StepValues, planned: StepValues, executor: Executor, rank: int
+    ) -> tuple[StepValues, StepValues]:
+        """What of both steps this process can compare."""
+        graph, holdings = executor.graph, executor.program.holdings
+        held = {path: holdings[name].get(rank) for name, path in graph.parameters.items() if name in holdings}
+        wanted: dict[str, Tensor | None] = {}
+        given: dict[str, Tensor | None] = {}
+        for path, gradient in plain.gradients.items():
+            region = held.get(path)
+            if path in held and region is None:
+                continue
+            own = planned.gradients[path]
+            own = local_tensor(own) if own is not None else None
+            cut = gradient is not None and region is not None
+            wanted[path] = block(gradient, region) if cut and gradient is not None and region is not None else gradient
+            if own is not None and region is not None and tuple(own.shape) != shape_of(region):
+                own = block(own, region)
+            given[path] = own
+        positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
+        compared = [name for name, position in positions.items() if not batch.shares_input(position)]
+        wanted_inputs = {n: _rows_of(batch, positions[n], plain.input_gradients[n]) for n in compared}
+        # A process's inputs see its own loss, of which the mean has a share.
+        given_inputs = {n: g / batch.processes if g is not None else None for n, g in planned.input_gradients.items()}
+        given_inputs = {name: given_inputs[name] for name in compared}
+        sharding = self.programs.sharding
+        fresh = dict(sharding.fresh) if sharding is not None else {}
+        fresh |= self.programs.fresh_buffers(graph, executor.program)
+        regions = {name: fresh[name].get(rank) if name in fresh else None for name in plain.buffers}
+        buffers = [name for name in plain.buffers if name not in fresh or rank in fresh[name]]
+        expected = StepValues(
+            batch.own_results(graph, plain.results), wanted, wanted_inputs,
+            {name: block(plain.buffers[name], regions[name] or ()) for name in buffers},
+        )  # fmt: skip
+        found = StepValues(
+            planned.results, given, given_inputs,
+            {name: block(planned.buffers[name], regions[name] or ()) for name in buffers},
+        )  # fmt: skip
+        return expected, found
+
+
+def _rows_of(batch: Batch, position: int, gradient: Tensor | None) -> Tensor | None:
+    return batch.own_input(position, gradient) if gradient is not None else None
+
+
+def _precision(graph: LayerGraph) -> torch.dtype:
+    """The shortest floating-point type that anything is computed in."""
+    types = {_REAL.get(spec.dtype, spec.dtype) for spec in graph.values.values()}
+    known = [dtype for dtype in types if dtype in _PRECISIONS]
+    return max(known, key=lambda dtype: _PRECISIONS[dtype].tolerance, default=torch.float32)
+
+
+def _differences(
+    whole: StepValues, expected: StepValues, planned: StepValues, floor: float
+) -> tuple[GroupDifference, ...]:
+    wanted, given = _tensors(expected.results), _tensors(planned.results)
+    pulled = largest_of(whole.gradients, whole.input_gradients)
+    groups = [
+        ("results", wanted, given, largest_of(_tensors(whole.results))),
+        ("gradients", expected.gradients, planned.gradients, pulled),
+        ("input gradients", expected.input_gradients, planned.input_gradients, pulled),
+        ("buffers", expected.buffers, planned.buffers, largest_of(whole.buffers)),
+    ]
+    alike = _alike(expected.results, planned.results)
+    found = [compare_group(n, a, b, floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
+    if not alike:
+        found.insert(0, GroupDifference("results", len(expected.results), math.inf, "structure", {}))
+    return tuple(found)
+
+
+def _alike(plain: Sequence[object], planned: Sequence[object]) -> bool:
+    """Whether results have as many leaves, with tensors in the same places, and the same values in the others."""
+    return len(plain) == len(planned) and all(
+        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _equal(a, b))
+        for a, b in zip(plain, planned, strict=True)
+    )
+
+
+def _equal(a: object, b: object) -> bool:
+    simple = (bool, int, float, str, bytes)
+    return a == b or (a != a and b != b) if isinstance(a, simple) and isinstance(b, simple) else type(a) is type(b)
+
+
+def _tensors(results: Sequence[object]) -> dict[str, Tensor | None]:
+    return {f"result {i}": leaf for i, leaf in enumerate(results) if isinstance(leaf, Tensor)}
+
+
+def _line(group: GroupDifference, limit: float) -> str:
+    if group.difference <= limit:
+        return f"{group.group}: {group.count} agree"
+    off = sum(not difference <= limit for difference in group.differences.values())
+    if group.difference == math.inf:
+        return f"{group.group}: {group.worst} has another shape or structure, or infinities elsewhere"
+    return (
+        f"{group.group}: {off} of {group.count} differ, most {group.worst}: {group.difference:.2g} of its largest "
+        f"element (tolerance {limit:.0e})"
+    )

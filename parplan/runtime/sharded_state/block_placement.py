@@ -1,0 +1,191 @@
+"""Placement of one tensor over processes: the block that every rank holds, and the collectives that put it together.
+
+Collectives run where the user's code asks for a norm or for the whole tensor, which every rank has to do alike. So each
+begins with an exchange of tags (operation and name of the tensor) over a group of its own: ranks that run different
+lines get an error, never each other's values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.layout import Range, Region
+from parplan.lowering.program import shape_of
+from parplan.runtime.compat import group_timeout
+from parplan.runtime.transport.base import block
+from parplan.runtime.transport.distributed import DistributedTransport
+
+__all__ = ["Part", "Placement", "TaggedCollectives"]
+
+# One message: the tag's text, its digest, and as many numbers as fit; fixed, as ranks that differ must still meet.
+TEXT_BYTES, DIGEST_BYTES, NUMBERS = 128, 16, 14
+
+
+class TaggedCollectives:
+    """Collectives over the ranks of a transport that check that all ranks run the same operation.
+
+    Making one is a collective itself. Tags and numbers travel over a gloo group in the host's memory, blocks of tensors
+    over the transport's own group.
+    """
+
+    def __init__(self, transport: DistributedTransport) -> None:
+        self._transport = transport
+        self.rank, self.processes = transport.rank, transport.processes
+        # Names of groups are numbered by all processes together, so where all are here they make this one together.
+        part = transport.processes < dist.get_world_size()
+        timeout = group_timeout(transport.process_group)
+        self._group = dist.new_group(transport.ranks, timeout, "gloo", use_local_synchronization=part)
+
+    def exchange(self, tag: str, numbers: Sequence[float] = ()) -> Tensor:
+        """Every rank's numbers: (ranks, numbers) in float64; equally many on all ranks.
+
+        Raises:
+            RuntimeFailure: another rank runs something else, has stopped, or does not come.
+        """
+        told = f"{tag} ({len(numbers)})" if numbers else tag
+        own = torch.tensor(numbers, dtype=torch.float64)
+        first, rest = own[:NUMBERS], own[NUMBERS:]
+        message = torch.zeros(TEXT_BYTES + DIGEST_BYTES + 8 * NUMBERS, dtype=torch.uint8)
+        text = told.encode()[:TEXT_BYTES]
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        digest = hashlib.blake2b(told.encode(), digest_size=DIGEST_BYTES).digest()
+        message[TEXT_BYTES : TEXT_BYTES + DIGEST_BYTES] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        message[TEXT_BYTES + DIGEST_BYTES :][: 8 * len(first)] = first.view(torch.uint8)
+        found = self._all_gather(tag, message)
+        self._check(found)
+        values = found[:, TEXT_BYTES + DIGEST_BYTES :].contiguous().view(torch.float64)[:, : len(first)]
+        return torch.cat([values, self._all_gather(tag, rest)], 1) if len(rest) else values
+
+    def _all_gather(self, tag: str, own: Tensor) -> Tensor:
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        try:
+            dist.all_gather(found, own, group=self._group)
+        except RuntimeError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RuntimeFailure(
+                f"rank {self.rank}: {tag} failed: {reason}; the tensor is cut over ranks, so every rank has to run "
+                "this line: move it out of `if rank == 0:` and the like, or see the other ranks' output"
+            ) from error
+        return torch.stack(found)
+
+    def _check(self, found: Tensor) -> None:
+        digests = found[:, TEXT_BYTES : TEXT_BYTES + DIGEST_BYTES]
+        if bool((digests == digests[0]).all()):
+            return
+        texts = [bytes(row[:TEXT_BYTES].tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise RuntimeFailure(
+            f"ranks run different operations on tensors that are cut over them, which all have to run alike ({told}); "
+            "move such lines out of `if rank == 0:` and the like"
+        )
+
+    def gather(self, tag: str, own: Tensor, placement: Placement) -> Tensor:
+        """The whole tensor, of which `own` is this rank's block; new memory."""
+        self.exchange(tag)
+        return self.gather_blocks(tag, own, placement)
+
+    def gather_blocks(self, tag: str, own: Tensor, placement: Placement) -> Tensor:
+        """The whole tensor, where all ranks are known to run this."""
+        whole = own.new_empty(placement.shape)
+        for part in placement.parts:
+            target = block(whole, part.block)
+            mine = self.rank == part.ranks[0]
+            moving = own.detach().contiguous() if mine else own.new_empty(shape_of(part.block))
+            self._transport.broadcast(tag, moving, part.ranks[0], range(self.processes))
+            target.copy_(moving)
+        return whole
+
+    def share(self, tag: str, tensor: Tensor) -> Tensor:
+        """Rank 0's values on all ranks."""
+        self.exchange(tag)
+        moving = tensor.contiguous()
+        self._transport.broadcast(tag, moving, 0, range(self.processes))
+        return moving
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a tensor and the ranks that hold it, the first of which speaks for all."""
+
+    block: Region
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which block of one tensor every rank holds: blocks are equal or apart, and cover the tensor.
+
+    Args:
+        name: the parameter's dotted name, for errors and tags.
+        shape: of the whole tensor.
+        blocks: by rank; a rank that holds nothing is absent.
+        collectives: over all ranks.
+
+    Raises:
+        RuntimeFailure: the blocks do not cover the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: Mapping[int, Region]
+    collectives: TaggedCollectives = field(repr=False)
+
+    def __post_init__(self) -> None:
+        covered = sum(prod(shape_of(part.block)) for part in self.parts)
+        if covered != prod(self.shape):
+            raise RuntimeFailure(
+                f"{self.name}: ranks hold {covered} of its {prod(self.shape)} elements, so it cannot be put together; "
+                "pin its layers to one shard"
+            )
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The distinct blocks."""
+        found: dict[Region, list[int]] = {}
+        for rank, region in sorted(self.blocks.items()):
+            found.setdefault(region, []).append(rank)
+        return tuple(Part(region, tuple(ranks)) for region, ranks in found.items())
+
+    @cached_property
+    def own(self) -> Region:
+        """This rank's block; empty where it holds nothing."""
+        return self.blocks.get(self.collectives.rank, tuple(Range(0, 0) for _ in self.shape))
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's tensor; a number that it does not hold is an empty vector."""
+        return shape_of(self.own) if self.shape or self.collectives.rank in self.blocks else (0,)
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its block in sums over all elements."""
+        return any(part.ranks[0] == self.collectives.rank for part in self.parts)
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether every rank holds a block."""
+        return len(self.blocks) == self.collectives.processes
+
+    def same(self, other: Placement) -> bool:
+        """Whether tensors of both placements can be combined block by block."""
+        return self is other or (self.shape == other.shape and self.blocks == other.blocks)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """A view of this rank's block of a whole tensor, or of one that broadcasts to it."""
+        if not self.shape:
+            return tensor if self.collectives.rank in self.blocks else tensor.reshape(1)[:0]
+        first = len(self.shape) - tensor.dim()
+        for dim in range(tensor.dim()):
+            size, extent = self.shape[first + dim], self.own[first + dim]
+            if tensor.shape[dim] == size and len(extent) != size:
+                tensor = tensor.narrow(dim, extent.start, len(extent))
+        return tensor

@@ -1,0 +1,275 @@
+"""Parameters cut over processes: the user's own Parameter objects become sharded tensors that hold this rank's block.
+
+The objects stay, so an optimizer made before or after refers to them. What is saved is the plain model's state: full
+tensors under the original names, whatever plan trained them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.errors import RuntimeFailure
+from parplan.layout import Region
+from parplan.lowering.program import shape_of
+from parplan.runtime.compat import become, state_by_block, without_weak_references
+from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
+from parplan.runtime.sharded_state.optimizers import watch_optimizers
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+from parplan.runtime.transport.distributed import DistributedTransport, explained
+
+__all__ = ["Sharding", "gathered", "same_start"]
+
+# Tensors that are shared among ranks in one message; a larger one goes in pieces of this size.
+CHUNK_BYTES = 64 << 20
+
+
+@torch.no_grad()
+def same_start(module: nn.Module, transport: DistributedTransport) -> None:
+    """Give every rank the parameters and buffers of rank 0, as DistributedDataParallel does; blocks stay."""
+    everyone = range(transport.processes)
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, ShardedTensor)]
+    for chunk in _chunks(tensors):
+        flat = torch.cat([piece.reshape(-1) for piece in chunk])
+        transport.broadcast("sharing rank 0's parameters and buffers", flat, 0, everyone)
+        for piece, part in zip(chunk, flat.split([piece.numel() for piece in chunk]), strict=True):
+            piece.copy_(part.view_as(piece))
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device, or flat pieces of them, in groups of bounded size."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.dtype, tensor.device].append(tensor.detach())
+    for group in kinds.values():
+        chunk: list[Tensor] = []
+        room = CHUNK_BYTES
+        for tensor in group:
+            elements = CHUNK_BYTES // tensor.element_size()
+            for piece in tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,):
+                if chunk and piece.numel() * piece.element_size() > room:
+                    yield chunk
+                    chunk, room = [], CHUNK_BYTES
+                chunk.append(piece)
+                room -= piece.numel() * piece.element_size()
+        if chunk:
+            yield chunk
+
+
+def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with full tensors in place of sharded ones; every rank has to call this.
+
+    torch.distributed.checkpoint gets the sharded ones as they are.
+    """
+    if state_by_block():
+        return dict(state)
+    sharded = [value for value in state.values() if isinstance(value, ShardedTensor)]
+    if sharded:
+        sharded[0].placement.collectives.exchange(f"state_dict() of the model with {sharded[0].placement.name}")
+    return {
+        name: value.placement.collectives.gather_blocks(f"gathering {name}", value.local, value.placement)
+        if isinstance(value, ShardedTensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+class Sharding:
+    """Which block of every parameter and buffer each rank holds, by dotted name.
+
+    Args:
+        module: the user's module, whose parameters become blocks.
+        parameters: block per device, by dotted name; a parameter that is not named stays whole everywhere.
+
+    Attributes:
+        fresh: the same for buffers that are only up to date on some ranks.
+
+    Raises:
+        RuntimeFailure: a parameter cannot be cut, on this rank or another; then none is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Mapping[int, Region]],
+        transport: DistributedTransport,
+    ) -> None:
+        self._module = module
+        self._transport = transport
+        self.fresh: dict[str, dict[int, Region]] = {}
+        self._aliases = _aliases(module)
+        self._placements: dict[str, Placement] = {}
+        self._collectives: TaggedCollectives | None = None
+        for name, held in parameters.items():
+            parameter = module.get_parameter(name)
+            whole = tuple(parameter.shape)
+            if len(held) < transport.processes or any(shape_of(block) != whole for block in held.values()):
+                self._placements[name] = self._placed(name, parameter, held)
+
+    def _placed(self, name: str, parameter: nn.Parameter, held: Mapping[int, Region]) -> Placement:
+        """Where a parameter's blocks lie; one that is cut already, as in a copied model, stays as it is."""
+        if isinstance(parameter, ShardedTensor):
+            if parameter.placement.blocks != held:
+                raise RuntimeFailure(
+                    f"{name} is cut over processes as {parameter.placement.blocks}, and this plan needs {dict(held)}; "
+                    "build the model anew, compile it, and load state_dict()"
+                )
+            self._collectives = parameter.placement.collectives
+            return parameter.placement
+        self._collectives = self._collectives or TaggedCollectives(self._transport)
+        return Placement(name, tuple(parameter.shape), dict(held), self._collectives)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some rank's module holds less than the whole model; the same on all ranks."""
+        return bool(self._placements)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Cut those parameters that are whole: all at first, later those that the user replaced, on all ranks alike."""
+        named = {name: self._module.get_parameter(name) for name in self._placements}
+        whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
+        if whole:
+            self._cut_all(whole)
+        for parameter in named.values():
+            _WholeGradients.watch(parameter)
+
+    def _cut_all(self, whole: Mapping[str, nn.Parameter]) -> None:
+        """Cut parameters, or none of them if one of them cannot be."""
+        assert self._collectives is not None  # as there are placements
+        cut: list[tuple[nn.Parameter, nn.Parameter]] = []
+        problem = ""
+        with without_weak_references(self._module):
+            for name, parameter in whole.items():
+                other = _block_of(parameter, self._placements[name])
+                try:
+                    become(parameter, other)
+                except RuntimeError as error:
+                    problem = f"rank {self._transport.rank}: {name} cannot be cut over processes: {error}"
+                    break
+                cut.append((parameter, other))
+        failed = self._collectives.exchange("cutting the parameters", [float(bool(problem))])[:, 0]
+        if failed.any():
+            with without_weak_references(self._module):
+                for parameter, other in cut:
+                    become(parameter, other)
+            raise RuntimeFailure(
+                (problem or f"rank {int(failed.argmax())} could not cut a parameter over processes, see its error")
+                + "; before the first call drop results and losses of the plain model (del loss), or compute them "
+                "under torch.no_grad(), and drop weak references to its parameters"
+            )
+        watch_optimizers()
+
+    @contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """Put ordinary parameters with the values of all ranks into the module; every rank has to call this."""
+        places = [(part, name, p) for part in self._module.modules() for name, p in part._parameters.items()]
+        whole: dict[int, nn.Parameter] = {}
+        for _, _, parameter in places:
+            own: Tensor | None = parameter
+            if isinstance(own, ShardedTensor) and id(own) not in whole:
+                whole[id(own)] = nn.Parameter(own.whole(), requires_grad=own.requires_grad)
+        buffers = {name: self._module.get_buffer(name) for name in self.fresh}
+        stale = {name: buffer.data for name, buffer in buffers.items()}
+        try:
+            for part, name, parameter in places:
+                part._parameters[name] = whole.get(id(parameter), parameter)
+            for name, buffer in buffers.items():
+                buffer.data = self._gathered(name, buffer.data, self.fresh[name])
+            yield
+        finally:
+            for part, name, parameter in places:
+                part._parameters[name] = parameter
+            for name, buffer in buffers.items():
+                buffer.data = stale[name]
+
+    def gather(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Full tensors for a module's state dict; every rank has to call this."""
+        fresh = {name: self._gathered(name, state[name], held) for name, held in self.fresh.items() if name in state}
+        return {**gathered(state), **fresh}
+
+    def _gathered(self, name: str, own: Tensor, held: Mapping[int, Region]) -> Tensor:
+        """A buffer, of which every rank has the whole shape and some have values of now."""
+        if len(held) == self._transport.processes and all(shape_of(b) == tuple(own.shape) for b in held.values()):
+            return own
+        with explained(f"gathering {name}", self._transport.rank):
+            self._collectives = self._collectives or TaggedCollectives(self._transport)
+        placement = Placement(name, tuple(own.shape), dict(held), self._collectives)
+        return self._collectives.gather_blocks(f"gathering {name}", placement.cut(own), placement)
+
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of full tensors with this rank's blocks in place of those that are cut.
+
+        Raises:
+            RuntimeFailure: a tensor does not have the model's shape.
+        """
+        cut = dict(state)
+        for name, value in state.items():
+            placement = self._placements.get(self._aliases.get(name, name))
+            if placement is not None and not isinstance(value, ShardedTensor):
+                if tuple(value.shape) != placement.shape:
+                    raise RuntimeFailure(
+                        f"{name} has shape {tuple(value.shape)} in the state to load and {placement.shape} in the "
+                        "model; load the state of this model, with full tensors"
+                    )
+                cut[name] = ShardedTensor.cut(value, placement)
+        return cut
+
+
+def _block_of(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    """A parameter with this rank's block of another one and of its gradient, and its attributes."""
+    made = nn.Parameter(ShardedTensor.cut(parameter, placement), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    if parameter.grad is not None:
+        made.grad = ShardedTensor.cut(parameter.grad, placement)
+    return made
+
+
+@dataclass(frozen=True)
+class _WholeGradients:
+    """A gradient hook that cuts gradients from outside the plan, once all ranks are known to have the same one."""
+
+    placement: Placement
+
+    @staticmethod
+    def watch(parameter: nn.Parameter) -> None:
+        """Hook a sharded parameter, once, in front of the user's own hooks."""
+        assert isinstance(parameter, ShardedTensor)
+        hooks: Any = parameter._backward_hooks
+        if hooks and any(isinstance(hook, _WholeGradients) for hook in hooks.values()):
+            return
+        trained = parameter.requires_grad
+        handle = parameter.requires_grad_().register_hook(_WholeGradients(parameter.placement))
+        parameter.requires_grad_(trained)
+        hooks = parameter._backward_hooks
+        hooks.move_to_end(handle.id, last=False)
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        placement = self.placement
+        if gradient is None or (isinstance(gradient, ShardedTensor) and gradient.placement.same(placement)):
+            return None  # nothing to change
+        whole = gradient.whole() if isinstance(gradient, ShardedTensor) else gradient.detach()
+        double = whole.double()
+        numbers = [float(double.sum()), float(double.abs().sum()), float(double.flatten()[::7].sum())]
+        told = placement.collectives.exchange(f"a gradient from outside the plan for {placement.name}", numbers)
+        if not torch.allclose(told, told[0].expand_as(told), rtol=1e-6, atol=0.0, equal_nan=True):
+            raise RuntimeFailure(
+                f"{placement.name} gets a gradient that differs between processes, which hold different blocks of it: "
+                "the model's own module was called instead of the compiled model, or a term of the loss uses this "
+                "parameter with each process's own samples. Call the compiled model; terms on parameters alone "
+                "(penalties) have to be the same on all processes"
+            )
+        return ShardedTensor.cut(whole, placement)
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """First name of every parameter name, for tied parameters."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,266 @@
+"""Dispatch of ops on sharded tensors: on blocks, as a reduction over ranks, or on the gathered whole.
+
+Elementwise ops run on each rank's block, a whole operand being cut to it. Reductions over all elements count every
+block once and are summed over ranks. Every other op gathers, computes what plain PyTorch computes, and cuts back what
+it wrote. An op that is not known to be elementwise is gathered, so a new op of PyTorch is slow, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parplan.compat import pytree
+from parplan.errors import RuntimeFailure
+from parplan.runtime.sharded_state.block_placement import Placement
+from parplan.runtime.sharded_state.reductions import norm, reduction
+from parplan.runtime.sharded_state.rules import COUNTERS, Kind, OpCall, Operand, Rule, replaced, rule_of
+from parplan.runtime.sharded_state.sharded_tensor import Gathered, ShardedTensor, ShardedView
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute an op with sharded tensors, or views of them, among its arguments."""
+    rule = rule_of(func)
+    if rule.kind in (Kind.ELEMENTWISE, Kind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
+        local, placement = _blocks(args)
+        if placement is not None:
+            return _on_blocks(func, rule, args, local, kwargs, placement)
+    call = OpCall(func, args, kwargs)
+    views = {id(o.tensor): o for o in call.operands if isinstance(o.tensor, ShardedView)}
+    if not views:
+        return _HANDLERS[call.rule.kind](call)
+    plain = {key: o.tensor.current() for key, o in views.items() if isinstance(o.tensor, ShardedView)}
+    if call.rule.kind in (Kind.VIEW, Kind.ALIAS):
+        source = next(o.tensor.source for o in views.values() if isinstance(o.tensor, ShardedView))
+        return pytree.tree_map_only(Tensor, lambda tensor: ShardedView(tensor, source), call.run(plain))
+    names, count = call.rule.names, len(args)
+    given = {name: replaced(value, plain) for name, value in call.given.items()}
+    inner = OpCall(func, [given[n] for n in names[:count]], {n: v for n, v in given.items() if n not in names[:count]})
+    computed = _HANDLERS[call.rule.kind](inner) if inner.sharded else inner.run({})
+    for operand in views.values():
+        if operand.written and isinstance(operand.tensor, ShardedView):
+            source = operand.tensor.source
+            if call.rule.random:
+                tag = f"{call.name} of a part of {source.placement.name}"
+                operand.tensor.plain.copy_(source.placement.collectives.share(tag, operand.tensor.plain))
+            source.write_back()
+    return call.result(computed)
+
+
+# -- on blocks, or on the whole --
+
+
+def _blocks(args: Sequence[Any]) -> tuple[list[Any], Placement | None]:
+    """Arguments with blocks in place of sharded tensors; a placement only if all tensors are of that one."""
+    local: list[Any] = []
+    placement: Placement | None = None
+    for given in args:
+        if type(given) is ShardedTensor:
+            if placement is not None and given.placement is not placement:
+                return local, None
+            placement = given.placement
+            local.append(given.local)
+        elif isinstance(given, (Tensor, list, tuple)):
+            return local, None
+        else:
+            local.append(given)
+    return local, placement if placement is not None and placement.shape else None
+
+
+def _on_blocks(
+    func: Any, rule: Rule, args: Sequence[Any], local: Sequence[Any], kwargs: Mapping[str, Any], placement: Placement
+) -> Any:
+    """The usual case in short: what an optimizer's step does to tensors of one placement."""
+    if rule.kind is Kind.ALIAS:
+        return args[0].like(local[0])
+    computed = func(*local, **kwargs)
+    if not rule.written:
+        return pytree.tree_map_only(Tensor, lambda tensor: ShardedTensor(tensor, placement), computed)
+    if not local[0].is_inference():
+        torch.autograd.graph.increment_version(local[0])
+    return args[0]
+
+
+def _elementwise(call: OpCall) -> Any:
+    return _computed(call, on_blocks=True)
+
+
+def _whole(call: OpCall) -> Any:
+    return _computed(call, on_blocks=False)
+
+
+def _computed(call: OpCall, on_blocks: bool) -> Any:
+    """Run an op, each group of operands that it treats together on blocks if that can be, else on the whole."""
+    groups: dict[Hashable, list[Operand]] = defaultdict(list)
+    for operand in call.operands:
+        if operand.argument not in COUNTERS:
+            apart = call.rule.listed and operand.index is None
+            groups[operand.argument if apart else operand.index if call.rule.listed else None].append(operand)
+    known: dict[int, Tensor] = {}
+    leaders: dict[Hashable, Placement | None] = {}
+    for key, operands in groups.items():
+        leader = leaders[key] = _leader(operands) if on_blocks and not isinstance(key, str) else None
+        for operand in operands:
+            if leader is not None:
+                known[id(operand.tensor)] = _on_block(operand.tensor, leader)
+            elif isinstance(operand.tensor, ShardedTensor) and id(operand.tensor) not in known:
+                known[id(operand.tensor)] = _gathered(call, operand.tensor)
+    computed = call.run(known)
+    if call.rule.random:
+        computed = _drawn_alike(call, computed, known)
+    _write_back(call, known, leaders)
+    if call.rule.written:
+        return call.result(computed)
+    if call.rule.listed:
+        return [_wrapped(tensor, leaders.get(index)) for index, tensor in enumerate(computed)]
+    return pytree.tree_map_only(Tensor, lambda tensor: _wrapped(tensor, leaders[None]), computed)
+
+
+def _leader(operands: Sequence[Operand]) -> Placement | None:
+    """The placement that an elementwise computation can follow; None if it needs the whole, or has nothing sharded."""
+    sharded = [o.tensor for o in operands if isinstance(o.tensor, ShardedTensor)]
+    written = [o.tensor for o in operands if o.written]
+    candidates = sharded
+    if written:
+        placements = [t.placement for t in written if isinstance(t, ShardedTensor)]
+        if len(placements) < len(written) or not all(p.same(placements[0]) for p in placements):
+            return None
+        candidates = [t for t in written[:1] if isinstance(t, ShardedTensor)]
+    for tensor in candidates:
+        shapes = {o.tensor.shape for o in operands if o.tensor.dim()} - {tensor.shape}
+        # A number that not every rank holds is gathered: an empty vector would follow other rules of type promotion.
+        if tensor.dim() and (not shapes or torch.broadcast_shapes(tensor.shape, *shapes) == tensor.shape):
+            return tensor.placement
+    return None
+
+
+def _on_block(tensor: Tensor, leader: Placement) -> Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local if tensor.placement.same(leader) else leader.cut(tensor.whole())
+    return leader.cut(tensor) if tensor.dim() else tensor
+
+
+def _gathered(call: OpCall, tensor: ShardedTensor) -> Tensor:
+    placement = tensor.placement
+    return placement.collectives.gather(f"{call.name} of {placement.name}", tensor.local, placement)
+
+
+def _wrapped(tensor: Tensor, placement: Placement | None) -> Tensor:
+    return tensor if placement is None else ShardedTensor(tensor, placement)
+
+
+def _write_back(call: OpCall, known: Mapping[int, Tensor], leaders: Mapping[Hashable, Placement | None]) -> None:
+    """Give blocks what was written to whole tensors, and count every write as torch counts its own."""
+    changed = []
+    for operand in call.operands:
+        if operand.written and isinstance(operand.tensor, ShardedTensor):
+            own, computed = operand.tensor, known[id(operand.tensor)]
+            if computed is not own.local:
+                if computed.shape != own.shape:
+                    raise _reshaped(call, own)
+                own.local.copy_(own.placement.cut(computed))
+            changed.append(own.local)
+    if changed:
+        torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
+
+
+def _drawn_alike(call: OpCall, computed: Any, known: Mapping[int, Tensor]) -> Any:
+    """Rank 0's random numbers on all ranks, as blocks that several ranks hold must stay equal."""
+    first = call.sharded[0]
+    collectives, tag = first.placement.collectives, f"{call.name} of {first.placement.name}"
+    for operand in call.operands:
+        if operand.written:
+            target = known.get(id(operand.tensor), operand.tensor)
+            target.copy_(collectives.share(tag, target))
+    if call.rule.written:
+        return computed
+    shared = pytree.tree_map_only(Tensor, lambda tensor: collectives.share(tag, tensor), computed)
+    if isinstance(shared, Tensor) and shared.shape == first.shape:
+        return ShardedTensor.cut(shared, first.placement)
+    return shared
+
+
+def _unscale(call: OpCall) -> Any:
+    """Unscale gradients; whether one is not finite has to be known on all ranks."""
+    _computed(call, on_blocks=True)
+    found, placement = call.given["found_inf"], call.sharded[0].placement
+    numbers = placement.collectives.exchange("looking for infinite gradients", [float(found)])
+    found.fill_(float(numbers.max()))
+    return None
+
+
+# -- without values, aliases and views --
+
+
+def _factory(call: OpCall) -> Any:
+    return call.run({id(tensor): tensor.local for tensor in call.sharded})
+
+
+def _same_size(call: OpCall) -> bool:
+    first, second = (operand.tensor.shape for operand in call.operands)
+    return bool(first == second)
+
+
+def _alias(call: OpCall) -> Any:
+    tensor = call.sharded[0]
+    return tensor.like(tensor.local)
+
+
+def _view(call: OpCall) -> Any:
+    tensor = call.sharded[0]
+    if _keeps_all(call, tensor):
+        return _alias(call)
+    source = Gathered(tensor)
+    views = call.run({id(tensor): source.whole})
+    return pytree.tree_map_only(Tensor, lambda view: ShardedView(view, source), views)
+
+
+def _keeps_all(call: OpCall, tensor: Tensor) -> bool:
+    """Whether a view is of all of a tensor, in its shape."""
+    given = call.given
+    if call.func in (aten.view.default, aten.expand.default):
+        wanted = given.get("size", ())
+        return len(wanted) == tensor.dim() and all(w in (-1, s) for w, s in zip(wanted, tensor.shape, strict=True))
+    if call.func is aten.slice.Tensor:
+        size = tensor.shape[given.get("dim", 0)]
+        start, end = given.get("start"), given.get("end")
+        return start in (None, 0) and (end is None or end >= size) and given.get("step", 1) == 1
+    return False
+
+
+def _refused(call: OpCall) -> Any:
+    raise _reshaped(call, call.sharded[0])
+
+
+def _reshaped(call: OpCall, tensor: ShardedTensor) -> RuntimeFailure:
+    return RuntimeFailure(
+        f"{call.name} would change the shape or memory of {tensor.placement.name}, which is cut over processes; "
+        "work on parameter.whole(), or build the model anew and compile it"
+    )
+
+
+def _reduced(reduce: Callable[[OpCall], Any], call: OpCall) -> Any:
+    found = reduce(call)
+    return _whole(call) if found is None else found
+
+
+_HANDLERS: Mapping[Kind, Callable[[OpCall], Any]] = {
+    Kind.ALIAS: _alias,
+    Kind.VIEW: _view,
+    Kind.ELEMENTWISE: _elementwise,
+    Kind.UNSCALE: _unscale,
+    Kind.FACTORY: _factory,
+    Kind.NORM: lambda call: _reduced(norm, call),
+    Kind.REDUCTION: lambda call: _reduced(reduction, call),
+    Kind.SAME_SIZE: _same_size,
+    Kind.RESHAPING: _refused,
+    Kind.WHOLE: _whole,
+}

@@ -1,0 +1,116 @@
+"""Reductions of sharded tensors over all elements: a number of each block, counted once, and one exchange of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from parplan.runtime.sharded_state.rules import OpCall
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, ShardedView
+
+__all__ = ["norm", "reduction"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A number of each block, and what becomes of all ranks' numbers.
+
+    Args:
+        block: of a block, computed in a type.
+        neutral: the number of a rank that does not count.
+    """
+
+    block: Callable[[Tensor, torch.dtype], Tensor]
+    neutral: float
+    total: Callable[[Tensor], Tensor]
+
+
+_SUM = _Reduction(lambda block, dtype: block.sum(dtype=dtype), 0.0, Tensor.sum)
+_LARGEST = _Reduction(lambda block, _: block.max(), -inf, Tensor.amax)
+_SMALLEST = _Reduction(lambda block, _: block.min(), inf, Tensor.amin)
+_REDUCTIONS = {
+    aten.sum.default: _SUM,
+    aten.mean.default: _SUM,
+    aten.max.default: _LARGEST,
+    aten.min.default: _SMALLEST,
+    aten.amax.default: _LARGEST,
+    aten.amin.default: _SMALLEST,
+    aten.any.default: _Reduction(lambda block, _: block.any(), 0.0, Tensor.amax),
+    aten.all.default: _Reduction(lambda block, _: block.all(), 1.0, Tensor.amin),
+}
+
+
+def _precise(tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    """The type to reduce blocks in: that of the result, at least float32."""
+    return torch.promote_types(wanted or tensor.dtype, torch.float32)
+
+
+def reduction(call: OpCall) -> Tensor | None:
+    """A sum, mean, extreme or logical reduction over all elements; None where it needs the whole tensor."""
+    tensor, logical = call.sharded[0], call.func in (aten.any.default, aten.all.default)
+    wanted = call.given.get("dtype")
+    simple = logical or (tensor.is_floating_point() and (wanted is None or wanted.is_floating_point))
+    if not simple or not _over_all(call, tensor):
+        return None
+    rule = _REDUCTIONS[call.func]
+    placement, local = tensor.placement, tensor.local
+    own = float(rule.block(local, _precise(local, wanted))) if placement.counts and local.numel() else rule.neutral
+    numbers = placement.collectives.exchange(f"{call.name} of {placement.name}", [own])
+    total = rule.total(numbers[:, 0])
+    if call.func is aten.mean.default:
+        total = total / tensor.numel()
+    dtype = torch.bool if logical else wanted or tensor.dtype
+    return total.to(device=tensor.device, dtype=dtype)
+
+
+def _over_all(call: OpCall, tensor: Tensor) -> bool:
+    """Whether a reduction is over all elements, to one number of shape ()."""
+    dims = call.given.get("dim")
+    every = not dims or len({dim % max(1, tensor.dim()) for dim in dims}) == tensor.dim()
+    return every and not call.given.get("keepdim", False) and tensor.numel() > 0
+
+
+def norm(call: OpCall) -> Tensor | list[Tensor] | None:
+    """Norms of one tensor or a list of them, in one exchange; None where they need the whole tensors."""
+    order, dtype = float(call.given.get("ord", 2)), call.given.get("dtype")
+    sharded = call.sharded
+    simple = all(t.is_floating_point() and (call.rule.listed or _over_all(call, t)) for t in sharded)
+    if not simple or any(isinstance(o.tensor, ShardedView) for o in call.operands):
+        return None
+    neutral = inf if order < 0 else 0.0
+    numbers = [_block_norm(tensor, order, neutral, dtype) for tensor in sharded]
+    own = torch.stack([n.to(numbers[0].device, torch.float64) for n in numbers]).tolist()
+    names = ", ".join(tensor.placement.name for tensor in sharded)
+    found = sharded[0].placement.collectives.exchange(f"{call.name} of {names}", own)
+    totals = iter(_total_norm(found, order).unbind())
+
+    def total(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedTensor):
+            return next(totals).to(device=tensor.device, dtype=dtype or tensor.dtype)
+        plain: Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        return plain
+
+    norms = [total(operand.tensor) for operand in call.operands]
+    return norms if call.rule.listed else norms[0]
+
+
+def _block_norm(tensor: ShardedTensor, order: float, neutral: float, dtype: torch.dtype | None) -> Tensor:
+    local = tensor.local
+    if not tensor.placement.counts or not local.numel():
+        return local.new_full((), neutral)
+    found: Tensor = torch.linalg.vector_norm(local, order, dtype=_precise(local, dtype))
+    return found
+
+
+def _total_norm(found: Tensor, order: float) -> Tensor:
+    """Norms of whole tensors (columns) from those of blocks (rows)."""
+    if order == 0:
+        return found.sum(0)
+    total: Tensor = torch.linalg.vector_norm(found, order, dim=0)
+    return total

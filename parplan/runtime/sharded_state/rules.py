@@ -1,0 +1,193 @@
+"""Rules by which ops on sharded tensors are told apart, and calls of ops with their tensor arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parplan.compat import schema_of
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+
+__all__ = ["COUNTERS", "Kind", "OpCall", "Operand", "Rule", "replaced", "rule_of"]
+
+aten = torch.ops.aten
+
+# Elementwise ops without torch's tag for them.
+_ELEMENTWISE = frozenset(
+    {
+        "copy_", "zero_", "fill_", "fill", "masked_fill", "masked_fill_", "_to_copy", "zeros_like", "ones_like",
+        "empty_like", "full_like", "_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_foreach_copy_",
+        "_foreach_zero_", "_foreach_clone",
+    }
+)  # fmt: skip
+_FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
+_ALIASES = frozenset({"detach", "alias", "lift_fresh"})
+_REDUCTIONS = frozenset(
+    {
+        aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.amax.default, aten.amin.default,
+        aten.any.default, aten.all.default,
+    }
+)  # fmt: skip
+# Ops of lists that are no elementwise ones, although the op of the same name has elementwise forms.
+_FOREACH_REDUCTIONS = frozenset({"_foreach_max", "_foreach_min", "_foreach_norm"})
+# Arguments that are no operand of an elementwise computation.
+COUNTERS = frozenset({"state_steps"})
+
+
+class Kind(Enum):
+    """How an op is computed."""
+
+    ALIAS = auto()
+    VIEW = auto()
+    ELEMENTWISE = auto()
+    UNSCALE = auto()
+    FACTORY = auto()
+    NORM = auto()
+    REDUCTION = auto()
+    SAME_SIZE = auto()
+    RESHAPING = auto()
+    WHOLE = auto()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of an op.
+
+    Args:
+        names: its arguments.
+        written: those that it writes to.
+        returned: those that it returns, where it returns arguments.
+        listed: it treats the tensors at one index of its lists together, apart from those at others.
+        random: it draws random numbers.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    written: frozenset[str]
+    returned: tuple[str, ...]
+    listed: bool
+    random: bool
+
+
+@cache
+def rule_of(func: Any) -> Rule:
+    """The rule of an op, worked out once."""
+    schema, name = schema_of(func), func.overloadpacket.__name__
+    written = {a.name: a.alias_info.before_set for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+    returned = [r.alias_info.before_set for r in schema.returns if r.alias_info and r.alias_info.is_write]
+    return Rule(
+        kind=_kind(func, name),
+        names=tuple(a.name for a in schema.arguments),
+        written=frozenset(written),
+        returned=tuple(n for found in returned for n, own in written.items() if own == found),
+        listed=name.startswith(("_foreach_", "_fused_", "_amp_foreach_")),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def _kind(func: Any, name: str) -> Kind:
+    schema = schema_of(func)
+    if torch.Tag.inplace_view in func.tags or name in ("set_", "resize_", "resize_as_"):
+        return Kind.RESHAPING
+    if name in _ALIASES:
+        return Kind.ALIAS
+    if any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
+        return Kind.VIEW
+    if func in _REDUCTIONS:
+        return Kind.REDUCTION
+    special = {
+        aten.linalg_vector_norm.default: Kind.NORM,
+        aten._foreach_norm.Scalar: Kind.NORM,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: Kind.UNSCALE,
+        aten.is_same_size.default: Kind.SAME_SIZE,
+    }
+    if func in special:
+        return special[func]
+    if name in _FACTORIES:
+        return Kind.FACTORY
+    return Kind.ELEMENTWISE if _is_elementwise(func, name) else Kind.WHOLE
+
+
+def _is_elementwise(func: Any, name: str) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return True
+    single = getattr(aten, name.removeprefix("_foreach_"), None) if name.startswith("_foreach_") else None
+    if single is None:
+        return False
+    # An op of lists is elementwise if the op of the same name is, in the form with as many tensors.
+    return name not in _FOREACH_REDUCTIONS and any(
+        torch.Tag.pointwise in getattr(single, overload).tags for overload in single.overloads()
+    )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor among an op's arguments; `index` where it is in a list."""
+
+    argument: str
+    index: int | None
+    tensor: Tensor
+    written: bool
+
+
+class OpCall:
+    """One call of an op, its arguments by name."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.func, self.rule = func, rule_of(func)
+        self._positional = len(args)
+        self.given = {**dict(zip(self.rule.names, args, strict=False)), **kwargs}
+        self.operands = [
+            Operand(name, index, tensor, name in self.rule.written)
+            for name, value in self.given.items()
+            for index, tensor in _tensors(value)
+        ]
+
+    def run(self, tensors: Mapping[int, Tensor]) -> Any:
+        """Call the op with other tensors in place of some operands, by their ids."""
+        values = {name: replaced(value, tensors) for name, value in self.given.items()}
+        names = self.rule.names[: self._positional]
+        rest = {name: value for name, value in values.items() if name not in names}
+        return self.func(*(values[name] for name in names), **rest)
+
+    def result(self, computed: Any) -> Any:
+        """The op's result: the arguments themselves where it writes to them."""
+        if not self.rule.written:
+            return computed
+        own = [self.given[name] for name in self.rule.returned]
+        return None if not own else own[0] if len(own) == 1 else tuple(own)
+
+    @property
+    def sharded(self) -> list[ShardedTensor]:
+        """The sharded operands."""
+        return [o.tensor for o in self.operands if isinstance(o.tensor, ShardedTensor)]
+
+    @property
+    def name(self) -> str:
+        """The op's name, for errors and tags."""
+        return str(self.func.overloadpacket.__name__)
+
+
+def _tensors(value: Any) -> list[tuple[int | None, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(None, value)]
+    if isinstance(value, (list, tuple)):
+        return [(index, each) for index, each in enumerate(value) if isinstance(each, Tensor)]
+    return []
+
+
+def replaced(value: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """An argument with other tensors in place of some, by their ids."""
+    if isinstance(value, Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
+        return [tensors.get(id(each), each) if isinstance(each, Tensor) else each for each in value]
+    return value

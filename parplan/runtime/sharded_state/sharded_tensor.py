@@ -1,0 +1,293 @@
+"""Tensor subclass for tensors that are cut over processes: whole to its user, one block in memory.
+
+`shape`, `numel`, norms, comparisons and every other op mean the whole tensor; each rank holds its own block (`local`).
+Elementwise ops run on blocks alone; anything else is computed on the gathered tensor, which all ranks have to do alike
+(parplan/runtime/sharded_state/ops.py has the rules). A view of it (`p[0]`, `p.view(-1)`) is a `ShardedView`: a view of the
+gathered tensor that reads the present values of the blocks and writes back to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.compat import (
+    as_subclass_with_dispatch,
+    local_ops_only,
+    support_foreach,
+    wrapper_tensor,
+    writes,
+)
+from parplan.runtime.sharded_state.block_placement import Placement
+from parplan.runtime.sharded_state.checkpoint_blocks import chunks, find_block, write_items
+
+__all__ = ["Gathered", "ShardedTensor", "ShardedView", "local_tensor"]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The memory that this process has of a tensor: its block of a sharded one, else the tensor itself."""
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor
+
+
+@cache
+def _rules() -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
+    from parplan.runtime.sharded_state.ops import dispatch  # the rules make tensors of this module's classes
+
+    return dispatch
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds one block.
+
+    Attributes:
+        local: this rank's block, an ordinary tensor without gradient; empty where the rank holds nothing.
+        placement: which block every rank holds.
+    """
+
+    local: Tensor
+    placement: Placement
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placement: Placement) -> ShardedTensor:
+        """Wrap a block; its memory is shared, not copied."""
+        made = wrapper_tensor(cls, placement.shape, local)
+        made.local, made.placement = local, placement
+        return made
+
+    def __init__(self, local: Tensor, placement: Placement) -> None:
+        super().__init__()
+
+    @staticmethod
+    def cut(whole: Tensor, placement: Placement) -> ShardedTensor:
+        """This rank's block of a whole tensor that all ranks have, in new memory."""
+        return ShardedTensor(placement.cut(whole.detach()).clone(), placement)
+
+    def whole(self) -> Tensor:
+        """The gathered tensor, an ordinary one in new memory; every rank has to call this."""
+        return self.placement.collectives.gather(f"gathering {self.placement.name}", self.local, self.placement)
+
+    def like(self, local: Tensor) -> ShardedTensor:
+        """Another tensor of the same placement, such as the gradient."""
+        return ShardedTensor(local, self.placement)
+
+    def stand_in(self) -> nn.Parameter:
+        """An ordinary parameter of the whole shape without values, to capture a model with."""
+        made = nn.Parameter(self.local.new_empty(self.placement.shape), requires_grad=self.requires_grad)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _rules()(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values, as gathering them needs all ranks."""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        ranges = ", ".join(f"{extent.start}:{extent.stop}" for extent in self.placement.own)
+        return (
+            f"{type(self).__name__}({self.placement.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"rank {self.placement.collectives.rank} holds [{ranges}]{grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        """An independent tensor of the same placement."""
+        if id(self) in memo:
+            known: ShardedTensor = memo[id(self)]
+            return known
+        made: Any = ShardedTensor(self.local.clone(), self.placement)
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        own = vars(made)
+        own.update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
+        if not isinstance(self, nn.Parameter):
+            made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        copied: ShardedTensor = made
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: one process has a block only."""
+        raise RuntimeFailure(
+            f"{self.placement.name} is cut over processes, and this one holds {tuple(self.local.shape)} of "
+            f"{tuple(self.shape)}: it is not pickled. Save what state_dict() of the compiled model or of the optimizer "
+            "returns (on all ranks: it gathers), or parameter.whole()"
+        )
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """This rank's block, for torch.distributed.checkpoint to save."""
+        return write_items(fqn, self.shape, self.placement.own, self.local)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Where this rank's block lies, for torch.distributed.checkpoint to load."""
+        return chunks(self.placement.own, self.local)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """This rank's block, for torch.distributed.checkpoint to read from or write to."""
+        return find_block(index, self.placement.own, self.local)
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory without gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if tuple(value.shape) != tuple(self.shape):
+            raise RuntimeFailure(
+                f"{self.placement.name} has shape {tuple(self.shape)} and is cut over processes; its data cannot "
+                f"become a tensor of shape {tuple(value.shape)}. Give it whole tensors, or build and compile anew"
+            )
+        same = isinstance(value, ShardedTensor) and value.placement.same(self.placement)
+        new = value if isinstance(value, ShardedTensor) and same else ShardedTensor.cut(_plain(value), self.placement)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.local = new.local
+
+    def tolist(self) -> Any:
+        """The gathered values; every rank has to call this."""
+        return self.whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The gathered values, read only; every rank has to call this."""
+        values = self.whole().numpy(force=force)
+        values.setflags(write=False)
+        return values
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """The gathered values, read only; every rank has to call this."""
+        return self.whole().__array__(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """Refused: there is no memory that holds the whole."""
+        raise self._no_memory("data_ptr()")
+
+    def untyped_storage(self) -> Any:
+        """Refused: there is no memory that holds the whole."""
+        raise self._no_memory("untyped_storage()")
+
+    def storage(self) -> Any:
+        """Refused: there is no memory that holds the whole."""
+        raise self._no_memory("storage()")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: there is no memory that holds the whole."""
+        raise self._no_memory("__dlpack__()")
+
+    def share_memory_(self) -> Any:
+        """Refused: there is no memory that holds the whole."""
+        raise self._no_memory("share_memory_()")
+
+    def _no_memory(self, what: str) -> RuntimeFailure:
+        return RuntimeFailure(
+            f"{what} of {self.placement.name}: the tensor is cut over processes, so no memory holds all of it; use "
+            "parameter.local (this process's block) or parameter.whole() (gathered, on all ranks)"
+        )
+
+
+class Gathered:
+    """The whole of a sharded tensor in one memory, for views; kept equal to the blocks.
+
+    Args:
+        base: the sharded tensor.
+
+    Attributes:
+        whole: the gathered tensor.
+        placement: the blocks'.
+    """
+
+    def __init__(self, base: ShardedTensor) -> None:
+        self._local, self.placement = base.local, base.placement
+        self.whole = base.whole()
+        self._seen = writes(self._local)
+
+    def refresh(self) -> None:
+        """Gather again if the blocks were written since; all ranks come here alike."""
+        if writes(self._local) != self._seen:
+            self.whole.copy_(ShardedTensor(self._local, self.placement).whole())
+            self._seen = writes(self._local)
+
+    def write_back(self) -> None:
+        """Give this rank's block what was written to the whole."""
+        self._local.copy_(self.placement.cut(self.whole))
+        torch.autograd.graph.increment_version(self._local)
+        self._seen = writes(self._local)
+
+
+class ShardedView(torch.Tensor):
+    """A view of a sharded tensor: of its gathered values, with writes that go back to the blocks.
+
+    Attributes:
+        source: the gathered tensor.
+        plain: the view, as an ordinary tensor.
+    """
+
+    source: Gathered
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, source: Gathered) -> ShardedView:
+        """A view of `source.whole`."""
+        made = as_subclass_with_dispatch(cls, plain)
+        made.source, made.plain = source, plain
+        return made
+
+    def __init__(self, plain: Tensor, source: Gathered) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _rules()(func, args, kwargs or {})
+
+    def current(self) -> Tensor:
+        """The plain view, of the values that the blocks hold now."""
+        self.source.refresh()
+        return self.plain
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values, as gathering them may need all ranks."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """An ordinary tensor with its values."""
+        return self.current().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary tensor."""
+        return self.current().clone().__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same memory without gradient."""
+        return self.detach()
+
+    def tolist(self) -> Any:
+        """Its values."""
+        return self.current().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Its values, read only."""
+        values = self.current().clone().numpy(force=force)
+        values.setflags(write=False)
+        return values
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Its values, read only."""
+        return self.numpy().__array__(*args, **kwargs)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the values of any."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.whole()
+    return tensor.current() if isinstance(tensor, ShardedView) else tensor
+
+
+for _class in (ShardedTensor, ShardedView):
+    local_ops_only(_class)
+support_foreach(ShardedTensor)

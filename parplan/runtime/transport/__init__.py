@@ -1,0 +1,1 @@
+"""Transport of tensor blocks: copies in one process, torch.distributed messages between processes."""

@@ -1,0 +1,315 @@
+"""The transport of torchrun: one logical device per process, rank i is logical device i.
+
+Pieces go point to point: a rank packs what one other rank needs into one flat message, sends without waiting, and waits
+for what it receives only when it is read. Gradient sums are all-reduces over the ranks that hold the same blocks. Every
+failure of a collective ends as a RuntimeFailure that names the step; the group's timeout bounds every wait.
+
+What ranks send each other: the blocks that one needs from another, in one flat message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.layout import Piece
+from parplan.lowering.program import shape_of
+from parplan.runtime.transport.base import Assembly, Exchange, Held, assemble, assembly, block
+
+__all__ = ["DistributedTransport", "Flat", "Message", "explained", "messages"]
+
+
+@dataclass
+class Message:
+    """Blocks that one rank sends another in one flat tensor."""
+
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def elements(self) -> int:
+        return sum(piece.elements for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A flat message to or from another rank."""
+
+    other: int
+    sent: bool
+    tensor: Tensor
+
+
+def messages(pieces: Sequence[Piece], rank: int, sending: bool) -> dict[int, Message]:
+    """What `rank` sends to (or gets from) every other rank, in the order of the pieces."""
+    found: dict[int, Message] = {}
+    for piece in pieces:
+        own, other = (piece.source, piece.target) if sending else (piece.target, piece.source)
+        if own == rank and other != rank:
+            found.setdefault(other, Message()).pieces.append(piece)
+    return found
+
+
+@contextmanager
+def explained(what: str, rank: int) -> Iterator[None]:
+    """Turn torch.distributed's errors into one that says which step failed where."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise RuntimeFailure(
+            f"rank {rank}: {what} failed: {reason}; another rank has probably stopped or fallen behind, see its output"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Messages whose memory is kept until they have left."""
+
+    name: str
+    works: Sequence[Any]
+    flats: Sequence[Flat]
+
+
+@dataclass
+class _Receiving:
+    """Messages on their way to this rank, put together when they are first read."""
+
+    transport: DistributedTransport
+    exchange: Exchange
+    plan: Assembly | None = None
+    works: Sequence[Any] = ()
+    flats: list[Flat] = field(default_factory=list)
+    blocks: dict[Piece, Tensor] = field(default_factory=dict)
+    like: Tensor | None = None
+    parts: Held | None = None
+
+    def wait(self) -> Held:
+        if self.parts is None:
+            with explained(self.exchange.name, self.transport.rank):
+                for work in self.works:
+                    work.wait()
+            self.parts = {}
+            if self.plan is not None and self.like is not None:
+                self.parts[self.transport.rank] = assemble(self.plan, self.blocks.__getitem__, self.like)
+            self.blocks = {}
+        return self.parts
+
+
+@dataclass
+class _Summing:
+    """An all-reduce on its way."""
+
+    transport: DistributedTransport
+    name: str
+    work: Any
+    flat: Tensor
+
+    def wait(self) -> Held:
+        with explained(self.name, self.transport.rank):
+            self.work.wait()
+        return {self.transport.rank: self.flat}
+
+
+class DistributedTransport:
+    """Moves tensors between the ranks of a process group.
+
+    Args:
+        device: where this rank's logical device lives.
+        group: the process group; None for the default one.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.processes = dist.get_world_size(group)
+        self.owned: tuple[int, ...] = (self.rank,)
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
+        self._sent: list[_Sent] = []
+        self._kept: dict[Hashable, Tensor] = {}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group; None for the default one."""
+        return self._group
+
+    @property
+    def ranks(self) -> list[int]:
+        """The group's ranks, as numbered among all processes."""
+        return [self._peer(rank) for rank in range(self.processes)]
+
+    def physical(self, device: int) -> torch.device:
+        """Where this rank's device lives."""
+        return self._device
+
+    def on(self, device: int) -> AbstractContextManager[object]:
+        """The caller's own stream: torch.distributed orders its communication with it."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Nothing to order: everything runs on the caller's stream."""
+
+    def show(self) -> None:
+        """Nothing to order: the caller's stream is the one that everything runs on."""
+
+    def used_here(self, tensor: Tensor) -> None:
+        """Nothing to tell: one stream allocates and uses everything."""
+
+    def ready_on(self, device: int) -> None:
+        """Nothing to order: there is one stream."""
+
+    def end(self) -> None:
+        """Wait until what was sent has left, so that its memory may be reused."""
+        for sent in self._sent:
+            with explained(sent.name, self.rank):
+                for work in sent.works:
+                    work.wait()
+        self._sent.clear()
+
+    def group(self, devices: Sequence[int]) -> None:
+        """Make the process group of `devices`, once; every rank has to call this, also those outside."""
+        key = tuple(devices)
+        if key not in self._groups:
+            with explained(f"making a group of ranks {key}", self.rank):
+                self._groups[key] = dist.new_group([self._peer(device) for device in key])
+
+    def start(self, exchange: Exchange, tensors: Held) -> _Receiving:
+        """Send this rank's blocks, begin to receive what it needs."""
+        shape = exchange.shapes.get(self.rank)
+        plan = assembly(exchange.pieces, self.rank, tuple(shape)) if shape is not None else None
+        sending = self._sending(exchange, tensors)
+        receiving = self._receiving(exchange, plan) if plan is not None else _Receiving(self, exchange)
+        works = self._begin(exchange.name, [*sending, *receiving.flats])
+        # One group call (NCCL) gives one work for all; gloo gives one each, and sends need not be waited for here.
+        each = len(works) == len(sending) + len(receiving.flats)
+        receiving.works = works[len(sending) :] if each else works
+        self._sent.append(_Sent(exchange.name, works[: len(sending)] if each else works, sending))
+        if plan is not None:
+            own = [piece for piece in plan.pieces if piece.source == self.rank]
+            receiving.blocks |= {piece: block(tensors[self.rank], piece.source_region) for piece in own}
+            receiving.like = torch.empty(exchange.shapes[self.rank], dtype=exchange.dtype, device=self._device)
+        return receiving
+
+    def _begin(self, name: str, flats: Sequence[Flat]) -> list[Any]:
+        ops = [
+            dist.P2POp(dist.isend if flat.sent else dist.irecv, flat.tensor, self._peer(flat.other), self._group)
+            for flat in flats
+        ]
+        with explained(name, self.rank):
+            return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors behind each other; on the CPU in memory that is kept, as new memory costs as much as the copy."""
+        if len(tensors) == 1:
+            return tensors[0].view(-1)
+        flat = [tensor.view(-1) for tensor in tensors]
+        elements = sum(tensor.numel() for tensor in flat)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() != elements or kept.dtype != flat[0].dtype:
+            kept = torch.empty(elements, dtype=flat[0].dtype, device=self._device)
+            if self._device.type == "cpu":
+                self._kept[name] = kept
+        return torch.cat(flat, out=kept)
+
+    def reduce(self, name: str, group: Sequence[int], flats: Held) -> _Summing:
+        """Start an all-reduce in place of this rank's flat tensor over `group`."""
+        flat = flats[self.rank]
+        with explained(name, self.rank):
+            work = dist.all_reduce(flat, group=self._groups[tuple(group)], async_op=True)
+        return _Summing(self, name, work, flat)
+
+    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
+        """Overwrite `tensor` on all of `devices` with that of `source`."""
+        with explained(name, self.rank):
+            dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
+
+    def gather_sizes(self, size: int) -> tuple[int, ...]:
+        """What every rank passes here, by rank."""
+        return tuple(entry for (entry,) in self.gather(size))
+
+    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers that every rank passes here, by rank; all pass equally many."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        with explained("exchanging the numbers of samples", self.rank):
+            dist.all_gather(found, own, group=self._group)
+        return [tuple(entry.tolist()) for entry in found]
+
+    def gather_rows(self, own: Tensor, dim: int, sizes: Sequence[int], ranks: Sequence[int]) -> Tensor:
+        """The tensors of `ranks` behind each other along `dim`, on every rank.
+
+        Args:
+            sizes: along `dim`, of every rank's tensor.
+        """
+        rows = own.movedim(dim, 0)
+        # gloo gathers tensors of one shape only.
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        found = [torch.empty_like(padded) for _ in range(self.processes)]
+        with explained("gathering inputs for the self-check", self.rank):
+            dist.all_gather(found, padded, group=self._group)
+        return torch.cat([found[rank][: sizes[rank]] for rank in ranks]).movedim(0, dim)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text that every rank passes here, by rank."""
+        found: list[Any] = [None] * self.processes
+        with explained("exchanging findings of the self-check", self.rank):
+            dist.all_gather_object(found, text, group=self._group)
+        return [str(entry) for entry in found]
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """Which of the flags are set in at least one process."""
+        return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
+
+    def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank; all of one shape and type."""
+        found = [torch.empty_like(own) for _ in range(self.processes)]
+        with explained(name, self.rank):
+            dist.all_gather(found, own, group=self._group)
+        return found
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """A text that rank 0 makes and all ranks get; its error, if any, is raised on all."""
+        told: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                told[0] = make()
+            except Exception as caught:
+                error, told[1] = caught, str(caught)
+        with explained("sharing rank 0's plan", self.rank):
+            dist.broadcast_object_list(told, self._peer(0), group=self._group, device=self._device)
+        if error is not None:
+            raise error
+        if told[1] is not None:
+            raise RuntimeFailure(f"rank {self.rank}: rank 0 could not make the plan: {told[1]}")
+        return str(told[0])
+
+    def _peer(self, device: int) -> int:
+        return device if self._group is None else dist.get_global_rank(self._group, device)
+
+    def _sending(self, exchange: Exchange, tensors: Held) -> list[Flat]:
+        flats = []
+        for target, message in messages(exchange.pieces, self.rank, sending=True).items():
+            blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in message.pieces]
+            # Contiguous memory that nothing writes to before it has left.
+            flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
+            flats.append(Flat(target, True, flat))
+        return flats
+
+    def _receiving(self, exchange: Exchange, plan: Assembly) -> _Receiving:
+        found = _Receiving(self, exchange, plan)
+        for source, message in messages(plan.pieces, self.rank, sending=False).items():
+            flat = torch.empty(message.elements, dtype=exchange.dtype, device=self._device)
+            found.flats.append(Flat(source, False, flat))
+            parts = flat.split([piece.elements for piece in message.pieces])
+            for piece, part in zip(message.pieces, parts, strict=True):
+                found.blocks[piece] = part.view(shape_of(piece.source_region))
+        return found

@@ -1,0 +1,168 @@
+"""Passes in a program: what is split, what travels beside what, what is joined; and the steps pass by pass."""
+
+from __future__ import annotations
+
+import random
+import textwrap
+
+import pytest
+import torch
+
+from parplan.errors import PlanError
+from parplan.layout import Range
+from parplan.lowering.lower import lower
+from parplan.lowering.passes import Pass, local_ranges, put, take
+from parplan.lowering.program import Program, Staged
+from parplan.lowering.step_setting import Setting
+from parplan.plan import Scheme, Strategy
+from parplan.runtime.module.compiled import Compiled
+from tests.runtime.helpers import planner
+from tests.runtime.module.test_train_step import hybrid
+from tests.runtime.nets import mlp
+
+
+def program(devices: int, scheme: Scheme, fewest: int = 1, processes: bool = True) -> Program:
+    case = hybrid(devices, scheme, {}, fewest)
+    one = Setting(devices, (2 * devices,), (0,) * devices, scheme=scheme)
+    setting = Setting(devices, (2,) * devices, tuple(range(devices)), scheme=scheme) if processes else one
+    return lower(case.graph, case.plan.layers, setting)
+
+
+def staged(found: Program) -> Staged:
+    assert found.staged is not None
+    return found.staged
+
+
+def test_the_next_pass_travels_beside_this_one() -> None:
+    expected = """
+    forward:
+      0 + 1 + 2 + 3 on 2x1 (0,1): input -> flatten
+      split flatten -> flatten#0, flatten#1
+      move flatten#0 2x1 (0,1) rows:0 -> flatten#0@1 1x2 (0,1)
+      move flatten#1 2x1 (0,1) rows:0 -> flatten#1@1 1x2 (0,1)
+      pass 0: 4 + 5 on 1x2 (0,1): flatten#0@1 -> relu_1#0
+      pass 0: 6 on 1x2 (0,1): relu_1#0 -> linear_1#0
+      move linear_1#0 1x2 (0,1) terms -> linear_1#0@1 2x1 (0,1) rows:0
+      pass 1: 4 + 5 on 1x2 (0,1): flatten#1@1 -> relu_1#1
+      pass 1: 6 on 1x2 (0,1): relu_1#1 -> linear_1#1
+      move linear_1#1 1x2 (0,1) terms -> linear_1#1@1 2x1 (0,1) rows:0
+      join linear_1#0@1, linear_1#1@1 -> linear_1
+    backward:
+      split linear_1 back to linear_1#0@1, linear_1#1@1
+      move linear_1#1@1 back to linear_1#1
+      move linear_1#0@1 back to linear_1#0
+      pass 1: back through 6
+      pass 1: back through 4 + 5
+      move flatten#1@1 back to flatten#1
+      pass 0: back through 6
+      sum gradients of p_6_bias
+      pass 0: back through 4 + 5
+      move flatten#0@1 back to flatten#0
+      join flatten#0, flatten#1 back to flatten
+      back through 0 + 1 + 2 + 3
+      sum gradients of p_0_bias, p_0_weight
+    """
+    for scheme in (Scheme.BROADCAST, Scheme.INTERLEAVE):
+        assert program(2, scheme).text() == textwrap.dedent(expected).lstrip()
+
+
+def test_a_lone_sender_deals_its_samples_out_and_the_receivers_exchange_them_one_segment_later() -> None:
+    lines = program(4, Scheme.BROADCAST).text().splitlines()
+    first = lines.index("  move flatten#2 4x1 (0,1,2,3) rows:0 -> flatten#2@1 4x1 (0,1,2,3) rows:0")
+    second = lines.index("  move flatten#2@1 4x1 (0,1,2,3) rows:0 -> flatten#2@2 1x4 (0,1,2,3)")
+    beside = [line for line in lines[first:second] if "on 1x4" in line]
+    assert [line.split(":")[0].strip() for line in beside] == ["pass 1"]
+    assert next(i for i, line in enumerate(lines) if line.startswith("  pass 2")) > second
+    back = lines[lines.index("backward:") :]
+    half, rest = (back.index(f"  move {text}") for text in ("flatten#2@2 back to flatten#2@1",
+                                                             "flatten#2@1 back to flatten#2"))  # fmt: skip
+    assert [line for line in back[half:rest] if "pass 1: back through" in line]
+    with_two = program(4, Scheme.BROADCAST, fewest=2)
+    assert not any("#0@2 2x2" in line and "4x1" in line for line in with_two.text().splitlines())
+
+
+@pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)
+def test_most_that_one_device_sends_at_once(scheme: Scheme) -> None:
+    """By broadcast the only sender of a pass sends its samples once, not three times."""
+    found = program(4, scheme)
+    per_sample = 128
+    first = next(t for t in found.transfers if t.source == "flatten#1")
+    sent = [sum(p.elements for p in first.exchange.pieces if p.source == d != p.target) for d in range(4)]
+    # Each has two samples. broadcast: half of the one's goes to another; interleave: one sample to each of the others.
+    expected = [0, per_sample, 0, 0] if scheme is Scheme.BROADCAST else [3 * per_sample] * 4
+    assert sent == expected
+
+
+def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
+    for scheme, devices, fewest in ((Scheme.BROADCAST, 4, 1), (Scheme.INTERLEAVE, 4, 2), (Scheme.BROADCAST, 2, 1)):
+        found = program(devices, scheme, fewest)
+        steps = staged(found)
+        forward = [*steps.before, *(step for one in steps.passes for step in one.forward)]
+        backward = [*(step for one in steps.passes for step in one.backward), *steps.sums, *steps.after]
+        joins = [step.text() for step in found.forward if step.text().startswith("join")]
+        texts = sorted(step.text() for step in found.forward)
+        assert sorted([*(step.text() for step in forward), *joins]) == texts
+        assert sorted([*(step.text() for step in backward), *joins]) == sorted(s.text() for s in found.backward)
+        for number, one in enumerate(steps.passes):
+            turns = {getattr(step, "turn", None) for step in (*one.forward, *one.backward)} - {None}
+            assert turns == {number}
+            assert [found.slots[slot].turn for slot in one.outputs] == [number]
+
+
+def test_passes_know_every_process_own_samples() -> None:
+    samples = [one.samples for one in staged(program(2, Scheme.BROADCAST)).passes]
+    assert samples == [((Range(0, 2),), ()), ((), (Range(0, 2),))]
+    samples = [one.samples for one in staged(program(2, Scheme.INTERLEAVE)).passes]
+    assert samples == [((Range(0, 1),), (Range(0, 1),)), ((Range(1, 2),), (Range(1, 2),))]
+    samples = [one.samples for one in staged(program(2, Scheme.INTERLEAVE, processes=False)).passes]
+    assert samples == [((Range(0, 1), Range(2, 3)),), ((Range(1, 2), Range(3, 4)),)]
+
+
+def test_gather_has_no_passes() -> None:
+    found = program(4, Scheme.GATHER)
+    assert found.staged is None
+    assert "#" not in found.text()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_put_reverses_take(seed: int) -> None:
+    draw = random.Random(seed)
+    size, per_sample = draw.randrange(1, 12), draw.choice((1, 3))
+    bounds = sorted(draw.randrange(size + 1) for _ in range(4))
+    ranges = (Range(bounds[0], bounds[1]), Range(bounds[2], bounds[3]))
+    held = Range(0, size * per_sample)
+    whole = torch.arange(2.0 * size * per_sample).view(2, -1)
+    places = local_ranges(ranges, held, per_sample)
+    part = take(whole, 1, places)
+    assert part.shape[1] == per_sample * sum(map(len, ranges))
+    copy = torch.zeros_like(whole)
+    put(copy, 1, places, part)
+    assert torch.equal(take(copy, 1, places), part)
+    assert copy.count_nonzero() == part.count_nonzero()
+
+
+def test_rows_of_a_pass() -> None:
+    one = Pass(0, (Range(0, 3), Range(4, 6)))
+    assert (one.batch, one.rows(1), one.rows(2), one.rows(3)) == (5, (5,), (3, 2), (2, 2, 1))
+
+
+def hooked(seen: list[tuple[int, ...]], narrow: set[str]) -> Compiled:
+    """A network with hooks on its second linear layer; layers in `narrow` have one replica, all others two."""
+    net, one = mlp(), Strategy(devices=(1,))
+    net[2].register_forward_hook(lambda *given: seen.append(tuple(given[2].shape)))
+    net[2].register_full_backward_hook(lambda *given: seen.append(tuple(given[2][0].shape)))
+    names = ("0", "1", "2.pre_hooks", "2", "2.hooks", "3", "4")
+    table = {name: one if name in narrow else Strategy(2, 1, None, (0, 1)) for name in names}
+    return Compiled(net, planner(table, 2, Scheme.INTERLEAVE), devices=["cpu"] * 2)
+
+
+def test_hooks_are_called_once_per_pass() -> None:
+    seen: list[tuple[int, ...]] = []
+    hooked(seen, {"2.pre_hooks", "2", "2.hooks", "3", "4"})(torch.randn(8, 6, dtype=torch.float64)).sum().backward()
+    assert seen == [(4, 12)] * 4
+
+
+def test_a_module_with_backward_hooks_has_both_ends_in_the_passes() -> None:
+    model = hooked([], {"2", "3", "4"})
+    with pytest.raises(PlanError, match=r"2\.hooks: 2 replicas in 2 passes, but 2 replicas where this module"):
+        model(torch.randn(8, 6, dtype=torch.float64))

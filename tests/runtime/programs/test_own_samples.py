@@ -1,0 +1,226 @@
+"""Every process gets the results of its own samples, as the plain model gives them, wherever the samples lie."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.errors import CaptureError, RuntimeFailure
+from parplan.graph.capture.capture import capture
+from parplan.layout import Range
+from parplan.plan import Scheme
+from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.module.train_step import SampleAxis, sample_axes
+from tests.runtime.helpers import compiled, differences, outcome, planner, random_passes, random_strategies, spread
+from tests.runtime.ranks import run_cases
+
+WORDS, WIDTH = 12, 4
+
+
+class WordModel(nn.Module):
+    """Sequences lie along dimension 0, samples along dimension 1; the words' scores are [time * samples, words]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.rnn = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, 6)
+        self.decoder = nn.Linear(6, WORDS)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        found, state = self.rnn(self.encoder(words))
+        return self.decoder(found).view(-1, WORDS).log_softmax(1), state
+
+
+class Does(nn.Module):
+    """One function, with layers at hand."""
+
+    def __init__(self, does: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fc, self.out, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6), nn.LayerNorm(WIDTH)
+        self.does = does
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.does(self, *inputs)
+
+
+class OwnWeight(nn.Module):
+    """A weight that is applied by a function: such an op is a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.first = nn.Parameter(torch.randn(6, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x).reshape(-1, WIDTH), self.weight).relu()
+
+
+def lookup(m: Does, x: Tensor) -> Tensor:
+    steps = (x[..., 0] > 0).sum(1).clamp(max=2) - 3
+    found: Tensor = m.out(m.fc(x)[torch.arange(len(x)), steps])
+    return found
+
+
+def batched_lookup(m: Does, x: Tensor) -> Tensor:
+    rows = (x[..., 0] > 0).long()
+    found: Tensor = m.fc(x)[torch.arange(len(x))[:, None], rows]
+    return found
+
+
+def lookup_behind(m: Does, x: Tensor) -> Tensor:
+    found: Tensor = m.fc(x)[(x[0, :, 0] > 0).long(), torch.arange(x.shape[1])]
+    return found
+
+
+def masked(m: Does, x: Tensor) -> Tensor:
+    h: Tensor = m.fc(x).clone()
+    h[x[..., 0] > 0] = 0.5
+    return h
+
+
+# How it is made, and the dimension of the samples.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "samples_inside": (lambda: Does(lambda m, x: m.out(m.fc(x)).view(-1, 6)), 1),
+    "flat_before_a_layer": (lambda: Does(lambda m, x: m.out(m.fc(x).view(-1, WIDTH))), 1),
+    "flat_through_layers": (lambda: Does(lambda m, x: m.out(m.norm(m.fc(x.reshape(-1, WIDTH))).relu())), 1),
+    "flat_twice": (lambda: Does(lambda m, x: m.fc(m.fc(x.reshape(-1, WIDTH)).view(x.shape)).view(-1, 2)), 1),
+    "several_results": (lambda: Does(lambda m, x: ((h := m.fc(x).view(-1, WIDTH)), m.out(h), h.relu().sum(1))), 1),
+    "with_a_dimension_behind": (lambda: Does(lambda m, x: m.fc(x).transpose(1, 2).reshape(-1, 3).relu()), 0),
+    "all_in_one": (lambda: Does(lambda m, x: m.fc(x).reshape(-1)), 1),
+    "turned_and_flat": (lambda: Does(lambda m, x: m.out(m.fc(x).transpose(0, 1).reshape(-1, WIDTH))), 0),
+    "samples_outside": (lambda: Does(lambda m, x: m.out(m.fc(x)).view(-1, 6)), 0),
+    "turned": (lambda: Does(lambda m, x: m.fc(x).transpose(0, 1)), 1),
+    "own_weight": (OwnWeight, 1),
+    "lookup": (lambda: Does(lookup), 0),
+    "batched_lookup": (lambda: Does(batched_lookup), 0),
+    "lookup_behind": (lambda: Does(lookup_behind), 1),
+    "masked": (lambda: Does(masked), 0),
+}
+
+
+def inputs(dim: int, samples: int) -> Tensor:
+    """[samples, 3, width], or samples along dimension 1."""
+    x = torch.randn(samples, 3, WIDTH, dtype=torch.float64)
+    return x.transpose(0, dim).contiguous()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
+    make, dim = MODELS[name]
+    torch.manual_seed(0)
+    net, x = make().double(), inputs(dim, 6)
+    wanted = outcome(net, net, x)
+    for rule in ("data", "out-features"):
+        model = compiled(net, spread(2, rule), 2, dim=dim)
+        assert differences(outcome(model.module, model, x), wanted) == {}
+    assert model.graph is not None
+    assert all(layer.batch is not None for layer in model.graph.layers.values() if not layer.constant)
+
+
+@pytest.mark.parametrize("name", ["flat_through_layers", "several_results", "flat_twice"])
+def test_drawn_plans_give_the_plain_results(name: str) -> None:
+    make, dim = MODELS[name]
+    torch.manual_seed(0)
+    net, draw, x = make().double(), random.Random(4), inputs(dim, 8)
+    wanted = outcome(net, net, x)
+    graph = capture(copy.deepcopy(net), (x,), dim=dim)
+    for number in range(6):
+        table = random_strategies(graph, 4, draw) if number % 2 else random_passes(graph, 4, draw)
+        scheme = Scheme.GATHER if number % 2 else Scheme.BROADCAST
+        model = Compiled(copy.deepcopy(net), planner(table, 4, scheme), devices=["cpu"] * 4, dim=dim)
+        assert differences(outcome(model.module, model, x), wanted) == {}
+
+
+def test_targets_are_cut_where_results_have_samples() -> None:
+    graph = capture(MODELS["samples_inside"][0]().double(), (inputs(1, 4),), dim=1)
+    axis, given = sample_axes(graph, 1)
+    assert (axis, given) == (SampleAxis(0, 1, 3), SampleAxis(1, 1))
+    targets = torch.arange(12)  # of 3 steps, 4 samples in each
+    assert axis.of(targets, 4)
+    assert axis.take(targets, [Range(1, 3)]).tolist() == [1, 2, 5, 6, 9, 10]
+
+
+# --- several processes -----------------------------------------------------------------------
+
+
+def same(found: Tensor | None, wanted: Tensor | None, what: str) -> None:
+    assert found is not None, what
+    assert wanted is not None, what
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [t for item in result for t in tensors(item)]
+
+
+def own_results(net: nn.Module, dim: int, batches: Sequence[Tensor], rank: int, kind: str) -> None:
+    """This rank's results and the mean gradient are those of the plain model, given each rank's samples by itself."""
+    plain = copy.deepcopy(net)
+    model = Compiled(net, planner(spread(len(batches), kind), len(batches)), dim=dim)
+    found, wanted = tensors(model(batches[rank])), [tensors(plain(batch)) for batch in batches]
+    for number, (one, other) in enumerate(zip(found, wanted[rank], strict=True)):
+        same(one, other, f"result {number}")
+    sum(t.square().sum() for t in found).backward()  # type: ignore[union-attr]
+    (sum(t.square().sum() for results in wanted for t in results) / len(batches)).backward()  # type: ignore[union-attr]
+    if kind == "data":
+        for (name, one_p), other_p in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if other_p.grad is not None:
+                same(one_p.grad, other_p.grad, name)
+
+
+def merged(rank: int, ranks: int) -> None:
+    for name, (make, dim) in MODELS.items():
+        for kind in ("data", "out-features") if name in CUT else ("data",):
+            try:
+                own_results(make().double(), dim, [inputs(dim, n) for n in range(2, ranks + 2)], rank, kind)
+            except Exception as error:
+                raise AssertionError(f"{name}, {kind}") from error
+
+
+CUT = ("flat_before_a_layer", "own_weight", "lookup")
+
+
+def words(rank: int, ranks: int) -> None:
+    for kind in ("data", "out-features"):
+        batches = [torch.randint(0, WORDS, (5, samples)) for samples in range(2, ranks + 2)]
+        own_results(WordModel().double(), 1, batches, rank, kind)
+
+
+def refused(rank: int, ranks: int) -> None:
+    """The same model runs in one process, and where all ranks bring the same batch."""
+    net = Does(lambda m, x, neighbour: m.fc(x) + m.fc(x)[neighbour]).double()
+    bags = nn.EmbeddingBag(WORDS, WIDTH).double()
+    x, neighbour = inputs(0, 4), torch.tensor([1, 0, 3, 2])
+    offsets = torch.tensor([0, 3])
+    for module, call in ((net, (x, neighbour)), (bags, (neighbour, offsets))):
+        with pytest.raises(CaptureError, match="takes positions along the samples"):
+            Compiled(copy.deepcopy(module), planner(spread(ranks, "data"), ranks))(*call)
+    with pytest.raises(CaptureError, match="result 0, made by flip, grows with the batch"):
+        Compiled(Does(lambda m, x: m.fc(x).flip(0)).double(), planner(spread(ranks, "data"), ranks))(x)
+    alike = Compiled(copy.deepcopy(net), planner(spread(ranks, "out-features"), ranks), inputs="group")
+    same(alike(x, neighbour), net(x, neighbour), "the same batch on all ranks")
+
+
+def shared(rank: int, ranks: int) -> None:
+    """An input without samples is each process's own where only gradients are exchanged, else the same for all."""
+    net = Does(lambda m, x, scale: m.out(m.fc(x) * scale)).double()
+    x, own = inputs(0, 3), torch.tensor([1.0 + rank], dtype=torch.float64)
+    apart = Compiled(copy.deepcopy(net), planner(spread(ranks, "data"), ranks))
+    same(apart(x, own), net(x, own), "its own scale")
+    cut = Compiled(copy.deepcopy(net), planner(spread(ranks, "out-features"), ranks))
+    both = torch.ones(1, dtype=torch.float64)
+    same(cut(x, both), net(x, both), "one scale for all")
+    with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and differs between processes"):
+        cut(x, own)
+    same(cut(x, both), net(x, both), "one scale for all, again")
+
+
+@pytest.mark.slow
+def test_processes_get_their_own_results(tmp_path: Path) -> None:
+    reports = run_cases({case.__name__: case for case in (merged, words, refused, shared)}, 2, tmp_path)
+    assert not any(reports.values()), "\n".join(reports.values())

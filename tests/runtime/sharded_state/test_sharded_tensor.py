@@ -1,0 +1,67 @@
+"""Sharded parameters over processes: what training code does with parameters gives plain training's numbers."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as mp
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.module.compiled import Compiled
+from tests.processes import forkserver
+from tests.runtime import sharded_cases, sharded_model_cases, sharded_op_cases
+from tests.runtime.helpers import planner, spread
+from tests.runtime.nets import mlp
+from tests.runtime.ranks import free_port, run_cases
+
+CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
+
+# The first test waits for all cases of two groups of processes.
+pytestmark = pytest.mark.timeout(900)
+
+Reports = dict[int, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Failures, by number of ranks and case."""
+    return {ranks: run_cases(CASES, ranks, tmp_path_factory.mktemp(f"sharded{ranks}")) for ranks in (2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_agree_with_plain_training(reports: Reports, ranks: int, case: str) -> None:
+    assert reports[ranks][case] == "", reports[ranks][case]
+
+
+def _alone(rank: int, port: int, folder: str) -> None:
+    """Rank 0 runs a line that the other one does not come to."""
+    torch.set_num_threads(1)
+    address = f"tcp://localhost:{port}"
+    dist.init_process_group("gloo", address, timedelta(seconds=3), rank=rank, world_size=2)
+    model = Compiled(mlp(), planner(spread(2, "out-features"), 2))
+    model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
+    told = Path(folder) / "error"
+    if rank == 0:
+        try:
+            model.state_dict()
+        except RuntimeFailure as error:
+            told.write_text(str(error))
+    deadline = time.monotonic() + 30
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_rank_that_gathers_alone_ends_with_an_error_at_the_timeout(tmp_path: Path) -> None:
+    forkserver()
+    mp.start_processes(_alone, (free_port(), str(tmp_path)), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
+    text = (tmp_path / "error").read_text()
+    assert "rank 0: state_dict() of the model" in text
+    assert "every rank has to run this line" in text
