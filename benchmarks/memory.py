@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.ddp import free_port
 from benchmarks.memory_networks import NETWORKS, Network
-from parplan.cost_models.memory import MemoryModel
-from parplan.cost_models.peaks import plan_peaks
+from parplan.cost_models.memory.layer_memory import MemoryModel
+from parplan.cost_models.memory.plan_peaks import plan_peaks
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.runtime.measurement.peak_memory import step_peak

@@ -27,15 +27,14 @@ from torch import multiprocessing as mp
 from benchmarks.ddp import free_port
 from benchmarks.prediction_networks import NETWORKS, Network
 from parplan.cluster import Cluster
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.measured import MeasuredCosts
-from parplan.cost_models.measuring import Request, measure_parts
-from parplan.cost_models.profile import SessionProfile
-from parplan.cost_models.profiled import profiled_costs
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.measured import MeasuredCosts, profiled_costs
+from parplan.cost_models.measurement.measure_parts import Request, measure_parts
+from parplan.cost_models.measurement.optimizer_updates import measure_updates
+from parplan.cost_models.measurement.sweeps import Alone, Company
+from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Effort
-from parplan.cost_models.sweeps import Alone, Company
-from parplan.cost_models.updates import measure_updates
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph

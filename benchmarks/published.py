@@ -5,7 +5,7 @@
 AlexNet in 90 epochs on 1, 2, 4 and 8 K20, convolutions replicated, fully-connected layers sharded, scheme (b): one
 worker at a time broadcasts its samples. One number is calibrated: a factor on all layer times, so that the step on one
 GPU takes what the 1-GPU row says. Links, the two islands of four and the shape of the plan are as the paper tells
-(cost_models/hardware.py has the sources). Nothing is hidden of the weight reduction, because cuda-convnet2 starts it
+(cost_models/devices/hardware_table.py has the sources). Nothing is hidden of the weight reduction, because cuda-convnet2 starts it
 when the backward pass of all workers is done (worker.cu at 3238bf0: bprop, then updateWeights).
 
 Then the batch at which the fully-connected layers are better replicated (crossover.py).
@@ -25,7 +25,7 @@ import torch
 from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.plan import Scheme

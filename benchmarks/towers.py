@@ -27,7 +27,7 @@ from torch import multiprocessing as mp
 
 from benchmarks.ddp import free_port, in_turns, seconds, stepper
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.here import this_cluster
+from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from parplan.cost_models.asked import Found
+    from parplan.cost_models.devices.requested import Found
     from parplan.graph.layer_graph import LayerGraph
     from parplan.planner.decide import Progress
     from parplan.planner.decision import Decision
@@ -145,9 +145,9 @@ def analyze_profile(
     Raises:
         ParplanError: the file is no layer profile, no plan fits, an unknown preset.
     """
-    from parplan.cost_models.layer_profile_text import load_layer_profile
-    from parplan.cost_models.profile_costs import ProfileCosts
-    from parplan.cost_models.profile_graph import profile_graph, profile_notes
+    from parplan.cost_models.layer_profile.costs import ProfileCosts
+    from parplan.cost_models.layer_profile.graph import profile_graph, profile_notes
+    from parplan.cost_models.layer_profile.text import load_layer_profile
     from parplan.planner.decide import Request, decide
 
     started = time.perf_counter()
@@ -374,7 +374,7 @@ def _cluster(
     measure: bool = False,
 ) -> Found:
     """What is planned for; where nothing says how many devices, as many as the plan has."""
-    from parplan.cost_models.asked import Asked, find_cluster
+    from parplan.cost_models.devices.requested import Asked, find_cluster
 
     gpus = plan.devices if gpus is None and plan is not None and cluster is None else gpus
     return find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))

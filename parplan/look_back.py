@@ -14,10 +14,10 @@ from statistics import median
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.profile import PartEntry, Profile
+from parplan.cost_models.measurement.runnable_parts import part_entry
+from parplan.cost_models.profile.records import PartEntry, Profile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.trials import part_entry
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Strategy

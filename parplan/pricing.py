@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.conditions import here
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.measuring import measure_parts
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.measure_parts import measure_parts
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, rate_notes
-from parplan.cost_models.store import ProfileStore
 from parplan.errors import CaptureError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch

@@ -59,8 +59,8 @@ def run(options: Namespace) -> str:
 
 
 def _import(file: str) -> str:
-    from parplan.cost_models.profile_text import import_profile
-    from parplan.cost_models.store import ProfileStore
+    from parplan.cost_models.profile.store import ProfileStore
+    from parplan.cost_models.profile.text import import_profile
 
     with ProfileStore() as store:
         merged = import_profile(store, file)
@@ -68,8 +68,8 @@ def _import(file: str) -> str:
 
 
 def _export(file: str) -> str:
-    from parplan.cost_models.profile_text import export_profile
-    from parplan.cost_models.store import ProfileStore
+    from parplan.cost_models.profile.store import ProfileStore
+    from parplan.cost_models.profile.text import export_profile
 
     with ProfileStore(read_only=True) as store:
         count = export_profile(store, file)
@@ -78,8 +78,8 @@ def _export(file: str) -> str:
 
 def _listing() -> Iterator[str]:
     """What there is, by conditions."""
-    from parplan.cost_models.shipped import shipped
-    from parplan.cost_models.store import ProfileStore
+    from parplan.cost_models.profile.shipped import shipped
+    from parplan.cost_models.profile.store import ProfileStore
 
     with ProfileStore(read_only=True) as store:
         yield from store.notes
@@ -119,7 +119,7 @@ def _measure(options: Namespace) -> str:
 
 
 def _report(found: Summary, options: Namespace, devices: int) -> Iterator[str]:
-    from parplan.cost_models.store_file import default_path
+    from parplan.cost_models.profile.store_file import default_path
 
     outcome = found.outcome
     yield f"{outcome.measured} parts measured, {outcome.known} known before, in {found.seconds:.0f} s:"

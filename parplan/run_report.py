@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from parplan import api
 from parplan.compat import pytree
-from parplan.cost_models.conditions import here
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.profile import Profile
-from parplan.cost_models.profiled import profiled_costs
-from parplan.cost_models.reference import Reference
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.measured import profiled_costs
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.profile.records import Profile
+from parplan.cost_models.profile.shipped import with_shipped
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import one_thread
-from parplan.cost_models.shipped import with_shipped
-from parplan.cost_models.store import ProfileStore
 from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of, capture
 from parplan.graph.layer_graph import LayerGraph

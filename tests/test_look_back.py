@@ -11,13 +11,12 @@ from torch import nn
 
 import parplan
 from parplan.cluster import Cluster
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.measured import MeasuredCosts
-from parplan.cost_models.profile import SessionProfile
-from parplan.cost_models.profiled import profiled_costs
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.measured import MeasuredCosts, profiled_costs
+from parplan.cost_models.measurement.runnable_parts import part_entry, part_signature
+from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.trials import part_entry, part_signature
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.look_back import LookBack, Replan, devices_at_work, foresee, learn, replan

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from parplan.cli import main
-from parplan.cost_models.profile_fields import Group
-from parplan.cost_models.store import ProfileStore
+from parplan.cost_models.profile.fields import Group
+from parplan.cost_models.profile.store import ProfileStore
 from tests.cost_models.profiles import CPU, H200, group, link, part
 from tests.profiler.prefilled import MODEL, parts_kept, prefill, wait_until
 

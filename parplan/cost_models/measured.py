@@ -12,6 +12,8 @@ the reference kernel's time now where that is known. Parts that were not:
 
 Strategies on m devices are priced from what was measured with m devices at work, as devices of one machine share what
 there is of memory and power; and at what the slowest of m takes, given how runs spread, as the others wait for it.
+
+The costs of one model on the devices that were profiled, put together from what is known of them.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import NormalDist, median
 
+from parplan.cluster import Cluster
+from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLinks
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
-from parplan.cost_models.links import BESIDE, MeasuredLinks
-from parplan.cost_models.profile import PartEntry, Profile
+from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
+from parplan.cost_models.measurement.runnable_parts import part_entry
+from parplan.cost_models.profile.records import PartEntry, Profile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.trials import part_entry
-from parplan.cost_models.updates import UpdateTimes
-from parplan.graph.layer_graph import Layer, TensorSpec
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import local_shape
 from parplan.layout import Layout
 from parplan.plan import Strategy
@@ -41,6 +44,7 @@ __all__ = [
     "MeasuredCosts",
     "correction",
     "overhead_s",
+    "profiled_costs",
     "step_cost",
 ]
 
@@ -335,3 +339,31 @@ def _between(below: _Point, above: _Point, size_s: float) -> _Ratio:
 def _is_part(entry: PartEntry) -> bool:
     """Whether it is a part of a layer rather than an update or a figure of the runtime."""
     return not entry.family.startswith(("update ", "runtime "))
+
+
+def profiled_costs(
+    graph: LayerGraph,
+    cluster: Cluster,
+    profiles: Mapping[int, Profile],
+    *,
+    kind: str,
+    backend: str,
+    precision: str = "fp32",
+    optimizer: str = "adam",
+    reference_s: float = 0.0,
+) -> MeasuredCosts:
+    """Layers, communication, updates and the runtime's own time from `profiles`, what they lack from the roofline.
+
+    Args:
+        profiles: by the number of devices that were at work; at least one.
+        kind: the kind of device they are of.
+        backend: whose communication counts: "gloo", "nccl" or "local".
+        reference_s: what the reference kernel takes now; 0 leaves times as they were measured.
+    """
+    entries = [entry for profile in profiles.values() for entry in profile.links(backend)]
+    links = MeasuredLinks(entries, reference_s) if entries else None
+    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer, links=links)
+    # Overhead was measured with all devices at work.
+    fullest = max(profiles)
+    step = step_cost(profiles[fullest], roofline, links, reference_s)
+    return MeasuredCosts(roofline, profiles, kind, step, reference_s)

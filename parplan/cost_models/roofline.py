@@ -16,15 +16,15 @@ from typing import TypeVar
 import torch
 
 from parplan.cluster import Cluster, Device
+from parplan.cost_models.communication.measured_links import MeasuredLinks
+from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
-from parplan.cost_models.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
-from parplan.cost_models.hardware import CPU
-from parplan.cost_models.links import MeasuredLinks
-from parplan.cost_models.memory import MemoryModel, optimizer_states
-from parplan.cost_models.op_calls import op_calls
-from parplan.cost_models.peaks import plan_peaks
-from parplan.cost_models.transfers import Transfers
-from parplan.cost_models.work import Engine, Kernel, op_work
+from parplan.cost_models.devices.hardware_table import CPU
+from parplan.cost_models.memory.layer_memory import MemoryModel, optimizer_states
+from parplan.cost_models.memory.plan_peaks import plan_peaks
+from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
+from parplan.cost_models.ops.op_calls import op_calls
+from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 
+from parplan.cost_models.communication.schemes import Hop, hops
+from parplan.cost_models.communication.traffic import moves
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.moves import moves
-from parplan.cost_models.schemes import Hop, hops
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages, stages
@@ -27,7 +27,7 @@ class Manner:
         in_turn: whether each pass goes back before the next one begins; None: where some layer's weights are updated
             between passes (`update_period`).
         hide: whether samples travel between passes while others are computed.
-        deal: whether a broadcast to many is dealt out first (cost_models/schemes.py).
+        deal: whether a broadcast to many is dealt out first (cost_models/communication/schemes.py).
     """
 
     in_turn: bool | None = None

@@ -16,11 +16,11 @@ from time import perf_counter
 
 import torch
 
-from parplan.cost_models.links import BESIDE
-from parplan.cost_models.profile import LinkEntry, Profile
-from parplan.cost_models.reference import Reference
+from parplan.cost_models.communication.measured_links import BESIDE
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.measurement.sweeps import Company, now, speed_now
+from parplan.cost_models.profile.records import LinkEntry, Profile
 from parplan.cost_models.sampling import one_thread, spread_of
-from parplan.cost_models.sweeps import Company, now, speed_now
 from parplan.layout import Grid, Layout, pieces
 from parplan.profiler.company import Ranks
 from parplan.runtime.transport.base import Exchange, Held, Pending

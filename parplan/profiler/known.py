@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.conditions import here, switches
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.profile import Profile, SessionProfile
-from parplan.cost_models.profiled import profiled_costs
-from parplan.cost_models.reference import Reference
+from parplan.cost_models.measured import profiled_costs
+from parplan.cost_models.measurement.conditions import here, switches
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.profile.records import Profile, SessionProfile
+from parplan.cost_models.profile.shipped import WithShipped, shipped, shipped_strangers, with_shipped
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.shipped import WithShipped, shipped, shipped_strangers, with_shipped
-from parplan.cost_models.store import ProfileStore
 from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["Known", "known_costs"]

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parplan.cost_models.here import this_cluster
+from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, overhead_s
-from parplan.cost_models.measuring import Request, measure_parts
-from parplan.cost_models.profile import PartEntry, Profile, SessionProfile
-from parplan.cost_models.reference import Reference
+from parplan.cost_models.measurement.measure_parts import Request, measure_parts
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.measurement.runnable_parts import part_signature
+from parplan.cost_models.measurement.sweeps import Company, now, speed_now
+from parplan.cost_models.profile.records import PartEntry, Profile, SessionProfile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Effort, Measurement, one_thread, spread_of
-from parplan.cost_models.sweeps import Company, now, speed_now
-from parplan.cost_models.trials import part_signature
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.profiler.communication import between_compute

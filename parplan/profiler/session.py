@@ -26,15 +26,15 @@ from torch import multiprocessing as mp
 from torch import nn
 
 from parplan.cluster import Cluster
-from parplan.cost_models.conditions import here
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.measuring import Outcome, Request, measure_parts
-from parplan.cost_models.profile import LinkEntry, PartEntry, Profile, SessionProfile
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.measure_parts import Outcome, Request, measure_parts
+from parplan.cost_models.measurement.optimizer_updates import measure_updates
+from parplan.cost_models.measurement.sweeps import Alone, Company
+from parplan.cost_models.profile.records import LinkEntry, PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Effort, Measurement
-from parplan.cost_models.store import ProfileStore
-from parplan.cost_models.sweeps import Alone, Company
-from parplan.cost_models.updates import measure_updates
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph

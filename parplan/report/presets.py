@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from parplan.cost_models.hardware import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
-from parplan.cost_models.presets import USABLE_MEMORY
+from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
+from parplan.cost_models.devices.presets import USABLE_MEMORY
 from parplan.report.page import Column, Page
 
 __all__ = ["SCHEMA", "presets_json", "render_presets"]

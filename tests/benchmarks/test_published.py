@@ -14,7 +14,7 @@ from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of,
 from benchmarks.published import ALONE, EACH, SLOW, TABLE, Row, calibrated, machine, predicted, speedup
 from examples.alexnet import build
 from parplan.cluster import Cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.capture.capture import capture

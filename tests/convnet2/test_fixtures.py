@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.convnet2 import LayerFile, read
-from parplan.cost_models.asked import Asked, find_cluster
+from parplan.cost_models.devices.requested import Asked, find_cluster
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cost_models.store import ProfileStore
+from parplan.cost_models.profile.store import ProfileStore
 from tests.processes import forkserver
 
 

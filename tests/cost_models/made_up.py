@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import StepCost
 from parplan.cost_models.measured import MeasuredCosts
-from parplan.cost_models.measuring import Request
-from parplan.cost_models.profile import PartEntry, SessionProfile
+from parplan.cost_models.measurement.measure_parts import Request
+from parplan.cost_models.measurement.runnable_parts import part_entry
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.trials import part_entry
 from parplan.graph.layer_graph import LayerGraph
 from parplan.profiler.session import requests_by_devices
 

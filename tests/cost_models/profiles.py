@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from parplan.cost_models.profile import Conditions, LinkEntry, PartEntry
-from parplan.cost_models.profile_fields import Group, Kept
+from parplan.cost_models.profile.fields import Group, Kept
+from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry
 from parplan.cost_models.sampling import Measurement
 
 __all__ = ["CPU", "H200", "group", "groups", "link", "part"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from parplan.cost_models.conditions import switches
-from parplan.cost_models.store import ProfileStore
+from parplan.cost_models.measurement.conditions import switches
+from parplan.cost_models.profile.store import ProfileStore
 from tests.cost_models.profiles import CPU, link, part
 
 __all__ = [

@@ -14,16 +14,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parplan.cluster import Cluster
+from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLinks
 from parplan.cost_models.costs import CostModel, LayerCost, Source
-from parplan.cost_models.links import BESIDE, MeasuredLinks
-from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, Correction, MeasuredCosts, step_cost
-from parplan.cost_models.measuring import Request
-from parplan.cost_models.presets import cluster_preset
-from parplan.cost_models.profile import LinkEntry, PartEntry, Profile, SessionProfile
-from parplan.cost_models.profiled import profiled_costs
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.measured import (
+    AGREEMENT,
+    CORRECTION,
+    OVERHEAD,
+    Correction,
+    MeasuredCosts,
+    profiled_costs,
+    step_cost,
+)
+from parplan.cost_models.measurement.measure_parts import Request
+from parplan.cost_models.measurement.runnable_parts import part_entry
+from parplan.cost_models.profile.records import LinkEntry, PartEntry, Profile, SessionProfile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.trials import part_entry
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy

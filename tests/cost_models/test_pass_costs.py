@@ -10,10 +10,10 @@ import pytest
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.cost_models.layer_profile_text import load_layer_profile
-from parplan.cost_models.presets import cluster_preset
-from parplan.cost_models.profile_costs import ProfileCosts
-from parplan.cost_models.profile_graph import profile_graph
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.layer_profile.costs import ProfileCosts
+from parplan.cost_models.layer_profile.graph import profile_graph
+from parplan.cost_models.layer_profile.text import load_layer_profile
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.layer_graph import LayerGraph

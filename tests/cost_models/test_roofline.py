@@ -10,11 +10,11 @@ from torch import nn
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Source
-from parplan.cost_models.efficiency import Efficiency, efficiency, kernel_seconds
-from parplan.cost_models.op_calls import op_calls
-from parplan.cost_models.presets import cluster_preset, device_names, device_preset
+from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset
+from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds
+from parplan.cost_models.ops.op_calls import op_calls
+from parplan.cost_models.ops.work import Engine, Kernel, flops_of
 from parplan.cost_models.roofline import BUCKET_BYTES, RooflineCosts, part_of
-from parplan.cost_models.work import Engine, Kernel, flops_of
 from parplan.errors import ClusterError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.errors import ParplanError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture

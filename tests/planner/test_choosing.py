@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner import case as case_module

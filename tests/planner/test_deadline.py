@@ -7,7 +7,7 @@ from itertools import repeat
 
 import pytest
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
 from parplan.planner import case as case_module

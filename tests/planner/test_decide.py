@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parplan.cluster import Cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError, RuleError
 from parplan.graph.layer_graph import LayerGraph

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from parplan.cluster import Cluster, Device, Link
-from parplan.cost_models.presets import device_preset
+from parplan.cost_models.devices.presets import device_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ClusterError, InfeasiblePlan
 from parplan.graph.layer_graph import LayerGraph

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parplan.cluster import Cluster, Device, Link
-from parplan.cost_models.cluster_file import load_cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.cluster_file import load_cluster
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.capture.capture import capture

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PinError
 from parplan.pins import parse_pin, read_pins

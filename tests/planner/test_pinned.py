@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parplan.cluster import Cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PinError, RuleError
 from parplan.graph.capture.capture import capture

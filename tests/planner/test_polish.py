@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.cluster import Cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import StepCost
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.decide import Request, decide, predict

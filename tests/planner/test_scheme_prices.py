@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parplan.cluster import Cluster
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError, RuleError
 from parplan.graph.capture.capture import capture

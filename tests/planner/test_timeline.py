@@ -16,7 +16,7 @@ from torch import nn
 from examples.alexnet import build
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import StepCost
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture

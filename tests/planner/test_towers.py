@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import parplan
 from examples import alexnet
 from parplan.cluster import Cluster, Device, Link
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph

@@ -4,7 +4,7 @@ plain model.
 
 from __future__ import annotations
 
-from parplan.cost_models.presets import cluster_preset
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.planner.decide import Request, decide
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor

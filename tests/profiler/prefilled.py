@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from parplan.cost_models import updates
-from parplan.cost_models.conditions import here
 from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD
-from parplan.cost_models.profile import LinkEntry, PartEntry
+from parplan.cost_models.measurement import optimizer_updates as updates
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.profile.records import LinkEntry, PartEntry
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.store import ProfileStore
 from parplan.profiler import runtime_costs
 from parplan.profiler.communication import KINDS, SIZES
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from parplan.cost_models.measured import AGREEMENT
-from parplan.cost_models.profile import SessionProfile
+from parplan.cost_models.profile.records import SessionProfile
 from parplan.layout import pieces
 from parplan.profiler import communication, runtime_costs
 from parplan.profiler.communication import KINDS, measure_links

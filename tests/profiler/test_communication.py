@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parplan.cost_models.profile import SessionProfile
-from parplan.cost_models.sweeps import Alone
+from parplan.cost_models.measurement.sweeps import Alone
+from parplan.cost_models.profile.records import SessionProfile
 from parplan.profiler import communication
 from parplan.profiler.communication import LEAST_RUNS, between_compute, measure_links
 from tests.profiler.rank_cases import CASES

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from parplan.cost_models.conditions import here
 from parplan.cost_models.costs import Source
-from parplan.cost_models.here import this_cluster
-from parplan.cost_models.presets import cluster_preset
-from parplan.cost_models.profile import Conditions, SessionProfile
-from parplan.cost_models.profile_fields import Group, Kept
-from parplan.cost_models.reference import Reference
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.profile.fields import Group, Kept
+from parplan.cost_models.profile.records import Conditions, SessionProfile
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Measurement
-from parplan.cost_models.store import ProfileStore
 from parplan.errors import ProfileError
 from parplan.plan import Strategy
 from parplan.profiler.known import Known, known_costs

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from parplan.cost_models import measuring, updates
-from parplan.cost_models.conditions import here
-from parplan.cost_models.here import this_cluster
+from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.measured import CORRECTION, OVERHEAD
-from parplan.cost_models.measuring import Outcome
-from parplan.cost_models.presets import cluster_preset
-from parplan.cost_models.profile import SessionProfile
+from parplan.cost_models.measurement import measure_parts as measuring
+from parplan.cost_models.measurement import optimizer_updates as updates
+from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.measure_parts import Outcome
+from parplan.cost_models.measurement.runnable_parts import part_signature
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Effort
-from parplan.cost_models.store import ProfileStore
-from parplan.cost_models.trials import part_signature
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph

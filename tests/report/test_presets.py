@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from parplan.cost_models.hardware import CPU, CPU_LINK, GPUS, LINKS
+from parplan.cost_models.devices.hardware_table import CPU, CPU_LINK, GPUS, LINKS
 from parplan.report.presets import presets_json, render_presets
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import parplan
 from examples.seeds import data_parallel as example
-from parplan.cost_models.trials import Piece
+from parplan.cost_models.measurement.runnable_parts import Piece
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph

@@ -1,0 +1,69 @@
+"""Measured communication: what a message or a sum of so many bytes takes among so many devices.
+
+Between two measured sizes time is latency plus bytes over bandwidth, each range with its own two numbers; below the
+smallest it is the smallest's, beyond the largest the last range goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from parplan.cost_models.profile.records import LinkEntry
+
+__all__ = ["BESIDE", "Curve", "MeasuredLinks"]
+
+# What a gradient sum takes from compute that goes on while it is under way.
+BESIDE = "all-reduce beside compute"
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Seconds by bytes, through measured points."""
+
+    nbytes: NDArray[np.float64]
+    measured_s: NDArray[np.float64]
+
+    def seconds(self, nbytes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds for these numbers of bytes; nothing to send takes no time."""
+        wanted = np.asarray(nbytes, dtype=np.float64)
+        found = np.interp(wanted, self.nbytes, self.measured_s)
+        if len(self.nbytes) > 1:
+            slope = (self.measured_s[-1] - self.measured_s[-2]) / (self.nbytes[-1] - self.nbytes[-2])
+            found = found + np.maximum(0.0, wanted - self.nbytes[-1]) * max(0.0, float(slope))
+        return np.where(wanted > 0, found, 0.0)
+
+
+class MeasuredLinks:
+    """Communication measured with one backend.
+
+    Args:
+        entries: what was measured; they may be of several kinds and groups.
+        reference_s: what the reference kernel takes now; 0 leaves times as they were measured.
+    """
+
+    def __init__(self, entries: Sequence[LinkEntry], reference_s: float = 0.0) -> None:
+        points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        for entry in entries:
+            scale = reference_s / entry.reference_s if reference_s > 0 and entry.reference_s > 0 else 1.0
+            points.setdefault((entry.kind, entry.group), []).append((entry.nbytes, entry.seconds * scale))
+        self._curves = {key: _curve(found) for key, found in points.items()}
+        self.spread = median(entry.spread for entry in entries) if entries else 0.0
+
+    def curve(self, kind: str, group: int) -> Curve | None:
+        """What `group` devices take for communication of this kind, or None where nothing like it was measured.
+
+        A group that was not measured counts as the next larger one that was.
+        """
+        groups = sorted(size for known, size in self._curves if known == kind and size >= group)
+        return self._curves[kind, groups[0]] if groups else None
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> Curve:
+    """A curve that never falls: a larger message does not take less, whatever the noise."""
+    ordered = np.array(sorted(points), dtype=np.float64)
+    return Curve(ordered[:, 0], np.maximum.accumulate(ordered[:, 1]))

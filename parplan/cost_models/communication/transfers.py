@@ -1,0 +1,177 @@
+"""What it costs to change a tensor's layout: how much moves, over which links, and the field's word for it.
+
+The share of a tensor that moves (moves.py) depends on the two layouts only: a pair is worked out once, and every
+tensor's time is latency + bytes x a factor. (Where a size does not divide, chunks differ by one index and the figure by
+as little.)
+
+The backward of a transfer is the transposed one: what a device received it now sends. Both directions of a link are
+alike, so it takes as long, or no time when the value has no gradient. A partial sum that every device of its row needs
+whole is run, and priced, as a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parplan.cluster import Cluster
+from parplan.cost_models.communication.collectives import Linear, Topology
+from parplan.cost_models.communication.measured_links import Curve, MeasuredLinks
+from parplan.cost_models.communication.traffic import Moves, moves
+from parplan.cost_models.costs import TransferCost, TransferMatrix
+from parplan.graph.layer_graph import TensorSpec
+from parplan.layout import Grid, Layout
+
+__all__ = ["Transfers"]
+
+FloatArray = NDArray[np.float64]
+
+
+# Kinds of communication that are measured, by the kind of transfer, the most similar first.
+_ALIKE = {
+    "copy": ("copy",), "scatter": ("copy",), "gather": ("copy",), "broadcast": ("copy",),
+    "all-gather": ("all-gather",), "reduce-scatter": ("reduce-scatter",), "reduce": ("reduce-scatter",),
+    "all-to-all": ("all-to-all",),
+}  # fmt: skip
+
+
+class _Time(Protocol):
+    """What a transfer of a tensor takes, by the tensor's bytes."""
+
+    def seconds(self, nbytes: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The busiest device receives (or sends) `share` of the tensor in each of these communications."""
+
+    curves: tuple[Curve, ...]
+    share: float
+
+    def seconds(self, nbytes: float) -> float:
+        return sum(float(curve.seconds(self.share * nbytes)) for curve in self.curves)
+
+
+@dataclass(frozen=True)
+class _Price:
+    time: _Time
+    received: float
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The prices of all pairs of layouts: an index into the distinct ones, shape (sources, targets)."""
+
+    distinct: Sequence[_Price]
+    index: NDArray[np.int_]
+
+
+class Transfers:
+    """Prices of layout changes on one cluster.
+
+    Args:
+        cluster: the devices and links.
+        links: measured communication, in place of the cluster's rates where it has the pattern.
+    """
+
+    def __init__(self, cluster: Cluster, links: MeasuredLinks | None = None) -> None:
+        self.topology = Topology(cluster)
+        self.links = links
+        self._prices: dict[tuple[Layout, Layout], _Price] = {}
+        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Table] = {}
+
+    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
+        """Cost of changing `value` from layout `source` to layout `target` (not a partial sum)."""
+        price = self._price(source, target)
+        forward_s = price.time.seconds(value.nbytes)
+        backward_s = forward_s if value.requires_grad else 0.0
+        return TransferCost(forward_s, backward_s, round(price.received * value.nbytes), price.kind)
+
+    def transfer_matrix(
+        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> TransferMatrix:
+        """The times of `transfer` for all pairs, shape (sources, targets)."""
+        prices = self._table(tuple(sources), tuple(targets))
+        by_price = np.array([price.time.seconds(value.nbytes) for price in prices.distinct])
+        forward_s = by_price[prices.index]
+        return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
+
+    def all_reduce(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
+        """Seconds for all disjoint `groups` to sum a tensor of `nbytes` each, at once."""
+        size = max((len(group) for group in groups), default=1)
+        curve = self.links.curve("all-reduce", size) if self.links is not None and size > 1 else None
+        return float(curve.seconds(nbytes)) if curve is not None else self.topology.all_reduce(groups).seconds(nbytes)
+
+    def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> _Table:
+        key = (sources, targets)
+        if key not in self._tables:
+            prices = [self._price(source, target) for source, target in product(sources, targets)]
+            distinct = list(dict.fromkeys(prices))
+            place = {price: index for index, price in enumerate(distinct)}
+            index = np.array([place[price] for price in prices]).reshape(len(sources), len(targets))
+            self._tables[key] = _Table(distinct, index)
+        return self._tables[key]
+
+    def _price(self, source: Layout, target: Layout) -> _Price:
+        key = (source, target)
+        if key not in self._prices:
+            self._prices[key] = self._work_out(source, target)
+        return self._prices[key]
+
+    def _work_out(self, source: Layout, target: Layout) -> _Price:
+        moved = moves(source, target)
+        kind = _kind(source, moved)
+        if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
+            return self._all_reduce(source.grid, moved.held / moved.total)
+        share = moved.foreign / moved.total
+        received = float(share.sum(axis=1).max())
+        measured = self._measured(kind, share)
+        time = measured if measured is not None else self.topology.traffic(share, moved.senders, moved.receivers)
+        return _Price(time, received, kind)
+
+    def _measured(self, kind: str, share: FloatArray) -> _Measured | None:
+        """What was measured of this kind, or of the one most like it, among as many devices as one talks to."""
+        partners = int(max((share > 0).sum(axis=1).max(), (share > 0).sum(axis=0).max()))
+        if self.links is None or partners == 0:
+            return None
+        busiest = float(max(share.sum(axis=1).max(), share.sum(axis=0).max()))
+        # One who sends to or gets from several does so one after another: copies, of which only pairs are measured.
+        measured = (
+            self.links.curve(like, 2 if like == "copy" else partners + 1) for like in _ALIKE.get(kind, ("all-to-all",))
+        )
+        curve = next((curve for curve in measured if curve is not None), None)
+        return _Measured((curve,), busiest) if curve is not None else None
+
+    def _all_reduce(self, grid: Grid, held: float) -> _Price:
+        received = 2 * (grid.shards - 1) / grid.shards * held
+        if self.links is not None:
+            # Run as a reduce-scatter, then an all-gather; two devices send each other all they have.
+            kinds = ("reduce-scatter",) if grid.shards == 2 else ("reduce-scatter", "all-gather")
+            curves = tuple(curve for kind in kinds if (curve := self.links.curve(kind, grid.shards)) is not None)
+            if len(curves) == len(kinds):
+                return _Price(_Measured(curves, received / len(kinds)), received, "all-reduce")
+        ring = self.topology.all_reduce([grid.row(row) for row in range(grid.replicas)])
+        return _Price(Linear(ring.latency_s, ring.s_per_byte * held), received, "all-reduce")
+
+
+def _kind(source: Layout, moved: Moves) -> str:
+    """The field's word for a transfer."""
+    foreign = moved.foreign
+    if not foreign.any():
+        return "none" if moved.held == moved.wanted else "slice"
+    if source.partial and source.grid.shards > 1:
+        if moved.wanted < moved.held:
+            return "reduce-scatter"
+        return "all-reduce" if moved.copies else "reduce"
+    whole = bool((foreign[foreign > 0] == moved.held).all())
+    if (moved.elements > 0).sum(axis=1).max() > 1:
+        return ("all-gather" if moved.copies else "gather") if whole else "all-to-all"
+    if not whole:
+        return "scatter"
+    return "broadcast" if len(moved.receivers) > len(moved.senders) else "copy"

@@ -1,0 +1,1 @@
+"""Devices and links to plan for: presets, cluster files, and the devices of this machine."""

@@ -1,0 +1,143 @@
+"""The cluster somebody asks for: by preset and number, by file, or the devices that are here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parplan.cluster import MOST_DEVICES, Cluster
+from parplan.errors import ClusterError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DEFAULT_GPU", "Asked", "Found", "Hosts", "find_cluster", "hosts_of"]
+
+# Planned for when no GPU is here and none is named: the most common card of current clusters.
+DEFAULT_GPU = "a100-80g-sxm"
+
+_COUNT = re.compile(r"[+-]?\d{1,12}", re.ASCII)
+_HOSTS = re.compile(r"(\d{1,12})x(\d{1,12})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How many devices, and in how many hosts; None leaves that to the preset."""
+
+    count: int
+    hosts: int | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for; None where nothing is said.
+
+    Args:
+        gpus: how many devices, or hosts x devices of each, "2x8".
+        gpu: device preset.
+        link: link preset.
+        memory_bytes: memory of every device.
+        cluster: a cluster, or the file that describes one; says all but the memory.
+        measure: layers are to be timed on the devices that are here.
+    """
+
+    gpus: int | str | None = None
+    gpu: str | None = None
+    link: str | None = None
+    memory_bytes: int | None = None
+    cluster: Cluster | str | Path | None = None
+    measure: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The cluster, what the reader must know about it, and one of its devices where they are here."""
+
+    cluster: Cluster
+    notes: tuple[str, ...] = ()
+    device: torch.device | None = None
+
+
+def hosts_of(gpus: int | str) -> Hosts:
+    """A number of devices from 16, "16", or "2x8".
+
+    Raises:
+        ClusterError: neither, or none, or more than MOST_DEVICES.
+
+    >>> hosts_of("2x8")
+    Hosts(count=16, hosts=2)
+    """
+    text = str(gpus).strip()
+    parts = _HOSTS.fullmatch(text)
+    if parts is None and not _COUNT.fullmatch(text):
+        raise ClusterError(
+            f"--gpus {gpus}: neither a number of GPUs, such as 16, nor hosts x GPUs of each, such as 2x8"
+        )
+    hosts = int(parts[1]) if parts else None
+    count = int(text) if parts is None else int(parts[1]) * int(parts[2])
+    if count < 1:
+        raise ClusterError(f"--gpus {gpus}: a plan needs at least 1 device")
+    if count > MOST_DEVICES:
+        raise ClusterError(f"--gpus {gpus}: parplan plans for up to {MOST_DEVICES} devices")
+    return Hosts(count, hosts)
+
+
+def find_cluster(asked: Asked) -> Found:
+    """The cluster asked for.
+
+    Raises:
+        ClusterError: what is asked for contradicts itself, does not exist, or cannot be measured here.
+    """
+    if asked.memory_bytes is not None and asked.memory_bytes < 1:
+        raise ClusterError(f"{asked.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
+    found = _from_presets(asked) if asked.cluster is None else _given(asked, asked.cluster)
+    if asked.memory_bytes is None:
+        return found
+    return replace(found, cluster=found.cluster.with_memory(asked.memory_bytes))
+
+
+def _given(asked: Asked, cluster: Cluster | str | Path) -> Found:
+    from parplan.cost_models.devices.cluster_file import load_cluster
+
+    said = {"--gpus": asked.gpus, "--gpu": asked.gpu, "--link": asked.link}
+    twice = [option for option, value in said.items() if value is not None]
+    if twice:
+        raise ClusterError(
+            f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
+            "or change the file"
+        )
+    if asked.measure:
+        raise ClusterError(
+            "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
+        )
+    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if found.count > MOST_DEVICES:
+        raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_DEVICES}")
+    if asked.memory_bytes is None:
+        return Found(found)
+    return Found(found, ("The memory of every device is as --memory says, not as the cluster says.",))
+
+
+def _from_presets(asked: Asked) -> Found:
+    import torch
+
+    from parplan.cost_models.devices.local_devices import this_cluster
+    from parplan.cost_models.devices.presets import cluster_preset
+
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = hosts_of(asked.gpus) if asked.gpus is not None else Hosts(max(here, 1))
+    if asked.measure and (asked.gpu or "cpu").lower() != "cpu":
+        raise ClusterError(
+            f"--measure times the devices of this machine, which cannot stand for a {asked.gpu}; leave out --gpu"
+        )
+    count = wanted.count
+    if asked.measure or (asked.gpu is None and here) or (asked.gpu or "").lower() == "cpu":
+        device = torch.device("cuda" if here and asked.gpu is None else "cpu")
+        cluster = this_cluster(count, device, asked.measure, link=asked.link, hosts=wanted.hosts)
+        note = f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine."
+        return Found(cluster, (note,) if asked.measure and not here else (), device)
+    cluster = cluster_preset(asked.gpu or DEFAULT_GPU, count, asked.link, wanted.hosts)
+    note = f"No GPU here and no --gpu: planned for {count} x {DEFAULT_GPU}, a preset."
+    return Found(cluster, () if asked.gpu is not None else (note,))

@@ -1,0 +1,1 @@
+"""Layer profiles: costs of a model known from a file alone."""

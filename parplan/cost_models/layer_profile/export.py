@@ -1,0 +1,146 @@
+"""A captured model and its costs as a layer profile, for other planners, other people and other days.
+
+What the text cannot say is left out: buffers, the exchange of batch statistics, and axes that cut the inputs of a layer
+unlike each other or a part of its parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+from parplan.cost_models.costs import CostModel
+from parplan.cost_models.layer_profile.graph import OF_A_PROFILE
+from parplan.cost_models.layer_profile.records import (
+    Cut,
+    Effect,
+    LayerProfile,
+    ProfiledLayer,
+    ProfileEdge,
+    Samples,
+    Times,
+    format_layer_profile,
+)
+from parplan.errors import ProfileError
+from parplan.files import write_files
+from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.plan import Strategy
+
+__all__ = ["layer_profile_of", "write_layer_profile"]
+
+
+def write_layer_profile(path: str | Path, profile: LayerProfile) -> None:
+    """Write a profile as text that `parplan analyze --profile-graph` reads.
+
+    Raises:
+        ProfileError: a name that the text cannot hold.
+        ParplanError: the file cannot be written.
+    """
+    write_files({str(path): format_layer_profile(profile)})
+
+
+def layer_profile_of(
+    graph: LayerGraph, costs: CostModel, device: str, replicas: Sequence[int] = (1,), precision: str = ""
+) -> LayerProfile:
+    """The layers of `graph` with what `costs` says of each on one device.
+
+    Args:
+        device: what the times are of, in words; say so if nothing was measured.
+        replicas: times are given for the share of each of so many replicas, at most as many as the costs have devices;
+            1, the whole batch, is always there.
+        precision: what was computed in, in words.
+
+    Raises:
+        ProfileError: no input of the model has samples.
+    """
+    if graph.batch is None:
+        raise ProfileError(f"{graph.model}: no input has samples, so there is no batch that times could be for")
+    shares = sorted({count for count in (1, *replicas) if 1 <= count <= graph.batch})
+    edges = tuple(
+        ProfileEdge(source, target, _carried_bytes(graph, source, values))
+        for source, target, values in graph.digraph.edges(data="values")
+    )
+    layers = tuple(_layer(graph, layer, costs, shares) for layer in graph.layers.values())
+    return LayerProfile(graph.model.removesuffix(OF_A_PROFILE), graph.batch, device, layers, edges, precision)
+
+
+def _handed_on(graph: LayerGraph, layer: Layer) -> tuple[str, ...]:
+    """What a layer hands on, nothing twice: a layer that comes from a profile lists parts beside the whole."""
+    return layer.outputs if layer.nodes else (layer.name,)
+
+
+def _nbytes(graph: LayerGraph, values: Sequence[str]) -> int:
+    return sum(graph.values[value].nbytes for value in values)
+
+
+def _carried_bytes(graph: LayerGraph, source: str, values: Sequence[str]) -> int | None:
+    """Bytes on an edge; None when they are all that the layer hands on."""
+    nbytes = _nbytes(graph, values)
+    return None if nbytes == _nbytes(graph, _handed_on(graph, graph.layers[source])) else nbytes
+
+
+def _layer(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[int]) -> ProfiledLayer:
+    memory = costs.memory(layer, Strategy())
+    return ProfiledLayer(
+        name=layer.name,
+        times=_times(graph, layer, costs, shares),
+        activation_bytes=_nbytes(graph, _handed_on(graph, layer)),
+        parameter_bytes=memory.gradients_bytes + _frozen_bytes(graph, layer),
+        saved_bytes=memory.saved_bytes,
+        kind=layer.kind,
+        samples=_samples(layer),
+        cuts=tuple(cut for axis in layer.axes if (cut := _cut(graph, layer, axis)) is not None),
+        update_s=costs.layer(layer, Strategy()).update_s,
+    )
+
+
+def _times(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[int]) -> tuple[Times, ...]:
+    found: dict[int, Times] = {}
+    for count in shares if layer.batch is not None else (1,):
+        cost = costs.layer(layer, Strategy(count, devices=tuple(range(count))))
+        batch = ceil((graph.batch or 1) / count)
+        found[batch] = Times(batch, cost.forward_s, cost.backward_s)
+    return tuple(found[batch] for batch in sorted(found))
+
+
+def _frozen_bytes(graph: LayerGraph, layer: Layer) -> int:
+    """Parameters without a gradient that no layer before this one uses."""
+    owners: dict[str, str] = {}
+    for other in graph.layers.values():
+        for name in other.parameters:
+            owners.setdefault(graph.parameters[name], other.name)
+    frozen = [name for name in layer.parameters if not graph.values[name].requires_grad]
+    return _nbytes(graph, [name for name in frozen if owners[graph.parameters[name]] == layer.name])
+
+
+def _samples(layer: Layer) -> Samples:
+    if layer.constant:
+        return Samples.NONE
+    return Samples.TOGETHER if layer.batch is None else Samples.SPLIT
+
+
+def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> Cut | None:
+    """The axis, if the text can say it."""
+    if any(name not in axis.dims and name not in axis.first_only for name in layer.parameters):
+        return None
+    made = [name for name in layer.inputs if name in graph.producer] or list(layer.inputs)
+    takes = {_dimension(graph, axis, name) for name in made} or {0}
+    gives = {_dimension(graph, axis, name) for name in layer.outputs if name not in axis.partial}
+    if len(takes) != 1 or len(gives) > 1 or (gives and axis.partial):
+        return None
+    taken, given = takes.pop(), gives.pop() if gives else 0
+    taken = 1 if axis.partial and not layer.inputs else taken  # what its input would be, in a graph that lists none
+    if given and taken:
+        return Cut(axis.name, axis.units, Effect.BOTH, taken, given)
+    if given:
+        return Cut(axis.name, axis.units, Effect.OUTPUT, gives=given)
+    return Cut(axis.name, axis.units, Effect.INPUT, takes=taken) if taken and axis.partial else None
+
+
+def _dimension(graph: LayerGraph, axis: Axis, value: str) -> int:
+    """Which dimension of a value the axis cuts, counted with the samples in front; 0 for none."""
+    dim, samples = axis.dims.get(value), graph.batch_dims.get(value)
+    if dim is None or value in axis.partial:
+        return 0
+    return dim if samples is not None and samples < dim else dim + 1

@@ -1,0 +1,1 @@
+"""Benchmarks of layer parts, optimizer updates and the reference kernel on a device."""

@@ -1,0 +1,222 @@
+"""Parts of layers made ready to be timed: their code at local sizes, with random inputs that make sense to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parplan.cost_models.ops.op_calls import op_calls
+from parplan.cost_models.ops.work import op_work
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.sampling import Measurement
+from parplan.graph import batch_norm
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer, local_module, local_shape
+from parplan.graph.packed_sequences import longest
+
+__all__ = ["Piece", "family_of", "part_entry", "part_signature"]
+
+
+def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
+    """Text that is equal for parts that do the same work: ops, constants, local shapes, types, gradients."""
+    lines = []
+    seen: dict[str, int] = {}
+    for call in op_calls(graph, part):
+        for operand in (*call.inputs, *call.outputs):
+            seen.setdefault(operand.name, len(seen))
+        tensors = [
+            f"{seen[o.name]}:{o.dtype}{list(o.shape)}{'g' if o.requires_grad else ''}"
+            for o in (*call.inputs, *call.outputs)
+        ]
+        constants = fx.node.map_arg(call.arguments, lambda node: seen.get(node.name, "-"))
+        lines.append(f"{call.op} {' '.join(tensors)} {constants}")
+    return "\n".join(lines + [SHARED] * _shares_statistics(part))
+
+
+def family_of(graph: LayerGraph, part: LocalLayer) -> str:
+    """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
+    ops = [call.op for call in op_calls(graph, part) if not call.is_view]
+    types = {str(out.dtype).removeprefix("torch.") for call in op_calls(graph, part) for out in call.outputs}
+    return " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * _shares_statistics(part)])
+
+
+def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
+    """A measurement of a part as a profile keeps it."""
+    kernels = [kernel for call in op_calls(graph, part) for kernel in op_work(call).forward]
+    flops, nbytes = sum(kernel.flops for kernel in kernels), float(sum(kernel.nbytes for kernel in kernels))
+    return PartEntry(part_signature(graph, part), family_of(graph, part), flops, nbytes, measurement)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One device's part of a layer, ready to run: its code, and what it takes.
+
+    Args:
+        code: takes `tensors` in order and returns a tuple.
+        tensors: random inputs that make sense to the code, then parameters and buffers.
+        arriving: how many of them come from the layers before, anew in every step.
+    """
+
+    code: Callable[..., Sequence[Any]]
+    tensors: tuple[Tensor, ...]
+    arriving: int
+
+    @classmethod
+    def of(cls, graph: LayerGraph, part: LocalLayer, device: torch.device) -> Piece:
+        """One device's part of a layer on `device`."""
+        layer = part.layer
+        names = (*layer.inputs, *layer.parameters, *layer.buffers)
+        code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs, place=device)
+        if _shares_statistics(part):
+            code = _with_shared_statistics(part, names)
+        return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
+
+    @classmethod
+    def idle(cls, device: torch.device) -> Piece:
+        """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
+        code = fx.Graph()
+        code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))
+        made = fx.GraphModule(torch.nn.Module(), code)
+        return cls(made, (torch.zeros(1, device=device, requires_grad=True),), 1)
+
+    def fresh_inputs(self) -> list[Tensor]:
+        """What the code takes; what arrives is written anew, to new memory."""
+        new = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors[: self.arriving]]
+        return [*new, *self.tensors[self.arriving :]]
+
+    def run(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        """The code's results."""
+        return self.code(*inputs)
+
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps of one run for its backward, without parameters and buffers."""
+        state = {tensor.untyped_storage().data_ptr() for tensor in self.tensors[self.arriving :]}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in state:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            results = self.run(self.fresh_inputs())
+        del results
+        return sum(kept.values())
+
+    def peak_bytes(self) -> int | None:
+        """The most that a forward and backward allocate at once on a CUDA device; None elsewhere."""
+        device = next((tensor.device for tensor in self.tensors), None)
+        if device is None or device.type != "cuda":
+            return None
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        inputs = self.fresh_inputs()
+        ends = [end for end in self.run(inputs) if isinstance(end, Tensor) and end.requires_grad]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        if ends and leaves:
+            torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+# What tells a batch norm that shares its statistics with other replicas from one by itself: it is other code.
+SHARED = "shared statistics"
+
+
+def _shares_statistics(part: LocalLayer) -> bool:
+    return part.layer.mixes_batch and part.strategy.replicas > 1
+
+
+def _with_shared_statistics(part: LocalLayer, names: Sequence[str]) -> Callable[..., Sequence[Tensor]]:
+    """What the runtime runs of a batch norm whose replicas exchange statistics, without the exchange."""
+    node = next(node for node in part.layer.nodes if node.target is torch.ops.aten.batch_norm.default)
+    taken = [argument.name if isinstance(argument, fx.Node) else "" for argument in node.args[:5]]
+    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
+    replicas = part.strategy.replicas
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        known = dict(zip(names, tensors, strict=True))
+        x, weight, bias, mean, variance = (known.get(name) for name in taken)
+        assert x is not None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        parts = batch_norm.statistics(x, dtype).repeat(replicas, 1, 1)
+        return (batch_norm.normalise(x, parts, weight, bias, mean, variance, momentum, eps),)
+
+    return run
+
+
+def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device) -> Tensor:
+    spec = graph.values[name]
+    shape = local_shape(graph, part, name)
+    if name in graph.constants and tuple(graph.constants[name].shape) == shape:
+        return graph.constants[name].to(device)
+    time = longest(part.layer.nodes, name)
+    if time is not None:
+        return torch.full(shape, time, dtype=spec.dtype, device=device)
+    if not spec.dtype.is_floating_point:
+        return torch.randint(0, _index_bound(part.layer.nodes, name), shape, device=device).to(spec.dtype)
+    order = _memory_order(part.layer.nodes, name, len(shape))
+    back = [order.index(dim) for dim in range(len(shape))]
+    # Between 0.5 and 1.5: right for variances, harmless for the rest, and no denormal numbers.
+    tensor = torch.rand([shape[dim] for dim in order], device=device).add_(0.5).to(spec.dtype).permute(back)
+    return tensor.detach().requires_grad_(spec.requires_grad)
+
+
+def _memory_order(nodes: Iterable[fx.Node], name: str, rank: int) -> list[int]:
+    """Dimensions from the widest stride to the narrowest, as captured: views and kernels depend on it."""
+    source = next(s for node in nodes for s in node.all_input_nodes if s.name == name)
+    strides = source.meta["val"].stride()
+    return sorted(range(rank), key=lambda dim: -strides[dim]) if all(strides) else list(range(rank))
+
+
+def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
+    """How large integers in value `name` may be for the ops that use it as an index, through views of it."""
+    names, bounds = {name}, []
+    for node in nodes:
+        if not any(source.name in names for source in node.all_input_nodes):
+            continue
+        bound = _BOUNDS.get(op_name(node))
+        if bound is not None:
+            bounds.append(bound(node))
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+            names.add(node.name)
+    return min(bounds, default=_FLAGS)
+
+
+_FLAGS = 2  # integers nothing is known about
+
+
+def _rows_of(node: fx.Node) -> int:
+    return _extent(node, 0)
+
+
+def _classes_of(node: fx.Node) -> int:
+    return _extent(node, 1)
+
+
+def _along(node: fx.Node) -> int:
+    return _extent(node, node.args[1])
+
+
+def _extent(node: fx.Node, dim: Any) -> int:
+    """Extent of the first operand along `dim`; of vectors the only one."""
+    shape = node.all_input_nodes[0].meta["val"].shape
+    return int(shape[dim if len(shape) > 1 else 0])
+
+
+# How many different indices an op takes.
+_BOUNDS: dict[str, Callable[[fx.Node], int]] = {
+    "embedding": _rows_of,
+    "embedding_bags": _rows_of,
+    "cross_entropy_loss": _classes_of,
+    "nll_loss": _classes_of,
+    "nll_loss_nd": _classes_of,
+    "gather": _along,
+    "index_select": _along,
+}

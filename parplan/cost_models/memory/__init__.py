@@ -1,0 +1,1 @@
+"""Memory of layers and of whole plans over a step."""

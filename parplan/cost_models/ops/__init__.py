@@ -1,0 +1,1 @@
+"""Work, saved tensors and efficiency of single ops."""

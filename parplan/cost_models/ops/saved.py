@@ -1,0 +1,258 @@
+"""What autograd keeps of an op from its forward to its backward.
+
+One row per op, after the formulas of torch's derivatives.yaml; an op without a row is taken to keep its inputs. Where
+kernels differ between devices the row here is that of CUDA (attention: the fused kernels; dropout: a byte per element),
+that of the CPU is in saved_cpu.py.
+
+What rows on saved tensors tell of an op: what it keeps from its forward to its backward, and needs meanwhile.
+
+What ops keep and need on the CPU, where that is not what CUDA's kernels do.
+
+Counted with torch's profiler (torch 2.13, oneDNN 3, float32): every row is an allocation pattern, not a fit, but for
+oneDNN's LSTM, whose workspace has no published size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from parplan.cost_models.ops.op_calls import OpCall, Operand
+
+__all__ = ["CPU_RULES", "Rule", "Saved", "names", "saved_by"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Values an op keeps, by name, and bytes of its own.
+
+    Args:
+        inner_bytes: kept for the backward (masks, indices, statistics).
+        forward_bytes, backward_bytes: held only while its forward or backward runs.
+    """
+
+    values: frozenset[str] = frozenset()
+    inner_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+
+Rule = Callable[[OpCall], Saved]
+
+
+def names(*operands: Operand) -> frozenset[str]:
+    """Of several tensors."""
+    return frozenset(operand.name for operand in operands)
+
+
+def saved_by(call: OpCall, on_cpu: bool = False) -> Saved:
+    """What `call` keeps for its backward; nothing when it has none, and never parameters or buffers.
+
+    Args:
+        on_cpu: of the CPU's kernels rather than CUDA's.
+    """
+    if not call.differentiated or call.is_view:
+        return Saved()
+    rule = _RULES.get(call.op, _inputs)
+    saved = (CPU_RULES.get(call.op, rule) if on_cpu else rule)(call)
+    state = {operand.name for operand in call.inputs if operand.state}
+    return replace(saved, values=saved.values - state)
+
+
+def _nothing(call: OpCall) -> Saved:
+    return Saved()
+
+
+def _inputs(call: OpCall) -> Saved:
+    return Saved(names(*call.inputs))
+
+
+def _output(call: OpCall) -> Saved:
+    return Saved(names(*call.outputs))
+
+
+def _first(call: OpCall) -> Saved:
+    return Saved(names(*call.inputs[:1]))
+
+
+def _factors(call: OpCall) -> Saved:
+    """Of a product, each factor is kept for the gradient of the other; a square keeps its one factor."""
+    first, *others = call.inputs[:2]
+    if not others:
+        return _inputs(call) if call.argument(0) is call.argument(1) else Saved()
+    second = others[0]
+    kept = [a for a, b in ((first, second), (second, first)) if b.requires_grad]
+    return Saved(names(*kept))
+
+
+def _convolution(call: OpCall) -> Saved:
+    """As a product; besides, what unfolding one sample takes (cuDNN chooses its workspace itself: an estimate)."""
+    if len(call.inputs) < 2 or len(call.outputs[0].shape) < 2:
+        return _factors(call)
+    weight, out = call.inputs[1], call.outputs[0]
+    positions = out.elements // max(1, out.shape[0] * out.shape[1])
+    unfolded_bytes = positions * weight.elements // max(1, weight.shape[0]) * out.dtype.itemsize
+    return replace(_factors(call), forward_bytes=unfolded_bytes, backward_bytes=unfolded_bytes)
+
+
+def _addmm(call: OpCall) -> Saved:
+    return _factors(OpCall(call.op, call.inputs[1:], call.outputs, call.arguments[1:]))
+
+
+def _quotient(call: OpCall) -> Saved:
+    return Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()
+
+
+def _max_pool(call: OpCall) -> Saved:
+    return Saved(names(*call.inputs), 8 * call.outputs[0].elements)
+
+
+def _statistics(call: OpCall) -> Saved:
+    """Batch norm: its input, and mean and inverse deviation per channel in float32."""
+    shape = call.inputs[0].shape
+    return Saved(names(call.inputs[0]), 8 * (shape[1] if len(shape) > 1 else 1))
+
+
+def _row_statistics(call: OpCall) -> Saved:
+    """Layer norm: its input, and two float32 for every row it normalises."""
+    normalised = call.argument(1)
+    width = prod(normalised) if isinstance(normalised, (list, tuple)) else call.inputs[0].shape[-1]
+    return Saved(names(call.inputs[0]), 8 * call.inputs[0].elements // max(1, width))
+
+
+def _group_statistics(call: OpCall) -> Saved:
+    groups = call.argument(1)
+    samples = call.inputs[0].shape[0] if call.inputs[0].shape else 1
+    return Saved(names(call.inputs[0]), 8 * samples * (groups if isinstance(groups, int) else 1))
+
+
+def _mask(call: OpCall) -> Saved:
+    return Saved(inner_bytes=call.outputs[0].elements)
+
+
+def _attention(call: OpCall) -> Saved:
+    """Fused attention: queries, keys, values, the result, and one float32 per query."""
+    rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
+    return Saved(names(*call.inputs, *call.outputs), 4 * rows)
+
+
+def _log_probabilities(call: OpCall) -> Saved:
+    """Cross entropy: the log-probabilities it makes inside, and its targets; its backward makes their gradient."""
+    return Saved(names(*call.inputs[1:]), call.inputs[0].nbytes, backward_bytes=call.inputs[0].nbytes)
+
+
+def _recurrent(call: OpCall) -> Saved:
+    """Recurrent layers: inputs and results, and four gates and a state per step."""
+    return Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
+
+
+def _condition(call: OpCall) -> Saved:
+    return Saved(names(*(operand for operand in call.inputs if not operand.dtype.is_floating_point)))
+
+
+_ROWS: tuple[tuple[Rule, str], ...] = (
+    (_nothing, "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat "
+               "pad constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add"),
+    (_output, "relu sigmoid tanh softmax safe_softmax log_softmax exp sqrt rsqrt reciprocal"),
+    (_first, "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d gelu silu "
+             "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp"),
+    (_factors, "linear mul mm bmm matmul"),
+    (_convolution, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
+    (_addmm, "addmm baddbmm"),
+    (_quotient, "div"),
+    (_max_pool, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d"),
+    (_statistics, "batch_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_functional "
+                  "native_batch_norm_legit_no_training cudnn_batch_norm instance_norm"),
+    (_row_statistics, "layer_norm native_layer_norm rms_norm"),
+    (_group_statistics, "group_norm native_group_norm"),
+    (_mask, "dropout native_dropout feature_dropout alpha_dropout"),
+    (_attention, "scaled_dot_product_attention"),
+    (_log_probabilities, "cross_entropy_loss cross_entropy"),
+    (_recurrent, "lstm gru rnn_tanh rnn_relu"),
+    (_condition, "where masked_fill embedding shard_embedding embedding_bags index index_select gather"),
+)  # fmt: skip
+
+_RULES: dict[str, Rule] = {op: rule for rule, ops in _ROWS for op in ops.split()}
+
+
+# oneDNN reads images of so few channels as they are.
+_FEW_CHANNELS = 4
+# Its copies have channels in blocks: of 8 with AVX2, of 16 with AVX-512 (more only where channels are few and odd).
+_CHANNEL_BLOCK = 8
+
+
+def _noise(call: OpCall) -> Saved:
+    """Dropout multiplies with noise of the values' own type."""
+    return Saved(inner_bytes=call.outputs[0].nbytes)
+
+
+def _cpu_convolution(call: OpCall) -> Saved:
+    """oneDNN works in layouts of its own: copies of what it reads and writes, in turn for each of its products."""
+    if len(call.inputs) < 2 or len(call.outputs[0].shape) < 2:
+        return Saved(names(*call.inputs))
+    image, weight, out = call.inputs[0], call.inputs[1], call.outputs[0]
+    taken_bytes = 0 if image.shape[1] <= _FEW_CHANNELS else _blocked_bytes(image)
+    given_bytes = _blocked_bytes(out)
+    kept = [a for a, b in ((image, weight), (weight, image)) if b.requires_grad]
+    return Saved(
+        names(*kept),
+        forward_bytes=max(taken_bytes + weight.nbytes + given_bytes - out.nbytes, given_bytes),
+        backward_bytes=max(taken_bytes + given_bytes, weight.nbytes),
+    )
+
+
+def _blocked_bytes(image: Operand) -> int:
+    return image.nbytes // max(1, image.shape[1]) * -(-image.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+def _cpu_attention(call: OpCall) -> Saved:
+    """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs."""
+    query, key, value = call.inputs[:3]
+    if not call.argument(4, 0.0):
+        rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
+        return Saved(names(*call.inputs, *call.outputs), 4 * rows)
+    pairs_bytes = query.nbytes // max(1, query.shape[-1]) * key.shape[-2]
+    return Saved(names(value), 3 * pairs_bytes + query.nbytes + key.nbytes, backward_bytes=pairs_bytes)
+
+
+def _layers(call: OpCall) -> int:
+    layers = call.argument(4, 1)
+    return layers if isinstance(layers, int) else 1
+
+
+def _lstm(call: OpCall) -> Saved:
+    """oneDNN's layer keeps a copy of its input and a workspace of gates and states, padded to the larger width."""
+    series, out = call.inputs[0], call.outputs[0]
+    directions = 2 if call.argument(7) is True else 1
+    hidden = out.shape[-1] // directions
+    steps = max(1, series.shape[1 if call.argument(8) is True else 0])
+    inner_bytes = 0
+    for layer in range(_layers(call)):
+        width = max(hidden, series.shape[-1] if layer == 0 else out.shape[-1]) + 16
+        floats = 4 * hidden + 16 + (6 * width + 4 * hidden) * (steps + 1) // steps
+        inner_bytes += directions * floats * (out.nbytes // max(1, out.shape[-1]))
+        inner_bytes += series.nbytes if layer == 0 else out.nbytes
+    weights_bytes = sum(operand.nbytes for operand in call.inputs if operand.state)
+    return Saved(names(out), inner_bytes, backward_bytes=21 * out.nbytes // 4 + series.nbytes + weights_bytes)
+
+
+def _loop(kept: int, needed: int) -> Rule:
+    """Recurrent layers that torch steps through: tensors of the size of the results, kept per layer."""
+
+    def rule(call: OpCall) -> Saved:
+        layers, nbytes = _layers(call), call.outputs[0].nbytes
+        return Saved(names(*call.inputs), (kept * layers + layers - 1) * nbytes, backward_bytes=needed * nbytes)
+
+    return rule
+
+
+CPU_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("dropout", "native_dropout", "feature_dropout", "alpha_dropout"), _noise),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _cpu_convolution),
+    "scaled_dot_product_attention": _cpu_attention,
+    "lstm": _lstm,
+    "gru": _loop(7, 3),
+    "rnn_tanh": _loop(1, 1),
+    "rnn_relu": _loop(1, 1),
+}

@@ -1,0 +1,161 @@
+"""Presets: complete, sourced, and clear about what they do not know."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.cluster import Cluster
+from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
+from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset, link_names, link_preset
+from parplan.errors import ClusterError
+
+# What the table's unverified figures are: these and only these may be called estimated.
+ESTIMATED_GPUS = {"k80", "v100-pcie"}
+ESTIMATED_LINKS = {
+    "pcie2", "pcie3-pair", "pcie4", "pcie4-staged", "nvlink1", "nvlink2", "10gbe", "25gbe", "hdr200", "ndr400",
+}  # fmt: skip
+# How an origin begins that no source stands behind.
+UNSOURCED = ("from memory: ", "derived: ", "assumed: ")
+NUMBERS = [(f"{row.kind}-{n.name}", n) for row in (*GPUS, CPU) for n in row.numbers()] + [
+    (f"{row.name}-{n.name}", n) for row in (*LINKS, CPU_LINK) for n in row.numbers()
+]
+
+
+@pytest.mark.parametrize("number", [number for _, number in NUMBERS], ids=[name for name, _ in NUMBERS])
+def test_every_number_says_where_it_comes_from(number: Number) -> None:
+    text = number.origin.text
+    assert len(text) > 10
+    assert number.origin.estimated is text.startswith(UNSOURCED)
+    assert number.value > 0
+    assert number.unit
+
+
+@pytest.mark.parametrize("row", [*GPUS, CPU], ids=lambda row: row.kind)
+def test_no_number_of_a_device_is_left_out(row: GpuRow) -> None:
+    found = {number.name: number.value for number in row.numbers()}
+    rest = {"memory": row.memory_gib, "bandwidth": row.gb_per_s, "launch": row.launch_us, "adapters": row.nics}
+    assert found == {**row.tflops, **rest}
+    assert set(row.others) <= set(found)
+
+
+@pytest.mark.parametrize("row", [*LINKS, CPU_LINK], ids=lambda row: row.name)
+def test_no_number_of_a_link_is_left_out(row: LinkRow) -> None:
+    found = {number.name: number.value for number in row.numbers()}
+    sharing = {"island": row.island, "contention": row.contention} if row.island else {}
+    hiding = {"overlap": row.overlap} if row.overlap < 1 else {}
+    assert found == {"bandwidth": row.gb_per_s, "latency": row.latency_us, **sharing, **hiding}
+    assert (row.contention == 1) is (row.island == 0)
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_preset_is_a_whole_device_with_a_source(name: str) -> None:
+    device = device_preset(name)
+    assert device.kind == name
+    assert device.source
+    assert device.memory_bytes > 2**30
+    assert min(device.flops_per_s.values()) > 0
+    assert device.flops_per_s["fp32"] <= max(device.flops_per_s.values())
+    assert device.bandwidth_bytes_per_s > 1e9
+    assert 1e-7 < device.launch_s < 1e-4
+
+
+@pytest.mark.parametrize("row", GPUS, ids=lambda row: row.kind)
+def test_every_gpu_row(row: GpuRow) -> None:
+    assert row.estimated is (row.kind in ESTIMATED_GPUS)
+    assert device_preset(row.kind).estimated is row.estimated
+    assert {row.link, row.network} <= set(link_names())
+    assert 1 <= row.nics <= 8
+
+
+@pytest.mark.parametrize("row", LINKS, ids=lambda row: row.name)
+def test_every_link_row(row: LinkRow) -> None:
+    assert row.estimated is (row.name in ESTIMATED_LINKS)
+    assert 0 < row.gb_per_s < 1000
+    assert 1 < row.latency_us < 100
+    assert 0 < row.contention <= 1
+    assert link_preset(row.name).overlap == row.overlap == (0.5 if row.name == "pcie2" else 1.0)
+
+
+def test_names_are_unique_and_aliases_lead_somewhere() -> None:
+    assert len(set(device_names())) == len(device_names())
+    assert len(set(link_names())) == len(link_names())
+    assert not set(ALIASES) & set(device_names())
+    assert {device_preset(alias).kind for alias in ALIASES} <= set(device_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("v100", "v100-sxm2"), ("A100", "a100-80g-sxm"), ("h200", "h200-sxm"), ("H100-PCIe", "h100-pcie")],
+)
+def test_names_in_any_case_and_aliases(name: str, kind: str) -> None:
+    assert device_preset(name).kind == kind
+
+
+def test_an_unknown_device_is_told_what_is_close_and_what_there_is() -> None:
+    with pytest.raises(ClusterError, match=r"'a100-80gsxm' \(did you mean a100-80g-sxm.*presets: k20, k40,.*cpu"):
+        device_preset("a100-80gsxm")
+    with pytest.raises(ClusterError, match=r"no link preset 'nvlnk3' \(did you mean nvlink3"):
+        cluster_preset("a100", 4, link="nvlnk3")
+
+
+def test_no_devices_is_refused() -> None:
+    with pytest.raises(ClusterError, match="at least 1"):
+        cluster_preset("v100", 0)
+
+
+def levels(cluster: Cluster) -> list[tuple[str, int, float]]:
+    return [(link.name, link.size, link.contention) for link in cluster.links]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "link", "expected"),
+    [
+        ("v100", 1, None, []),
+        ("v100", 4, None, [("nvlink2", 4, 1.0)]),
+        ("a100", 16, None, [("nvlink3", 8, 1.0), ("hdr200", 16, 1.0)]),
+        ("v100", 12, None, [("nvlink2", 8, 1.0), ("100gbe", 12, 0.5)]),
+        ("k20", 4, None, [("pcie2", 4, 1.0)]),
+        ("k20", 8, None, [("pcie2", 4, 1.0), ("pcie2 across islands", 8, 0.5)]),
+        ("k20", 8, "10gbe", [("10gbe", 8, 1.0)]),
+        ("v100", 16, "pcie3", [("pcie3", 8, 1.0), ("100gbe", 16, 0.5)]),
+        ("k80", 2, None, [("pcie3-pair", 2, 1.0)]),
+        ("k80", 4, None, [("pcie3-pair", 2, 1.0), ("pcie3-pair across islands", 4, 0.5)]),
+        ("cpu", 3, None, [("shared memory", 3, 1.0)]),
+        ("cpu", 2, "25gbe", [("25gbe", 2, 1.0)]),
+    ],
+)
+def test_the_levels_of_a_cluster(
+    name: str, count: int, link: str | None, expected: list[tuple[str, int, float]]
+) -> None:
+    assert levels(cluster_preset(name, count, link)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "link", "hosts", "expected"),
+    [
+        ("a100", 16, None, 2, [("nvlink3", 8, 1.0), ("hdr200", 16, 1.0)]),
+        ("a100", 16, None, 4, [("nvlink3", 4, 1.0), ("hdr200", 16, 1.0)]),
+        ("a100", 16, None, 1, [("nvlink3", 16, 1.0)]),
+        ("a100", 3, None, 3, [("hdr200", 3, 1.0)]),
+        ("v100", 16, None, 2, [("nvlink2", 8, 1.0), ("100gbe", 16, 0.5)]),
+        ("a100", 16, "pcie4", 4, [("pcie4", 4, 1.0), ("hdr200", 16, 1.0)]),
+        ("a100", 16, "10gbe", 2, [("nvlink3", 8, 1.0), ("10gbe", 16, 0.125)]),
+        ("k20", 16, None, 2, [("pcie2", 4, 1.0), ("pcie2 across islands", 8, 0.5), ("10gbe", 16, 0.125)]),
+        ("cpu", 4, None, 2, [("shared memory", 2, 1.0), ("10gbe", 4, 0.5)]),
+        ("a100", 1, None, 1, []),
+    ],
+)
+def test_the_levels_of_hosts(
+    name: str, count: int, link: str | None, hosts: int, expected: list[tuple[str, int, float]]
+) -> None:
+    assert levels(cluster_preset(name, count, link, hosts)) == expected
+
+
+def test_hosts_share_the_devices_evenly() -> None:
+    with pytest.raises(ClusterError, match="10 devices do not spread evenly over 4 hosts"):
+        cluster_preset("a100", 10, hosts=4)
+
+
+def test_a_link_alone_is_one_pair() -> None:
+    link = link_preset("PCIE3")
+    assert (link.name, link.size, link.bandwidth_bytes_per_s, link.contention) == ("pcie3", 2, 12e9, 1.0)
