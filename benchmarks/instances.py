@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from parplan.planner.problem import Edge, FloatArray, Linear, Node, Problem, Usage
+from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = ["Layout", "Shape", "chain", "network", "random_problem", "residual"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from parplan.planner.problem import Edge, FloatArray, Node, Problem, Usage
-from parplan.planner.solve import solve
+from parplan.planner.solver.problem import Edge, FloatArray, Node, Problem, Usage
+from parplan.planner.solver.solve import solve
 
 __all__ = ["read"]
 

@@ -40,8 +40,8 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import predict
-from parplan.planner.strategies import cluster_blocks, strategies
-from parplan.planner.verifier import check
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.verifier import check
 from parplan.profiler.communication import SIZES, measure_links
 from parplan.profiler.company import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts

@@ -31,8 +31,8 @@ from parplan.cost_models.scaled import ScaledCosts
 from parplan.plan import Scheme
 from parplan.planner.decide import predict
 from parplan.planner.decision import Prediction
-from parplan.planner.scheme_prices import clocked
-from parplan.planner.timeline import Manner, simulate
+from parplan.planner.search.schemes import clocked
+from parplan.planner.simulation.timeline import Manner, simulate
 
 IMAGES = 90 * 1_281_167  # 90 epochs of ILSVRC-2012
 EACH = 128  # images per GPU and step

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.instances import Shape, chain, network, residual
-from parplan.planner.problem import Problem
-from parplan.planner.solve import solve
+from parplan.planner.solver.problem import Problem
+from parplan.planner.solver.solve import solve
 
 
 @dataclass(frozen=True)

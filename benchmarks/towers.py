@@ -32,9 +32,9 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decide import Request, decide, predict
-from parplan.planner.formulate import formulate
-from parplan.planner.solve import solve
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.solver.solve import solve
 from parplan.profiler.known import known_costs
 from parplan.runtime.module.compiled import Compiled
 

@@ -264,7 +264,7 @@ def compile(  # the name users know from torch.compile
 
 def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
     """A user's plan, checked against model and devices."""
-    from parplan.planner.verifier import check
+    from parplan.planner.search_space.verifier import check
 
     if plan.devices != devices:
         raise PlanError(f"the plan is for {plan.devices} devices, here are {devices}; plan again with --gpus {devices}")
@@ -274,7 +274,7 @@ def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
 
 def _warn_of_batch(plan: Plan, graph: LayerGraph) -> None:
     """Say that a step needs more memory than its plan allows for, or has replicas with unequal shares."""
-    from parplan.planner.verifier import other_batch
+    from parplan.planner.search_space.verifier import other_batch
 
     batch = graph.batch or 0
     if batch > plan.batch or any(batch % strategy.replicas for strategy in plan.layers.values()):
@@ -309,7 +309,7 @@ def verify(
         ParplanError: the plan is not for this model, or breaks a rule.
     """
     from parplan.graph.capture.capture import capture
-    from parplan.planner.verifier import mismatches
+    from parplan.planner.search_space.verifier import mismatches
     from parplan.verification import first_samples, verify_plan
 
     _check_module(model)

@@ -23,8 +23,8 @@ from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import LayerFacts, Prediction
-from parplan.planner.formulate import Option, formulate
-from parplan.planner.timeline_work import LayerWork, Work, work_of
+from parplan.planner.search_space.formulation import Option, formulate
+from parplan.planner.simulation.step_work import LayerWork, Work, work_of
 from parplan.report import units
 from parplan.runtime.measurement.measured_step import Line, MeasuredStep
 from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer

@@ -2,7 +2,7 @@
 
 `fc6=shards:4` names layers by a pattern and gives words: `replicas:4`, `shards:4`, `axis:out-features`, `gpu:0,1`
 (logical devices, in that order), `update:2` (update the weights every 2 passes). Command line, code and TOML speak the
-same words. What pins mean for a model's layers is the planner's part (planner/pinned.py).
+same words. What pins mean for a model's layers is the planner's part (planner/search_space/pin_constraints.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.look_back import Foreseen, foresee
 from parplan.plan import Plan
-from parplan.planner.batches import Cases, best_batch
+from parplan.planner.batch_size import Cases, best_batch
 from parplan.planner.decide import Progress, Request, decide, sketch
 from parplan.planner.decision import Decision, Prediction
 from parplan.profiler.known import known_costs

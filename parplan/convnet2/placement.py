@@ -12,7 +12,7 @@ from functools import partial
 from parplan.convnet2.ini import Section
 from parplan.convnet2.network import Wire
 from parplan.errors import RuleError
-from parplan.planner.rules import r2_feeders, r3_fed, r4_divides
+from parplan.planner.search_space.rules import r2_feeders, r3_fed, r4_divides
 
 __all__ = ["devices_of", "replica_notes", "size_notes"]
 

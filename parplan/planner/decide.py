@@ -11,22 +11,16 @@ from parplan.cost_models.costs import CostModel
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.advice import advice
-from parplan.planner.baselines import baselines
-from parplan.planner.case import Case, plain
-from parplan.planner.choosing import Solved, Taken, solved, taken
-from parplan.planner.clock_reasons import reasons_on_the_clock
 from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
-from parplan.planner.facts import layer_facts, overfull, prediction, reasons_in_one_pass
-from parplan.planner.formulate import formulate
-from parplan.planner.infeasible import nearest_to_fitting
-from parplan.planner.pin_prices import with_pins
-from parplan.planner.pin_search import questions
-from parplan.planner.pinned import Pinned
-from parplan.planner.player import EFFORT, Effort
-from parplan.planner.problem import Problem, Solution, Status, evaluate
+from parplan.planner.explain.advice import advice
+from parplan.planner.explain.branch_report import along, notes_on, side_by_side
+from parplan.planner.explain.layer_facts import layer_facts, overfull, prediction, reasons_in_one_pass
+from parplan.planner.explain.pin_prices import with_pins
+from parplan.planner.explain.simulated_reasons import reasons_on_the_clock
 from parplan.planner.request import Progress, Request
-from parplan.planner.scheme_prices import (
+from parplan.planner.search.baselines import baselines
+from parplan.planner.search.context import Case, plain
+from parplan.planner.search.schemes import (
     clocked,
     clocked_facts,
     clocked_proof,
@@ -36,10 +30,16 @@ from parplan.planner.scheme_prices import (
     scheme_prices,
     schemes_of,
 )
-from parplan.planner.side_by_side import along, notes_on, side_by_side
-from parplan.planner.solve import solve
-from parplan.planner.timeline import simulate
-from parplan.planner.verifier import check, mismatches
+from parplan.planner.search.select import Solved, Taken, solved, taken
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.infeasible_message import nearest_to_fitting
+from parplan.planner.search_space.pin_constraints import Pinned
+from parplan.planner.search_space.pin_search import questions
+from parplan.planner.search_space.verifier import check, mismatches
+from parplan.planner.simulation.simulator import EFFORT, Effort
+from parplan.planner.simulation.timeline import simulate
+from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
+from parplan.planner.solver.solve import solve
 
 __all__ = ["Progress", "Request", "decide", "predict", "sketch"]
 

@@ -38,7 +38,7 @@ from parplan.cost_models.sampling import Effort, Measurement
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import KINDS, SIZES, measure_links
 from parplan.profiler.company import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parplan.planner.batches import FLAT
+from parplan.planner.batch_size import FLAT
 from parplan.planner.decision import BatchTried, Decision
 from parplan.report import units
 from parplan.report.page import Column, Page, Span

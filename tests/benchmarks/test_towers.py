@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import towers
 from parplan.graph.capture.capture import capture
-from parplan.planner.sections import beside
-from parplan.planner.verifier import check
+from parplan.planner.search.branches import beside
+from parplan.planner.search_space.verifier import check
 
 
 def test_its_plans_differ_in_what_runs_at_the_same_time() -> None:

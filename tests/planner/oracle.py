@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from parplan.planner.problem import FloatArray, Problem, evaluate
+from parplan.planner.solver.problem import FloatArray, Problem, evaluate
 
 __all__ = ["Optimum", "brute_force", "from_the_best", "objectives"]
 

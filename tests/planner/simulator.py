@@ -20,8 +20,8 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.formulate import Formulation, formulate
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
 
 __all__ = ["Best", "Simulator", "best_of_all", "count_of_all"]
 

@@ -10,13 +10,13 @@ import pytest
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
-from parplan.planner import case as case_module
-from parplan.planner import choosing
 from parplan.planner import decide as decide_module
-from parplan.planner.case import Deadline
 from parplan.planner.decide import Request, decide
-from parplan.planner.problem import Problem, Solution, Status
-from parplan.planner.solve import solve
+from parplan.planner.search import context as case_module
+from parplan.planner.search import select as choosing
+from parplan.planner.search.context import Deadline
+from parplan.planner.solver.problem import Problem, Solution, Status
+from parplan.planner.solver.solve import solve
 from tests.planner.graphs import perceptron
 
 LIMIT_S = 60.0

@@ -13,14 +13,14 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError, RuleError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.advice import advice
 from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Baseline
-from parplan.planner.formulate import Formulation, formulate
-from parplan.planner.problem import evaluate
-from parplan.planner.strategies import strategies
-from parplan.planner.verifier import check
-from parplan.planner.what_if import WhatIf
+from parplan.planner.explain.advice import advice
+from parplan.planner.explain.what_if import WhatIf
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.strategies import strategies
+from parplan.planner.search_space.verifier import check
+from parplan.planner.solver.problem import evaluate
 from tests.planner.graphs import classifier, counted, perceptron
 from tests.planner.oracle import brute_force
 

@@ -15,8 +15,8 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Decision
-from parplan.planner.formulate import formulate
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from tests.planner.graphs import classifier, perceptron
 from tests.planner.oracle import brute_force
 

@@ -35,11 +35,11 @@ from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
 from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Decision
-from parplan.planner.formulate import formulate
-from parplan.planner.problem import Status, evaluate
-from parplan.planner.solve import solve
-from parplan.planner.strategies import cluster_blocks, strategies
-from tests.planner.test_timeline import alexnet
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.solver.problem import Status, evaluate
+from parplan.planner.solver.solve import solve
+from tests.planner.simulation.test_timeline import alexnet
 
 ISLANDS = Path(__file__).resolve().parents[2] / "examples" / "clusters" / "two-islands.toml"
 CONVOLUTIONS = tuple(f"conv{number}" for number in range(1, 6))

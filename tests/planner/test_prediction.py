@@ -16,9 +16,9 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.decide import Request, decide, predict
 from parplan.planner.decision import Prediction
-from parplan.planner.formulate import Formulation, formulate
-from parplan.planner.problem import evaluate
-from parplan.planner.strategies import strategies
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.strategies import strategies
+from parplan.planner.solver.problem import evaluate
 from tests.cost_models.made_up import made_up_costs
 from tests.planner.graphs import classifier, perceptron
 from tests.planner.oracle import brute_force

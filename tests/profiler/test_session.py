@@ -27,8 +27,8 @@ from parplan.cost_models.sampling import Effort
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.formulate import formulate
-from parplan.planner.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.profiler import runtime_costs
 from parplan.profiler.session import Settings, profile, requests_by_devices
 from tests.cost_models.made_up import made_up_costs, made_up_profile

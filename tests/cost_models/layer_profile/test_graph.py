@@ -31,9 +31,9 @@ from parplan.errors import ClusterError, InfeasiblePlan, ParplanError
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Decision
-from parplan.planner.formulate import formulate
-from parplan.planner.strategies import strategies
-from parplan.planner.verifier import check
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.strategies import strategies
+from parplan.planner.search_space.verifier import check
 from tests.planner.graphs import perceptron
 from tests.planner.oracle import brute_force
 

@@ -20,8 +20,8 @@ from parplan.graph.user_code import opaque
 from parplan.graph.user_code.function_probe import probe
 from parplan.graph.user_code.functions import FunctionSite
 from parplan.plan import Plan, Strategy
-from parplan.planner.reasons import only_way
-from parplan.planner.verifier import check
+from parplan.planner.explain.reasons import only_way
+from parplan.planner.search_space.verifier import check
 from parplan.runtime.module.compiled import Compiled
 from parplan.verification import verify_plan
 from tests.own_backward import Between, Clamped, Normed, OwnBackwards, Reversed, Sign, Weighted

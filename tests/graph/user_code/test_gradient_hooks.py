@@ -19,8 +19,8 @@ from parplan.errors import CaptureError, RuleError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.user_code.gradient_hooks import Handle
 from parplan.plan import Plan, Strategy
-from parplan.planner.reasons import only_way
-from parplan.planner.verifier import check
+from parplan.planner.explain.reasons import only_way
+from parplan.planner.search_space.verifier import check
 from parplan.runtime.module.compiled import Compiled
 from parplan.verification import verify_plan
 from tests.own_backward import Between, Hooked, Sign

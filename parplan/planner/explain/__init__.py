@@ -1,0 +1,1 @@
+"""Reasons, alternatives and advice for a plan that was chosen."""

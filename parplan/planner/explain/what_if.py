@@ -1,0 +1,78 @@
+"""What one layer's other strategies would do to the step, with every other layer left as it is.
+
+Each alternative changes one node and its edges, so the objective is recomputed from the parts of the
+chosen plan instead of from scratch: a report for hundreds of layers asks thousands of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.planner.solver.problem import Edge, FloatArray, Problem
+
+__all__ = ["Change", "WhatIf"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Seconds the step would take longer (negative: less) with another strategy, by part."""
+
+    strategy: int
+    compute_s: float
+    transfer_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds the whole step would take longer."""
+        return self.compute_s + self.transfer_s + self.exposed_s
+
+
+class WhatIf:
+    """Alternatives to one choice of a problem."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
+        self._problem = problem
+        self._choice = tuple(choice)
+        count = len(problem.nodes)
+        self._touching: list[list[Edge]] = [[] for _ in range(count)]
+        self._back, self._tail, self._edge_back = (np.zeros(count) for _ in range(3))
+        for index, node in enumerate(problem.nodes):
+            self._back[index], self._tail[index] = node.back[choice[index]], node.tail[choice[index]]
+        for edge in problem.edges:
+            self._touching[edge.source].append(edge)
+            self._touching[edge.target].append(edge)
+            self._edge_back[edge.target] += edge.back[choice[edge.source], choice[edge.target]]
+        self._exposed = _exposed(self._back, self._tail, self._edge_back)
+
+    def changes(self, index: int) -> list[Change]:
+        """Every other allowed strategy of node `index`, the best first."""
+        node, now = self._problem.nodes[index], self._choice[index]
+        found = [self._change(index, k) for k in range(node.size) if k != now and node.allowed[k]]
+        return sorted((c for c in found if np.isfinite(c.total_s)), key=lambda c: (c.total_s, c.strategy))
+
+    def _change(self, index: int, strategy: int) -> Change:
+        node, now = self._problem.nodes[index], self._choice[index]
+        back, tail, edge_back = self._back.copy(), self._tail.copy(), self._edge_back.copy()
+        back[index], tail[index] = node.back[strategy], node.tail[strategy]
+        moved = 0.0
+        for edge in self._touching[index]:
+            old, new = self._pair(edge), self._pair(edge, index, strategy)
+            moved += float(edge.ahead[new] + edge.back[new] - edge.ahead[old] - edge.back[old])
+            edge_back[edge.target] += edge.back[new] - edge.back[old]
+        compute = node.ahead[strategy] + node.back[strategy] - node.ahead[now] - node.back[now]
+        exposed = _exposed(back, tail, edge_back) - self._exposed if np.isfinite(moved) else np.inf
+        return Change(strategy, float(compute), moved, exposed)
+
+    def _pair(self, edge: Edge, index: int = -1, strategy: int = 0) -> tuple[int, int]:
+        source = strategy if edge.source == index else self._choice[edge.source]
+        target = strategy if edge.target == index else self._choice[edge.target]
+        return source, target
+
+
+def _exposed(back: FloatArray, tail: FloatArray, edge_back: FloatArray) -> float:
+    rows = np.cumsum(tail) - (np.cumsum(back) - back) - np.cumsum(edge_back)
+    return max(0.0, float(rows.max(initial=0.0)))

@@ -1,0 +1,1 @@
+"""Search among plans in passes and with concurrent branches, by simulated steps."""

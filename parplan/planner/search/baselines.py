@@ -1,0 +1,189 @@
+"""The plans people write by hand, solved under the same costs: each is a restriction of the strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.planner.decision import Baseline
+from parplan.planner.search_space.formulation import Formulation, Option
+from parplan.planner.solver.problem import Edge, Node, Problem, Solution, evaluate
+
+__all__ = ["baselines"]
+
+Solve = Callable[[Problem], Solution]
+Allowed = Callable[[str, Strategy], bool]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Devices a habit could use; `words` say which where there are several kinds."""
+
+    devices: tuple[int, ...]
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class _Habit:
+    """A way to parallelise by hand: which strategies it allows, or why it is not legal here.
+
+    `alone`: the other devices are not used at all, so no inputs come from them and no results are delivered to them.
+    """
+
+    name: str
+    place: _Place
+    allowed: Allowed
+    why_not: str = ""
+    alone: bool = False
+
+
+def baselines(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
+) -> tuple[Baseline, ...]:
+    """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid.
+
+    Where there are several kinds of devices, each on the devices it is fastest on: those of one kind, or all.
+    `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the
+    plan itself, so that a baseline which would run out of memory is never said to fit.
+    """
+    families = [[_one_device(place) for place in _single(cluster)]]
+    if cluster.count > 1:
+        places = _several(cluster)
+        families.append([_data_parallel(graph, place, plan) for place in places])
+        families.append([_model_parallel(graph, formulation, place) for place in places])
+        families.append([_hybrid(graph, formulation, place, plan) for place in places])
+    return tuple(
+        _fastest([_baseline(habit, costs, formulation, plan, solve) for habit in family]) for family in families
+    )
+
+
+def _single(cluster: Cluster) -> list[_Place]:
+    """One device of each kind."""
+    return [_Place(group.members[:1], group.device.kind if cluster.mixed else "") for group in cluster.groups]
+
+
+def _several(cluster: Cluster) -> list[_Place]:
+    """All devices, and where there are several kinds those of each kind."""
+    every = _Place(tuple(range(cluster.count)), "all" if cluster.mixed else "")
+    kinds = [group for group in cluster.groups if cluster.mixed and len(group.members) > 1]
+    return [every, *(_Place(group.members, f"{len(group.members)} x {group.device.kind}") for group in kinds)]
+
+
+def _fastest(found: Sequence[Baseline]) -> Baseline:
+    """The fastest that fits, else the fastest, else the first."""
+    return min(found, key=lambda b: (b.step_s is None, not b.fits, b.step_s or 0.0))
+
+
+def _one_device(place: _Place) -> _Habit:
+    return _Habit("one device", place, lambda name, s: s.devices == place.devices, alone=True)
+
+
+def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
+    whole = {n for n, layer in graph.layers.items() if layer.batch is None and not layer.constant}
+    count = len(place.devices)
+
+    def allowed(name: str, s: Strategy) -> bool:
+        if name in whole:
+            return len(s.devices) == 1 and s.devices[0] in place.devices
+        return s.devices == place.devices and (s.replicas, s.shards) == (count, 1)
+
+    why_not = f"R1: a batch of {plan.batch} does not divide by {count}" if plan.batch % count else ""
+    return _Habit("pure data parallel", place, allowed, why_not)
+
+
+def _model_parallel(graph: LayerGraph, formulation: Formulation, place: _Place) -> _Habit:
+    def all_shards(s: Strategy) -> bool:
+        return s.devices == place.devices and s.replicas == 1
+
+    cut = {
+        name
+        for name, options in zip(formulation.names, formulation.options, strict=False)
+        if any(all_shards(o.strategy) for o in options)
+    }
+
+    def allowed(name: str, s: Strategy) -> bool:
+        return all_shards(s) if name in cut else len(s.devices) == 1 and s.devices[0] in place.devices
+
+    weighted = [name for name in cut if graph.layers[name].parameters]
+    why_not = "" if weighted else f"R5: no layer with weights divides by {len(place.devices)}"
+    return _Habit("pure model parallel", place, allowed, why_not)
+
+
+def _hybrid(graph: LayerGraph, formulation: Formulation, place: _Place, plan: Plan) -> _Habit:
+    """Replicas up to the first fully-connected layer, shards of out-features from there on."""
+    linear = {name for name, layer in graph.layers.items() if layer.kind == "linear"}
+    after = linear.union(*(nx.descendants(graph.digraph, name) for name in linear)) if linear else set()
+    convolutions = [name for name, layer in graph.layers.items() if layer.kind == "conv"]
+    data = _data_parallel(graph, place, plan)
+    model = _model_parallel(graph, formulation, place)
+
+    def allowed(name: str, s: Strategy) -> bool:
+        if name not in after:
+            return data.allowed(name, s)
+        return model.allowed(name, s) and s.axis in (None, "out-features", "features")
+
+    missing = "" if linear and convolutions else "it is for convolutions followed by fully-connected layers"
+    return _Habit("cuda-convnet2's hybrid", place, allowed, missing or data.why_not)
+
+
+def _baseline(habit: _Habit, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve) -> Baseline:
+    if habit.why_not:
+        return Baseline(habit.name, None, None, False, habit.why_not)
+    kept = _kept(habit, formulation)
+    if not all(kept):
+        layer = formulation.names[kept.index([])]
+        return Baseline(habit.name, None, None, False, f"{layer} cannot be placed that way")
+    problem = _alone(formulation) if habit.alone else formulation.problem
+    solution = solve(_restricted(problem, kept))
+    if solution.choice is None:
+        return Baseline(habit.name, None, None, False, "no such plan was found")
+    choice = [own[k] for own, k in zip(kept, solution.choice, strict=True)]
+    found = evaluate(problem, choice)
+    layers = formulation.strategies(choice)
+    own_plan = replace(plan, layers=layers, rules="default")
+    # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
+    peaks = found.peaks if habit.alone else costs.peaks(layers) or found.peaks
+    peak, limit = max(zip(peaks, problem.limits, strict=True), key=lambda pair: pair[0] / pair[1])
+    fits = peak <= limit
+    return Baseline(
+        habit.name, found.objective, int(peak), fits, plan=own_plan, on=habit.place.words, limit_bytes=int(limit)
+    )
+
+
+def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
+    def own(name: str, options: Sequence[Option]) -> list[int]:
+        return [k for k, option in enumerate(options) if habit.allowed(name, option.strategy)]
+
+    layers = [own(name, options) for name, options in zip(formulation.names, formulation.options, strict=False)]
+    return layers + [[0]] * (len(formulation.problem.nodes) - len(layers))
+
+
+def _alone(formulation: Formulation) -> Problem:
+    """The problem where inputs are at hand and results stay where they are."""
+    problem, delivery = formulation.problem, len(formulation.options)
+    nodes = [
+        replace(node, ahead=node.ahead - np.array([option.arrival_s for option in options]))
+        for node, options in zip(problem.nodes, formulation.options, strict=False)
+    ]
+    edges = tuple(edge for edge in problem.edges if edge.target != delivery)
+    return replace(problem, nodes=(*nodes, problem.nodes[delivery]), edges=edges)
+
+
+def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
+    """The problem with fewer strategies per node, no rules and no memory limit."""
+    nodes = tuple(
+        Node(node.name, node.ahead[own], node.back[own], node.tail[own])
+        for node, own in zip(problem.nodes, (list(k) for k in kept), strict=True)
+    )
+    edges = tuple(
+        Edge(e.source, e.target, e.ahead[kept[e.source]][:, kept[e.target]], e.back[kept[e.source]][:, kept[e.target]])
+        for e in problem.edges
+    )
+    return Problem(nodes, edges)

@@ -1,0 +1,115 @@
+"""What all parts of a decision work on: the model, the devices, their costs, what is asked, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic as now_s
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.planner.request import Progress, Request
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.simulation.simulator import Effort, Layers, Played, Player
+from parplan.planner.solver.problem import Solution, Status, evaluate
+
+__all__ = ["Case", "Deadline", "fits", "plain", "without_period"]
+
+
+class Deadline:
+    """One limit for all the searches of a decision. Each may take a part of what is left, and a little in any case.
+
+    Searches end by themselves, after a fixed effort or with a proof; the limit is there for machines on which that
+    takes too long. Where it ended one (`hit`), another machine may find another plan, and the report says so.
+    """
+
+    LEAST = 0.02
+    """Part of the limit that a search gets even where nothing is left: enough for a first choice."""
+
+    UNUSED_S = 0.1
+    """Seconds before its limit at which a solve begins nothing new; one that ends there was ended by the limit."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.hit = False
+        self._until = now_s() + limit_s
+
+    def left_s(self) -> float:
+        """Seconds until the limit, 0 when it is over."""
+        return max(0.0, self._until - now_s())
+
+    def extend(self, seconds: float) -> None:
+        """What is not a search, such as measuring layers, does not count."""
+        self._until += seconds
+
+    def part_s(self, part: float) -> float:
+        """What a search may take: a part of what is left."""
+        return max(part * self.left_s(), self.LEAST * self.limit_s)
+
+    def watched(self, found: Solution, limit_s: float) -> Solution:
+        """A solution, after looking whether its time ended the solve."""
+        ended = found.status in (Status.FEASIBLE, Status.UNKNOWN) and found.seconds >= limit_s - self.UNUSED_S
+        self.hit = self.hit or ended
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model to plan for some devices.
+
+    Args:
+        deadline: for everything that is searched.
+        player: plays plans through, for all parts of the decision.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    costs: CostModel
+    request: Request
+    deadline: Deadline
+    player: Player
+    progress: Progress | None = None
+
+    @staticmethod
+    def of(
+        graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
+    ) -> Case:
+        """A case with its whole time limit and effort left."""
+        player = Player(graph, cluster, costs)
+        return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
+
+    def within(self, plan: Plan, effort: Effort) -> Played | None:
+        """A plan's step; None where the effort is spent, or the time is over, which ends searches on slow machines."""
+        return None if self.spent(effort) else self.player.within(plan, effort)
+
+    def spent(self, effort: Effort) -> bool:
+        """Whether nothing more is to be tried."""
+        over = self.deadline.left_s() == 0
+        self.deadline.hit = self.deadline.hit or (over and effort.left > 0)
+        return over or effort.left <= 0
+
+    def phase(self, name: str) -> None:
+        """Tell the listener that a phase begins."""
+        if self.progress is not None:
+            self.progress.phase(name)
+
+
+def without_period(strategy: Strategy) -> Strategy:
+    """A strategy as the solver knows it."""
+    return Strategy(strategy.replicas, strategy.shards, strategy.axis, strategy.devices)
+
+
+def plain(plan: Plan) -> dict[str, Strategy]:
+    """A plan's layers as the solver knows them."""
+    return {name: without_period(strategy) for name, strategy in plan.layers.items()}
+
+
+def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Layers) -> bool:
+    """Whether every device's memory suffices for a plan with these layers, transfers included."""
+    peaks: Sequence[float] | None = costs.peaks(layers)
+    if peaks is None:
+        alone = formulate(graph, cluster, costs, {name: (own,) for name, own in layers.items()})
+        peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
+    return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))

@@ -1,0 +1,232 @@
+"""A plan under all three schemes, each played through, and the best of some plans and schemes.
+
+The solver's objective knows plans that run in one pass. What passes save, and what they cost, is on the clock
+(timeline.py): so the solver's plan is priced under every scheme, and with it the plan that it would choose if most of
+what crosses from many replicas to fewer were hidden; planner/search/refine.py goes on from the best. Nothing is proven here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.errors import PinError, PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.stages import Stage, stages
+from parplan.plan import Plan, Scheme
+from parplan.planner.decision import Baseline, LayerFacts, Passes, Prediction, Proof, SchemePrice
+from parplan.planner.search.context import Case
+from parplan.planner.search_space.pin_constraints import Pinned, named
+from parplan.planner.search_space.verifier import check
+from parplan.planner.simulation.step_work import Work, work_of
+from parplan.planner.simulation.timeline import Kind, Lane, Timeline
+from parplan.planner.solver.problem import Status
+
+__all__ = [
+    "IN_PASSES", "clocked", "clocked_facts", "clocked_proof", "needs_clock", "rival_in_passes", "scheduled",
+    "scheme_prices", "schemes_of", "under", "updates_lost",
+]  # fmt: skip
+
+IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
+
+
+def scheduled(case: Case, pinned: Pinned, draft: Plan, others: Sequence[Plan]) -> list[Plan]:
+    """The solver's plan under every scheme that is asked for and possible, and other plans in passes.
+
+    Where weights are pinned to be updated between passes, there have to be passes.
+
+    Args:
+        others: further plans to try, in passes only.
+
+    Raises:
+        PlanError: the scheme that is asked for is not possible.
+        PinError: weights pinned to be updated between passes need a scheme that is not possible, or not asked for.
+    """
+    graph, asked = case.graph, schemes_of(case.request.scheme)
+    tries = [under(draft, graph, one) for one in asked]
+    more = [under(other, graph, one) for one in asked for other in others]
+    tries += [plan for plan in more if plan is not None and plan.scheme in IN_PASSES]
+    possible = [plan for plan in tries if plan is not None]
+    found = [plan for plan in possible if not updates_lost(plan, graph, pinned)]
+    if not found and updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned):
+        raise _no_updates(draft, graph, pinned, asked)
+    if not found:
+        check(replace(draft, scheme=asked[0]), graph)
+        raise PlanError(f"{draft.model}: no plan was found that is legal with {asked[0].value}")
+    return found
+
+
+def updates_lost(plan: Plan, graph: LayerGraph, pinned: Pinned) -> list[str]:
+    """Layers whose weights are pinned to be updated between passes, where the plan's scheme has none."""
+    if not pinned.periods or plan.scheme in IN_PASSES:
+        return []
+    passes, inside = passes_of(plan, graph), _inside(plan, graph)
+    return [name for name, period in pinned.periods.items() if period < passes and name in inside]
+
+
+def _inside(plan: Plan, graph: LayerGraph) -> frozenset[str]:
+    """Layers that a scheme with passes runs in them; where none is possible, all."""
+    try:
+        return frozenset(stages(graph, plan.layers, Scheme.INTERLEAVE).layers(Stage.PASSES))
+    except PlanError:
+        return frozenset(graph.layers)
+
+
+def passes_of(plan: Plan, graph: LayerGraph) -> int:
+    """Trips that a scheme with passes would make: most replicas by fewest."""
+    gathered = stages(graph, plan.layers, Scheme.GATHER)
+    return gathered.most // gathered.fewest
+
+
+def _no_updates(draft: Plan, graph: LayerGraph, pinned: Pinned, asked: Sequence[Scheme]) -> PinError:
+    layer = updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned)[0]
+    pin = pinned.layers[layer].by["update_period"]
+    passes = f"{passes_of(draft, graph)} passes"
+    where = f"pin {named([pin])}: {layer}'s weights are to be updated between {passes}"
+    if not set(asked) & set(IN_PASSES):
+        return PinError(f'{where}, and scheme "gather" has one; use "auto", "broadcast" or "interleave"')
+    try:
+        check(replace(draft, scheme=next(one for one in asked if one in IN_PASSES)), graph)
+        why = "no legal plan in passes was found"
+    except PlanError as error:
+        why = str(error)
+    return PinError(f"{where}, and there can be none: {why}; leave out the update")
+
+
+def schemes_of(scheme: str, given: Plan | None = None) -> list[Scheme]:
+    """The schemes to try, gather first.
+
+    Raises:
+        PlanError: there is no such scheme, or a plan is given that has another one.
+    """
+    if scheme == "auto":
+        return [Scheme.GATHER, *IN_PASSES]
+    if scheme not in [one.value for one in Scheme]:
+        raise PlanError(f'scheme {scheme!r} is not known; use "auto", "gather", "broadcast" or "interleave"')
+    if given is not None and given.scheme.value != scheme:
+        raise PlanError(
+            f"the plan's scheme is {given.scheme.value}, and {scheme} is asked for: a given plan keeps its own; leave "
+            "the scheme out, or change it in the plan"
+        )
+    return [Scheme(scheme)]
+
+
+def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
+    """A usual plan, in passes if that is faster."""
+    if rival.plan is None:
+        return rival
+    tries = [under(rival.plan, case.graph, scheme) for scheme in (Scheme.GATHER, *IN_PASSES)]
+    best = case.player.fastest(tries) if any(tries[1:]) else None
+    if best is None or best.scheme is Scheme.GATHER:
+        return rival
+    return replace(rival, plan=best, step_s=case.player.step_s(best))
+
+
+def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:
+    """The plan under a scheme, with gather where nothing runs in passes; None where it is not legal."""
+    one = replace(plan, scheme=scheme)
+    try:
+        if stages(graph, plan.layers, scheme).passes == 1:
+            one = replace(plan, scheme=Scheme.GATHER)
+        check(one, graph)
+    except PlanError:
+        return None
+    return one
+
+
+def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> Passes | None:
+    """What the plan takes under each scheme; None where no layer has fewer replicas than one in front.
+
+    Args:
+        memory_bytes: of the fullest device. It is the same for all schemes: what all passes keep for their backward
+            is there at once, as all go forward before any goes back. (Where weights are updated between passes it is
+            less, and this the most it can be.)
+        pinned: may ask for passes.
+    """
+    graph = case.graph
+    known = [_price(case, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
+    if all(one.passes == 1 and not one.why_not for one in known):
+        return None
+    when = stages(graph, plan.layers, plan.scheme)
+    updated = updates_lost(replace(plan, scheme=Scheme.GATHER), graph, pinned)
+    inside = when.layers(Stage.PASSES)
+    once = [name for name, own in plan.layers.items() if own.update_period is not None and name not in inside]
+    return Passes(plan.scheme, when.most, when.fewest, len(inside), tuple(known), tuple(updated), tuple(once))
+
+
+def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
+    try:
+        check(plan, case.graph)
+        passes = stages(case.graph, plan.layers, plan.scheme).passes
+    except PlanError as error:
+        return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
+    timeline = case.player.timeline(plan)
+    samples = -(-plan.batch // passes)
+    return SchemePrice(plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, memory_bytes, samples)
+
+
+# ---- the clock in place of the sum -----------------------------------------------------------------------------------
+
+
+def needs_clock(plan: Plan, graph: LayerGraph) -> bool:
+    """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
+    if stages(graph, plan.layers, plan.scheme).passes > 1:
+        return True
+    places = {frozenset(strategy.devices) for strategy in plan.layers.values()}
+    return any(one.isdisjoint(other) for one in places for other in places)
+
+
+def clocked(prediction: Prediction, timeline: Timeline) -> Prediction:
+    """A prediction with its step and parts from the clock: where the time goes of the device that is done last."""
+    spent, doubt_s = timeline.critical, prediction.high_s - prediction.step_s
+    sums_s = _sums_s(timeline)
+    return replace(
+        prediction,
+        step_s=timeline.step_s,
+        forward_s=spent.total_s(Kind.FORWARD),
+        backward_s=spent.total_s(Kind.BACKWARD),
+        transfer_s=spent.total_s(Kind.TRANSFER),
+        reduce_s=sums_s,
+        exposed_reduce_s=spent.total_s(Kind.REDUCTION),
+        update_s=spent.total_s(Kind.UPDATE),
+        overhead_s=spent.total_s(Kind.OVERHEAD),
+        low_s=max(0.0, timeline.step_s - doubt_s),
+        high_s=timeline.step_s + doubt_s,
+    )
+
+
+def clocked_proof(proof: Proof, step_s: float) -> Proof:
+    """What is proven is proven of the objective: of plans in one pass whose layers run one after another."""
+    gap = max(0.0, (step_s - proof.bound) / step_s) if step_s > 0 else 0.0
+    status = Status.FEASIBLE.value if proof.status == Status.OPTIMAL.value else proof.status
+    return replace(proof, status=status, objective=step_s, gap=gap, one_pass=True)
+
+
+def _sums_s(timeline: Timeline) -> float:
+    """Seconds that gradient sums take, each counted once, however many devices take part."""
+    found: dict[tuple[str, int | None, frozenset[Lane]], float] = {}
+    for part in timeline.parts:
+        if part.kind is Kind.REDUCTION:
+            found[part.what, part.number, frozenset(one.lane for one in part.holds)] = part.seconds
+    return sum(found.values())
+
+
+def clocked_facts(
+    facts: Iterable[LayerFacts], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
+) -> tuple[LayerFacts, ...]:
+    """Facts of layers with what they take in all their passes together."""
+    work = work_of(graph, cluster.count, costs, plan)
+    return tuple(_in_passes(one, work) for one in facts)
+
+
+def _in_passes(facts: LayerFacts, work: Work) -> LayerFacts:
+    layer, times = work.layers[facts.name], work.times(facts.name)
+    legs = [leg for move in work.into.get(facts.name, ()) for part in move.legs for leg in part]
+    return replace(
+        facts,
+        forward_s=times * layer.forward_s,
+        backward_s=times * layer.backward_s,
+        transfer_s=sum(leg.forward_s + leg.backward_s for leg in legs) + 2 * times * layer.statistics_s,
+    )

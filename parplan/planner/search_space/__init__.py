@@ -1,0 +1,1 @@
+"""Legal strategies of every layer, as a problem for the solver: rules, pins, formulation, verifier."""

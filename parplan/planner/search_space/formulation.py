@@ -1,0 +1,252 @@
+"""From layers, strategies and costs to the abstract problem: one node per layer, one edge per pair.
+
+Memory is counted at the moments of a step (cost_models.costs.Moments). Outputs are delivered as inputs came, by a last
+node that is not a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.layout import Grid, Layout
+from parplan.plan import Strategy
+from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
+
+__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "formulate", "statistics_s"]
+
+DELIVERY = "(delivery)"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy of one layer with its costs on each of its devices.
+
+    `statistics_s` is one way of exchanging batch statistics, `stolen_s` the part of `reduce_s` that holds up the
+    backward pass beside it and `late_s` the part that comes after the update (see StepCost), `arrival_s` what bringing
+    the user's inputs takes.
+    """
+
+    strategy: Strategy
+    cost: LayerCost
+    statistics_s: float
+    memory: LayerMemory
+    reduce_s: float
+    stolen_s: float = 0.0
+    arrival_s: float = 0.0
+    late_s: float = 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the layer adds at the moment most is live."""
+        return self.memory.resident_bytes + self.memory.saved_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Formulation:
+    """The abstract problem and what its numbers stand for.
+
+    `options[i][k]` is strategy k of layer i; `names[i]` its layer, the delivery last.
+    """
+
+    problem: Problem
+    names: tuple[str, ...]
+    options: tuple[tuple[Option, ...], ...]
+
+    def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """The choice that stands for these strategies (the delivery has one)."""
+        known = [[option.strategy for option in options] for options in self.options]
+        picked = [own.index(strategies[name]) for name, own in zip(self.names, known, strict=False)]
+        return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
+
+    def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
+        """The strategies that a choice stands for, by layer."""
+        return {n: own[k].strategy for n, own, k in zip(self.names, self.options, choice, strict=False)}
+
+
+def formulate(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    candidates: Mapping[str, Sequence[Strategy]],
+    *,
+    strict: bool = False,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> Formulation:
+    """Build the problem.
+
+    Args:
+        candidates: legal strategies per layer.
+        strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
+        on_layer: told (done, total) while costs are computed.
+    """
+    names = tuple(graph.layers)
+    options = []
+    for done, name in enumerate(names):
+        options.append(
+            tuple(_option(graph.layers[name], strategy, costs, graph, cluster.count) for strategy in candidates[name])
+        )
+        if on_layer is not None:
+            on_layer(done + 1, len(names))
+    nodes = [_node(name, own, cluster.count) for name, own in zip(names, options, strict=True)]
+    nodes.append(Node(DELIVERY, np.array([costs.step.overhead_s]), np.zeros(1), np.zeros(1)))
+    problem = Problem(
+        nodes=tuple(nodes),
+        edges=tuple(_r4(edge, options) if strict else edge for edge in _edges(graph, cluster, costs, names, options)),
+        limits=tuple(float(device.memory_bytes) for device in cluster.devices),
+        linear=tuple(_strict_rules(graph, names, options)) if strict else (),
+        resource_names=_device_names(cluster),
+    )
+    return Formulation(problem, (*names, DELIVERY), tuple(options))
+
+
+def _device_names(cluster: Cluster) -> tuple[str, ...]:
+    """Words for the devices' memories; the kind where there are several."""
+    kinds = [f" ({device.kind})" if cluster.mixed else "" for device in cluster.devices]
+    return tuple(f"device {number}{kind}" for number, kind in enumerate(kinds))
+
+
+def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> Option:
+    statistics = statistics_s(layer, strategy, costs, graph)
+    cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
+    reduce_s = costs.reduction(layer, strategy)
+    late_s = costs.step.late * reduce_s
+    stolen_s = (1 - costs.step.overlap) * (reduce_s - late_s)
+    arrival_s = _arrival_s(layer, strategy, costs, graph, devices)
+    return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s, late_s)
+
+
+def _arrival_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> float:
+    """Bringing the layer what it takes of the user's inputs from where they are: each device has its own samples."""
+    total_s = 0.0
+    for value in layer.inputs:
+        if value in graph.user_inputs:
+            arrived = arrival_layout(graph, devices, value)
+            moved = costs.transfer(graph.values[value], arrived, layer.layout(value, strategy))
+            total_s += moved.forward_s + moved.backward_s
+    return total_s
+
+
+def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a user input is before the step: samples spread over all devices, anything else on each of them."""
+    dim = graph.batch_dims.get(value)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+
+
+def statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+    """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
+    if not layer.mixes_batch or strategy.replicas == 1:
+        return 0.0
+    name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
+    value = graph.values[name]
+    spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
+    cut = layer.layout(name, strategy).shard_dim
+    shard_dim = None if cut is None else 2
+    moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
+    return moved.forward_s
+
+
+def _node(name: str, options: Sequence[Option], devices: int) -> Node:
+    # The update comes after everything else, and what of the sums is late after that: nothing overlaps with them, as
+    # nothing does with the forward.
+    ahead = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s + o.late_s for o in options]
+    back = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
+    return Node(
+        name=name,
+        ahead=np.array(ahead),
+        back=np.array(back),
+        tail=np.array([max(0.0, option.reduce_s - option.late_s - option.stolen_s) for option in options]),
+        usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
+    )
+
+
+def _usages(options: Sequence[Option], device: int) -> list[Usage]:
+    """One for every interval in which some strategy holds something on `device`."""
+    here = [option.memory.held if device in option.strategy.devices else () for option in options]
+    amounts: dict[tuple[int, int], FloatArray] = {}
+    for index, held in enumerate(here):
+        for one in held:
+            amounts.setdefault((one.start, one.end), np.zeros(len(options)))[index] = one.nbytes
+    return [Usage(device, start, end, nbytes) for (start, end), nbytes in sorted(amounts.items())]
+
+
+def _edges(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, names: Sequence[str], options: Sequence[Sequence[Option]]
+) -> list[Edge]:
+    position = {name: index for index, name in enumerate(names)}
+    edges = []
+    for source, target, values in graph.digraph.edges(data="values"):
+        a, b = position[source], position[target]
+        targets = [[_input(graph, target, value, o.strategy) for o in options[b]] for value in values]
+        edges.append(_edge(graph, costs, (a, b), values, options[a], targets))
+    delivered = [
+        value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer
+    ]
+    by_layer: dict[str, list[str]] = {}
+    for value in delivered:
+        by_layer.setdefault(graph.producer[value], []).append(value)
+    for source, values in by_layer.items():
+        ends = [[delivery_layout(graph, cluster.count, value)] for value in values]
+        edges.append(_edge(graph, costs, (position[source], len(names)), values, options[position[source]], ends))
+    return edges
+
+
+def _input(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
+    return graph.layers[layer].layout(value, strategy)
+
+
+def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a result goes: samples back to where they came from, spread over all devices."""
+    dim = graph.batch_dims.get(value)
+    if dim is None:
+        return Layout(Grid((0,), 1, 1), None)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+
+
+def _edge(
+    graph: LayerGraph,
+    costs: CostModel,
+    ends: tuple[int, int],
+    values: Sequence[str],
+    options: Sequence[Option],
+    targets: Sequence[Sequence[Layout]],
+) -> Edge:
+    ahead = back = np.zeros((len(options), len(targets[0])))
+    for value, wanted in zip(values, targets, strict=True):
+        layer = graph.layers[graph.producer[value]]
+        given = [layer.layout(value, option.strategy) for option in options]
+        moved = costs.transfer_matrix(graph.values[value], given, wanted)
+        ahead, back = ahead + moved.forward_s, back + moved.backward_s
+    return Edge(ends[0], ends[1], ahead, back)
+
+
+def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> list[Linear]:
+    """R2 and R3 as equalities of replica counts between neighbours of one layer."""
+    position = {name: index for index, name in enumerate(names)}
+    counts = {n: np.array([float(o.strategy.replicas) for o in options[position[n]]]) for n in names}
+    rows = []
+    for name in names:
+        if graph.layers[name].constant:
+            continue
+        for rule, near in (("R2", graph.digraph.predecessors(name)), ("R3", graph.digraph.successors(name))):
+            group = [other for other in near if not graph.layers[other].constant]
+            for one, other in pairwise(group):
+                terms = {position[one]: counts[one], position[other]: -counts[other]}
+                rows.append(Linear(f"{rule} at {name}: {one} and {other} need equal replicas", terms, 0.0, 0.0))
+    return rows
+
+
+def _r4(edge: Edge, options: Sequence[Sequence[Option]]) -> Edge:
+    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery)."""
+    if edge.target >= len(options):
+        return edge
+    ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
+    broken = ends[0][:, None] % ends[1][None, :] != 0
+    return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.ahead), edge.back)

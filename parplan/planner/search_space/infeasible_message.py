@@ -1,0 +1,67 @@
+"""Why there is no plan, in the reader's words: which device, when, which layers, how much is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import Moments
+from parplan.planner.decision import Prediction
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.solver.problem import Cause, Infeasibility, Solution
+
+__all__ = ["nearest_to_fitting", "size_text", "why_not"]
+
+_REMEDIES = (
+    "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, "
+    "or an --optimizer with less state"
+)
+
+
+def why_not(formulation: Formulation, solution: Solution) -> str:
+    """The message of a problem without a solution."""
+    found = solution.infeasibility
+    if found is None:
+        return f"no plan was found in {solution.seconds:.0f} s, and none was excluded; give more --time-limit"
+    if found.cause is not Cause.MEMORY:
+        return f"no plan obeys the rules: {found.message}; relax them with --rules default"
+    return f"no plan fits: {_memory(formulation, found)}\n  {_REMEDIES}"
+
+
+def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
+    """The message of a search that ended with a plan which needs more memory than a device has, transfers included."""
+    limits = [device.memory_bytes for device in cluster.devices]
+    pairs = enumerate(zip(step.memory_bytes, limits, strict=True))
+    number, (needed, limit) = max(pairs, key=lambda pair: pair[1][0] / pair[1][1])
+    return (
+        f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
+        f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
+    )
+
+
+def _memory(formulation: Formulation, found: Infeasibility) -> str:
+    resource = found.resource or 0
+    amounts: Counter[str] = Counter()
+    for name, amount in zip(found.names, found.amounts, strict=True):
+        amounts[name] += round(amount)
+    held = ", ".join(f"{name} {size_text(amount)}" for name, amount in amounts.most_common() if amount)
+    limit = size_text(formulation.problem.limits[resource])
+    where = formulation.problem.resource_name(resource)
+    lacks = f"{where} has {limit} and lacks {size_text(found.missing)} {_moment(formulation, found.time)}"
+    return f"{lacks}, where the most is held by {held}"
+
+
+def _moment(formulation: Formulation, time: int | None) -> str:
+    """A time point as a moment of the step."""
+    if time is None:
+        return "at any moment"
+    layers = formulation.names[:-1]  # the last is the delivery
+    return Moments(len(layers)).text(time, layers)
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes in a unit that suits them, three digits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"

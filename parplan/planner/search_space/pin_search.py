@@ -1,0 +1,270 @@
+"""Planning under pins: the problem without what they forbid, update periods, and what every pin costs.
+
+The costs of all candidates are computed once; each question (all pins, one left out, none) is the same problem with
+other strategies forbidden.
+
+Pins that are priced together: a layer file pins every layer, and a person asks what its towers cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.errors import InfeasiblePlan, PinError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.pins import Pin
+from parplan.plan import Strategy
+from parplan.planner.decision import PinPrice, Pins
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.infeasible_message import why_not
+from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
+from parplan.planner.search_space.strategies import strategies
+from parplan.planner.solver.problem import Linear, Node, Problem, Solution, Status
+
+__all__ = [
+    "MANY",
+    "Answer",
+    "PinGroup",
+    "Question",
+    "Questions",
+    "candidates",
+    "fastest",
+    "grouped",
+    "no_plan",
+    "prices",
+    "questions",
+]
+
+MANY = 8
+"""More pins than this are priced together where they come from one place and spread layers alike."""
+
+
+@dataclass(frozen=True)
+class PinGroup:
+    """Pins that are priced together: one, or those of one origin that ask for as many replicas and shards."""
+
+    pins: tuple[Pin, ...]
+
+    def describe(self) -> str:
+        """The pin, or what all of them say: `replicas:1 shards:1 gpu:0/1/2/3`."""
+        if len(self.pins) == 1:
+            return self.pins[0].describe()
+        every = [dict(word.split(":", 1) for word in pin.words.split()) for pin in self.pins]
+        said = {word: list(dict.fromkeys(own[word] for own in every if word in own)) for one in every for word in one}
+        return " ".join(f"{word}:{'/'.join(values)}" for word, values in said.items())
+
+    @property
+    def origin(self) -> str:
+        """Where they were given; of several, without the place in the file."""
+        return self.pins[0].origin if len(self.pins) == 1 else _place(self.pins[0])
+
+
+def grouped(pins: Sequence[Pin]) -> tuple[PinGroup, ...]:
+    """Every pin by itself, or where there are many those of one origin that spread layers alike together."""
+    if len(pins) <= MANY:
+        return tuple(PinGroup((pin,)) for pin in pins)
+    found: dict[tuple[object, ...], list[Pin]] = {}
+    for pin in pins:
+        found.setdefault((_place(pin), pin.replicas, pin.shards, pin.axis), []).append(pin)
+    return tuple(PinGroup(tuple(own)) for own in found.values())
+
+
+def _place(pin: Pin) -> str:
+    return pin.origin.partition(" [")[0]
+
+
+Solve = Callable[[Problem], Solution]
+GAP = 1e-6  # as in solve.py
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plan is fastest without some of the pins."""
+
+    pinned: Pinned
+    without: PinGroup
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The step of the fastest plan found, None for no plan, and whether the solver vouches for it."""
+
+    step_s: float | None
+    proven: bool
+
+    def or_better(self, other: Answer) -> Answer:
+        """This one, or another one that answers the same question better."""
+        worse = self.step_s is None or (other.step_s is not None and other.step_s < self.step_s)
+        return replace(self, step_s=other.step_s) if worse else self
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All that a report on pins has to ask; `refused` are pins without which the others cannot be kept, and why."""
+
+    whole: Pinned
+    groups: tuple[PinGroup, ...]
+    parts: tuple[Question, ...]
+    refused: Mapping[PinGroup, str]
+
+
+def questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
+    """Check the pins, together and without each (or each group of many).
+
+    Raises:
+        PinError: they cannot be kept (see `pinned`).
+    """
+    whole = pinned(pins, graph, cluster)
+    groups, parts, refused = grouped(pins), [], {}
+    for group in groups:
+        left = [pin for pin in pins if not any(pin is one for one in group.pins)]
+        try:
+            parts.append(Question(pinned(left, graph, cluster), group))
+        except PinError as error:
+            refused[group] = str(error)
+    return Questions(whole, groups, tuple(parts), refused)
+
+
+def candidates(
+    asked: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool
+) -> dict[str, Sequence[Strategy]]:
+    """Every strategy that some question allows, per layer, each once."""
+    blocks = pinned_blocks(cluster, asked.whole.pins, everywhere)
+    free = {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
+    every = [asked.whole, *(question.pinned for question in asked.parts)]
+    return {
+        name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))
+        for name, own in free.items()
+    }
+
+
+def fastest(formulation: Formulation, pins: Pinned, solve: Solve) -> Solution:
+    """The fastest plan that keeps these pins, with its proof."""
+    periods = sorted(set(pins.periods.values()) - {1})
+    return _with_periods(formulation, _only(formulation, pins.allowed), periods, pins.samples, solve)
+
+
+def _only(formulation: Formulation, allowed: Mapping[str, Sequence[Strategy]]) -> Problem:
+    """The problem where the layers in `allowed` have these strategies only; numbers of strategies stay."""
+    nodes = list(formulation.problem.nodes)
+    for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
+        if name in allowed:
+            own = set(allowed[name])
+            nodes[index] = _masked(nodes[index], [option.strategy in own for option in options])
+    return replace(formulation.problem, nodes=tuple(nodes))
+
+
+def _masked(node: Node, keep: Sequence[bool]) -> Node:
+    return replace(node, ahead=np.where(keep, node.ahead, np.inf))
+
+
+def _with_periods(
+    formulation: Formulation, problem: Problem, periods: Sequence[int], samples: frozenset[str], solve: Solve
+) -> Solution:
+    """The fastest plan whose number of passes all update periods divide (R8).
+
+    Passes are the most replicas by the fewest (lowering/stages.py), which no sum over layers says: where the fastest plan
+    has the wrong number, every legal pair of most and fewest is solved for.
+    """
+    first = solve(problem)
+    if first.choice is None or not periods:
+        return first
+    counts = {
+        index: [option.strategy.replicas for option in options]
+        for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False))
+        if name in samples
+    }
+    chosen = [own[first.choice[index]] for index, own in counts.items()]
+    if not _broken(max(chosen), min(chosen), periods):
+        return first
+    known = sorted({count for own in counts.values() for count in own})
+    pairs = [(low, high) for high in known for low in known if low < high and not _broken(high, low, periods)]
+    return _best(first, [solve(_between(problem, counts, low, high)) for low, high in pairs])
+
+
+def _broken(most: int, fewest: int, periods: Sequence[int]) -> bool:
+    return bool(most % fewest) or any((most // fewest) % period for period in periods)
+
+
+def _between(problem: Problem, counts: Mapping[int, Sequence[int]], low: int, high: int) -> Problem:
+    """The problem with replicas from `low` to `high`, both of them in use."""
+    nodes = list(problem.nodes)
+    for index, own in counts.items():
+        nodes[index] = _masked(nodes[index], [low <= count <= high for count in own])
+    rows = tuple(
+        Linear(
+            f"R8: some layer has {ends} replicas",
+            {index: np.array([float(count == ends) for count in own]) for index, own in counts.items()},
+            low=1.0,
+        )
+        for ends in (low, high)
+    )
+    return replace(problem, nodes=tuple(nodes), linear=(*problem.linear, *rows))
+
+
+def _best(first: Solution, tried: Sequence[Solution]) -> Solution:
+    """The best of several solutions, of which one is the answer; `first` is what nothing beats."""
+    seconds = first.seconds + sum(one.seconds for one in tried)
+    open_ = [one for one in tried if one.status is not Status.INFEASIBLE]
+    if not open_:
+        return replace(first, status=Status.INFEASIBLE, choice=None, objective=math.inf, seconds=seconds)
+    best = min(open_, key=lambda one: one.objective)
+    bound = max(first.bound, min(one.bound for one in open_))
+    gap = (best.objective - bound) / best.objective if math.isfinite(best.objective) and best.objective > 0 else 0.0
+    found = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
+    status = best.status if best.choice is None else found
+    return replace(best, status=status, bound=bound, gap=gap, seconds=seconds)
+
+
+def no_plan(formulation: Formulation, asked: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
+    """What to tell when pins are legal one by one and no plan keeps them together."""
+    pins = asked.whole.pins
+    why = why_not(formulation, solution) if solution.infeasibility or not asked.whole.periods else _no_passes(asked)
+    if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
+        return InfeasiblePlan(why_not(formulation, solution))
+    enough = [one.without for one in asked.parts if fastest(formulation, one.pinned, solve).choice is not None]
+    together = "together " if len(pins) > 1 else ""
+    hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
+    return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
+
+
+def _no_passes(asked: Questions) -> str:
+    periods = sorted(set(asked.whole.periods.values()))
+    listed = ", ".join(map(str, periods))
+    return f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
+
+
+def prices(asked: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> Pins:
+    """What each pin costs, the others kept, and all of them against the free optimum.
+
+    Args:
+        found: the step with all pins.
+        ask: the step of the fastest plan under other pins.
+    """
+    free = ask(Pinned((), {}, {}))
+    without = {question.without: ask(question.pinned) for question in asked.parts}
+    return Pins(
+        step_s=found.step_s or 0.0,
+        free_s=free.step_s,
+        proven=found.proven and free.proven,
+        each=tuple(_price(group, asked, found, without.get(group)) for group in asked.groups),
+    )
+
+
+def _price(group: PinGroup, asked: Questions, found: Answer, without: Answer | None) -> PinPrice:
+    none = without is None or without.step_s is None
+    return PinPrice(
+        pin=group.describe(),
+        origin=group.origin,
+        layers=sum(any(pin.matches(name) for pin in group.pins) for name in asked.whole.layers),
+        step_s=found.step_s or 0.0,
+        without_s=None if without is None else without.step_s,
+        proven=found.proven and without is not None and without.proven,
+        why_not=asked.refused.get(group, "no plan is left") if none else "",
+        patterns=tuple(pin.pattern for pin in group.pins),
+    )

@@ -1,0 +1,94 @@
+"""Every strategy the rules allow for one layer on a number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+
+from parplan.cluster import Cluster
+from parplan.errors import RuleError
+from parplan.graph.layer_graph import Layer
+from parplan.plan import Strategy
+from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r7_loss
+
+__all__ = ["cluster_blocks", "device_blocks", "strategies"]
+
+# Where devices differ, the first so many of each kind are combined in every way, up to this number of combinations.
+MOST_COMBINATIONS = 64
+
+
+def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, ...]]:
+    """Blocks of neighbouring devices: the first 1, 2, ... `count`; with `everywhere` aligned ones too.
+
+    >>> list(device_blocks(2, everywhere=True))
+    [(0,), (1,), (0, 1)]
+    """
+    for size in range(1, count + 1):
+        starts = range(0, count - size + 1, size) if everywhere else (0,)
+        for start in starts:
+            yield tuple(range(start, start + size))
+
+
+def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[int, ...], ...]:
+    """Blocks of devices a layer may be placed on, in a fixed order.
+
+    Equal devices: those of `device_blocks`. Several kinds: the same of each kind alone, then the first so many of each
+    kind together; where those are too many, whole kinds together, in the end all. All devices are always among them.
+    """
+    if not cluster.mixed:
+        return tuple(device_blocks(cluster.count, everywhere))
+    kinds = [group.members for group in cluster.groups]
+    alone = [tuple(own[i] for i in block) for own in kinds for block in device_blocks(len(own), everywhere)]
+    return tuple(dict.fromkeys((*alone, *_together(kinds))))
+
+
+def _together(kinds: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    few = prod(len(own) + 1 for own in kinds) <= MOST_COMBINATIONS
+    sizes: list[Sequence[int]] = [range(len(own) + 1) if few else (0, len(own)) for own in kinds]
+    if 2 ** len(kinds) > MOST_COMBINATIONS:
+        sizes = [(len(own),) for own in kinds]
+    for counts in product(*sizes):
+        if any(counts):
+            yield tuple(sorted(number for own, size in zip(kinds, counts, strict=True) for number in own[:size]))
+
+
+def strategies(
+    layer: Layer, batch: int, devices: int | Iterable[Sequence[int]], everywhere: bool = False
+) -> tuple[Strategy, ...]:
+    """All legal (replicas, shards, axis, devices) of `layer`, in a fixed order.
+
+    With `everywhere` False layers sit on the first devices: on equal devices another block of the
+    same size costs the same, so one stands for all. Pass True when memory has to be spread.
+
+    Args:
+        devices: how many equal devices, or the blocks of devices to choose from (see `cluster_blocks`).
+    """
+    found = []
+    for block in device_blocks(devices, everywhere) if isinstance(devices, int) else devices:
+        for replicas in divisors(len(block)):
+            shards = len(block) // replicas
+            axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
+            found += [
+                Strategy(replicas, shards, axis, tuple(block))
+                for axis in axes
+                if _legal(layer, batch, replicas, shards, axis)
+            ]
+    return tuple(found)
+
+
+def _legal(layer: Layer, batch: int, replicas: int, shards: int, axis: str | None) -> bool:
+    try:
+        r1_batch(layer.name, batch, batch_units(layer, batch), replicas)
+        r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
+        r7_loss(layer.name, layer.is_loss, shards)
+    except RuleError:
+        return False
+    return True
+
+
+def batch_units(layer: Layer, batch: int) -> int | None:
+    """What replicas must divide; None when samples cannot be split. Without samples anything goes."""
+    if layer.constant:
+        return batch
+    return layer.batch.units if layer.batch is not None else None

@@ -1,0 +1,116 @@
+"""Checks a plan against a model, whoever wrote the plan. It knows nothing of solver or costs."""
+
+from __future__ import annotations
+
+from parplan.errors import PlanError
+from parplan.graph.axes.table import unknown_ops
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.sites import why_whole
+from parplan.lowering.stages import stages
+from parplan.plan import Plan
+from parplan.planner.search_space import rules
+from parplan.planner.search_space.strategies import batch_units
+
+__all__ = ["bends", "check", "mismatches", "other_batch"]
+
+
+def check(plan: Plan, graph: LayerGraph) -> None:
+    """Refuse a plan that is not for this model or breaks a rule.
+
+    Raises:
+        PlanError: other layers, another model, or a scheme that asks for passes which cannot be.
+        RuleError: the first rule broken, with layer and numbers.
+    """
+    _same_model(plan, graph)
+    passes = stages(graph, plan.layers, plan.scheme).passes
+    for name, strategy in plan.layers.items():
+        layer = graph.layers[name]
+        rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
+        rules.r7_loss(name, layer.is_loss, strategy.shards)
+        axes = {axis.name: axis.units for axis in layer.axes}
+        rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
+        units = batch_units(layer, plan.batch)
+        units = units if graph.batch == plan.batch else units and plan.batch
+        most = plan.devices // strategy.shards
+        unknown, why = unknown_ops(layer.nodes), why_whole(layer.nodes)
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown, why)
+        rules.r8_update_period(name, strategy.update_period, passes)
+    if plan.rules == "strict":
+        for name in plan.layers:
+            _strict(plan, graph, name)
+
+
+def _same_model(plan: Plan, graph: LayerGraph) -> None:
+    missing = [name for name in graph.layers if name not in plan.layers]
+    unknown = [name for name in plan.layers if name not in graph.layers]
+    if missing or unknown:
+        parts = [f"has no layer {name!r}" for name in missing[:3]] + [
+            f"has {name!r}, the model has not" for name in unknown[:3]
+        ]
+        count = len(missing) + len(unknown)
+        raise PlanError(
+            f"the plan is for another model: it {'; it '.join(parts)} ({count} layers differ); "
+            "make a plan for this model with `parplan analyze --out`"
+        )
+    if plan.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for a {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
+            f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
+        )
+
+
+def mismatches(plan: Plan, graph: LayerGraph) -> tuple[str, ...]:
+    """Differences between what a plan was made for and a graph that it fits all the same, as sentences."""
+    named = (
+        f"The plan was made for a model called {plan.model}, this is {graph.model}; layers and sizes are the same."
+        if plan.model != graph.model
+        else ""
+    )
+    return tuple(sentence for sentence in (named, other_batch(plan, graph)) if sentence)
+
+
+def other_batch(plan: Plan, graph: LayerGraph) -> str:
+    """A sentence on a batch that the plan was not made for; empty where it was."""
+    if graph.batch is None or plan.batch == graph.batch:
+        return ""
+    known = [(name, plan.layers[name].replicas) for name, layer in graph.layers.items() if name in plan.layers]
+    uneven = next(((name, replicas) for name, replicas in known if graph.batch % replicas), None)
+    shares = (
+        f"; {graph.batch} samples over the {uneven[1]} replicas of {uneven[0]} are unequal shares" if uneven else ""
+    )
+    return (
+        f"The plan was made for {plan.batch} samples in a step, this step has {graph.batch}: results are the plain "
+        f"model's, times and memory are not those that were planned{shares}."
+    )
+
+
+def _neighbours(plan: Plan, graph: LayerGraph, name: str, ahead: bool) -> dict[str, int]:
+    near = graph.digraph.successors(name) if ahead else graph.digraph.predecessors(name)
+    return {other: plan.layers[other].replicas for other in near if not graph.layers[other].constant}
+
+
+def _strict(plan: Plan, graph: LayerGraph, name: str) -> None:
+    if graph.layers[name].constant:
+        return
+    fed = _neighbours(plan, graph, name, ahead=True)
+    rules.r2_feeders(name, _neighbours(plan, graph, name, ahead=False))
+    rules.r3_fed(name, fed)
+    rules.r4_divides(name, plan.layers[name].replicas, fed)
+
+
+def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
+    """The strict rules that a transfer stands in for at this layer, as messages."""
+    if graph.layers[name].constant:
+        return ()
+    fed = _neighbours(plan, graph, name, ahead=True)
+    found = []
+    for rule, arguments in (
+        (rules.r2_feeders, (name, _neighbours(plan, graph, name, ahead=False))),
+        (rules.r3_fed, (name, fed)),
+        (rules.r4_divides, (name, plan.layers[name].replicas, fed)),
+    ):
+        try:
+            rule(*arguments)
+        except PlanError as error:
+            found.append(str(error))
+    return tuple(found)

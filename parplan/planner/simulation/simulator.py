@@ -1,0 +1,103 @@
+"""Plays plans through, each once, and counts the effort: what is found must not depend on how fast a machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.errors import PlanError
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
+from parplan.planner.simulation.timeline import Kind, Timeline, simulate
+
+__all__ = ["EFFORT", "Effort", "Layers", "Played", "Player"]
+
+EFFORT = 60_000
+"""Parts of steps that a search on the clock may play through (timeline_tasks.Part): 50 steps of AlexNet in 8 passes."""
+
+# Plans have to be faster by more than this, relative, to be taken instead.
+WORTH_IT = 1e-6
+
+Layers = Mapping[str, Strategy]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step as the device sees it that is done last: compute (updates included), transfers and gradient sums."""
+
+    step_s: float
+    compute_s: float
+    transfer_s: float
+    exposed_s: float
+    parts: int
+
+
+NEVER = Played(inf, inf, 0.0, 0.0, 1)
+"""A plan whose scheme is not possible."""
+
+
+class Effort:
+    """How many parts of steps may still be played through."""
+
+    def __init__(self, parts: int = EFFORT) -> None:
+        self.left = parts
+
+
+class Player:
+    """Steps of plans on the clock, remembered."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> None:
+        self.graph, self.cluster, self.costs = graph, cluster, costs
+        self._known: dict[tuple[object, ...], Played] = {}
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """The step in full.
+
+        Raises:
+            PlanError: the plan's scheme asks for passes that cannot be.
+        """
+        return simulate(self.graph, self.cluster, self.costs, plan)
+
+    def played(self, plan: Plan) -> Played:
+        """The step, played through unless it was before; infinite where the plan's scheme is not possible."""
+        key = (plan.scheme, *plan.layers.values())
+        if key not in self._known:
+            self._known[key] = self._play(plan)
+        return self._known[key]
+
+    def within(self, plan: Plan, effort: Effort) -> Played | None:
+        """The step, None where no effort is left for it; each costs as much effort again, known or not.
+
+        So what a search finds does not depend on what others have played before.
+        """
+        if effort.left <= 0:
+            return None
+        found = self.played(plan)
+        effort.left -= found.parts
+        return found
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds of a step; infinite where the plan's scheme is not possible."""
+        return self.played(plan).step_s
+
+    def fastest(self, plans: Iterable[Plan | None]) -> Plan | None:
+        """The fastest of these plans, the first of equal ones; None where there is none."""
+        found, least_s = None, inf
+        for plan in plans:
+            step_s = self.step_s(plan) if plan is not None else inf
+            if step_s < least_s * (1 - WORTH_IT) or (found is None and plan is not None):
+                found, least_s = plan, step_s
+        return found
+
+    def _play(self, plan: Plan) -> Played:
+        try:
+            timeline = self.timeline(plan)
+        except PlanError:
+            return NEVER
+        spent = timeline.critical
+        moved_s, summed_s = spent.total_s(Kind.TRANSFER), spent.total_s(Kind.REDUCTION)
+        step_s = timeline.step_s
+        return Played(step_s, step_s - moved_s - summed_s, moved_s, summed_s, len(timeline.parts))

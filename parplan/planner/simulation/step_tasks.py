@@ -1,0 +1,396 @@
+"""The tasks that a plan's step is made of, and what each comes after; their order is planner/simulation/step_tasks.py's.
+
+A layer's forward comes after its inputs, and behind it the transfers that can start then; its backward after the
+gradients of its results, and behind it its gradient sum and its inputs' gradients.
+
+The order of a step: what there is to do, as a program does it.
+
+Forward: inputs arrive, then every layer; with passes the layers behind the boundary once per pass, the next pass's
+samples asked for when a pass begins. Backward: the same from the end. Or each pass goes back before the next begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+from parplan.lowering.stages import Stage
+from parplan.planner.simulation.list_schedule import Task
+from parplan.planner.simulation.step_work import Busy, Crossing, LayerWork, Leg, Move, Work
+
+__all__ = ["Kind", "Lane", "Part", "Parts", "Resource", "step_parts"]
+
+
+class Kind(Enum):
+    """What a device or a lane does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TRANSFER = "transfer"
+    REDUCTION = "reduction"
+    UPDATE = "update"
+    OVERHEAD = "overhead"
+
+
+class Lane(Enum):
+    """What a device has one of: it computes, sends, receives and sums gradients side by side."""
+
+    COMPUTE = "compute"
+    OUT = "out"
+    IN = "in"
+    SUMS = "sums"
+
+    __hash__ = object.__hash__  # Enum's own takes most of a simulation's time
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One lane of one device."""
+
+    lane: Lane
+    device: int
+
+
+@dataclass(frozen=True)
+class Part(Task):
+    """A task with what it stands for; without a kind it only says when others may start."""
+
+    holds: tuple[Resource, ...] = ()
+    shares: Mapping[Any, float] = field(default_factory=dict)
+    after: tuple[int, ...] = ()
+    kind: Kind | None = None
+    what: str = ""
+    number: int | None = None
+    devices: tuple[int, ...] = ()
+
+
+Tasks = tuple[int, ...]
+NONE: Mapping[Any, float] = {}
+
+
+@lru_cache(maxsize=4096)
+def _lane(lane: Lane, devices: tuple[int, ...]) -> tuple[Resource, ...]:
+    return tuple(Resource(lane, device) for device in devices)
+
+
+@lru_cache(maxsize=4096)
+def _busy_lanes(sent: Busy, received: Busy) -> Mapping[Any, float]:
+    """How much of each lane a transfer needs."""
+    sides = ((Lane.OUT, sent), (Lane.IN, received))
+    return {one: part for lane, own in sides for device, part in own for one in _lane(lane, (device,))}
+
+
+class Parts:
+    """The parts that any order of a step is made of. Layers that run once count as pass 0."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.passes = work, work.stages.passes
+        self.found: list[Part] = []
+        self.begun: Tasks = ()  # what everything that is listed from now on comes after
+        self._held: list[list[int]] = [[] for _ in range(work.devices)]  # what a device computes and sums
+        self.went: dict[tuple[str, int], Mapping[int, int]] = {}  # tasks of a layer's devices
+        self.came: dict[tuple[str, int], Mapping[int, int]] = {}
+        self.arrived: dict[tuple[int, int], Tasks] = {}  # the last task of a move's part
+        self.given_back: dict[tuple[int, int], Tasks] = {}
+
+    def add(
+        self,
+        kind: Kind | None,
+        what: str,
+        seconds: float,
+        holds: tuple[Resource, ...] = (),
+        after: Iterable[int] = (),
+        number: int | None = None,
+        devices: tuple[int, ...] = (),
+        shares: Mapping[Any, float] = NONE,
+        yields: bool = False,
+    ) -> int:
+        """List a part; gives its index."""
+        needed = tuple(dict.fromkeys((*self.begun, *after)))
+        for resource in holds:
+            if resource.lane in (Lane.COMPUTE, Lane.SUMS):
+                self._held[resource.device].append(len(self.found))
+        self.found.append(Part(seconds, holds, shares, needed, yields, kind, what, number, devices))
+        return len(self.found) - 1
+
+    def gate(self, after: Iterable[int]) -> Tasks:
+        """A moment that all of `after` lie before, for others to come after."""
+        return (self.add(None, "", 0.0, after=after),)
+
+    # -- layers --
+
+    def forward(self, name: str, number: int = 0) -> list[int]:
+        """A layer's forward and the transfers behind it; gives its compute."""
+        layer, work = self.work.layers[name], self.work
+        shown = number if layer.stage is Stage.PASSES and self.passes > 1 else None
+        after = {device: self._read(name, number, device) for device in layer.devices}
+        own = self._run(Kind.FORWARD, layer, layer.forward_s, after, shown)
+        self.went[name, number] = own
+        for move in work.out_of.get(name, ()):
+            if move.crossing is not Crossing.INWARDS:
+                self.there(move, number)
+        return list(own.values())
+
+    def backward(self, name: str, number: int = 0, last: bool = True) -> list[int]:
+        """A layer's backward, its gradient sum if it is the `last` before an update, and its inputs' gradients."""
+        layer, work = self.work.layers[name], self.work
+        shown = number if layer.stage is Stage.PASSES and self.passes > 1 else None
+        after = {device: self._given(name, number, device) for device in layer.devices}
+        own = self._run(Kind.BACKWARD, layer, layer.backward_s, after, shown)
+        self.came[name, number] = own
+        if last:
+            self._sum(layer, own, shown)
+        for move in work.into.get(name, ()):
+            if move.crossing is not Crossing.ONCE or last:
+                self.back(move, number)
+        return list(own.values())
+
+    def _run(
+        self, kind: Kind, layer: LayerWork, seconds: float, after: Mapping[int, Tasks], number: int | None
+    ) -> dict[int, int]:
+        if layer.statistics_s > 0:
+            everything = [one for tasks in after.values() for one in tasks]
+            holds = _lane(Lane.COMPUTE, layer.devices)
+            what = f"{layer.name}.statistics"
+            shared = self.add(Kind.TRANSFER, what, layer.statistics_s, holds, everything, number, layer.devices)
+            after = dict.fromkeys(layer.devices, (shared,))
+        return {
+            device: self.add(kind, layer.name, seconds, _lane(Lane.COMPUTE, (device,)), tasks, number, (device,))
+            for device, tasks in after.items()
+        }
+
+    def _sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
+        """Sum its gradients: what that takes from compute, then the rest beside it."""
+        if layer.stolen_s > 0:
+            for device in layer.devices:
+                holds = _lane(Lane.COMPUTE, (device,))
+                own[device] = self.add(
+                    Kind.REDUCTION, layer.name, layer.stolen_s, holds, (own[device],), number, (device,)
+                )
+        if layer.tail_s > 0:
+            holds = _lane(Lane.SUMS, layer.devices)
+            self.add(Kind.REDUCTION, layer.name, layer.tail_s, holds, own.values(), number, layer.devices)
+
+    def _read(self, name: str, number: int, device: int) -> Tasks:
+        """What the layer's forward on `device` comes after."""
+        found: list[int] = []
+        for move in self.work.into.get(name, ()):
+            every = move.crossing is Crossing.OUTWARDS
+            for part in range(self.passes) if every else (move.number(number),):
+                there = self.arrived.get((move.index, part))
+                if there is None and move.source is not None:
+                    made = self.went[move.source, 0 if move.crossing is Crossing.INWARDS else part]
+                    there = _on(made, device)
+                found += there or ()
+        return tuple(found)
+
+    def _given(self, name: str, number: int, device: int) -> Tasks:
+        """What the layer's backward on `device` comes after."""
+        found: list[int] = []
+        for move in self.work.out_of.get(name, ()):
+            every = move.crossing is Crossing.INWARDS
+            for part in range(self.passes) if every else (move.number(number),):
+                back = self.given_back.get((move.index, part))
+                if back is None and move.target is not None:
+                    back = self._read_back(move, part, device)
+                found += back or ()
+        return tuple(found)
+
+    def _read_back(self, move: Move, part: int, device: int) -> Tasks:
+        """The backward of the layer that reads a value which did not have to move."""
+        assert move.target is not None
+        if move.crossing is Crossing.ONCE:
+            known = (own for (name, _), own in self.came.items() if name == move.target)
+            return tuple(task for own in known for task in _on(own, device))
+        return _on(self.came[move.target, 0 if move.crossing is Crossing.OUTWARDS else part], device)
+
+    # -- transfers --
+
+    def there(self, move: Move, number: int, after: Tasks = ()) -> None:
+        """A value's part sets out when it is made, and not before `after`."""
+        part = move.number(number)
+        if move.source is not None:
+            made = self.went[move.source, 0 if move.crossing is Crossing.INWARDS else part]
+            after = (*after, *made.values())
+        last = after
+        for leg in move.legs[part]:
+            last = (self._transfer(move, leg, leg.forward_s, leg.sent, leg.received, last, part),)
+        if move.legs[part]:
+            self.arrived[move.index, part] = last
+
+    def back(self, move: Move, number: int, after: Tasks = ()) -> None:
+        """Its gradient sets out when the reader has given it, and not before `after`."""
+        part = move.number(number)
+        if move.source is None or not any(leg.backward_s > 0 for leg in move.legs[part]):
+            return
+        if move.target is not None:
+            read = self.came[move.target, 0 if move.crossing is Crossing.OUTWARDS else number]
+            after = (*after, *read.values())
+        last = after
+        for leg in reversed(move.legs[part]):
+            last = (self._transfer(move, leg, leg.backward_s, leg.received, leg.sent, last, part),)
+        self.given_back[move.index, part] = last
+
+    def _transfer(
+        self, move: Move, leg: Leg, seconds: float, sent: Busy, received: Busy, after: Tasks, part: int
+    ) -> int:
+        lanes = _busy_lanes(sent, received)
+        hidden_s = self.work.hidden * seconds if move.beside else 0.0
+        held_s = seconds - hidden_s
+        compute, number = _lane(Lane.COMPUTE, leg.devices), None if move.crossing is Crossing.ONCE else part
+        about = (number, leg.devices, lanes)
+        if held_s or not move.beside:  # also where the processor that computes carries
+            after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, *about),)
+        if move.beside and (hidden_s or not held_s):
+            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, yields=True),)
+        return after[-1]
+
+    # -- the ends --
+
+    def arrive(self) -> None:
+        """Inputs that come once."""
+        for move in self.work.out_of.get(None, ()):
+            if move.crossing is Crossing.ONCE:
+                self.there(move, 0)
+
+    def lose(self) -> None:
+        """The loss needs all results, and everything that goes back needs the loss."""
+        self.begun = self.gate(range(len(self.found)))
+
+    def crossing(self, way: Crossing) -> list[Move]:
+        """The moves that go one way over the boundary."""
+        return [move for move in self.work.moves if move.crossing is way]
+
+    def results_back(self) -> None:
+        """Gradients of the results that are not of passes."""
+        for move in self.work.into.get(None, ()):
+            if move.crossing is Crossing.ONCE:
+                self.back(move, 0)
+
+    def update(self, layers: Sequence[LayerWork]) -> list[int]:
+        """Devices update what they hold of these layers, when their compute and sums are done; then come late sums."""
+        updated = []
+        for device in range(self.work.devices):
+            lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
+            seconds = sum(layer.update_s for layer in layers if device in layer.devices)
+            updated.append(self.add(Kind.UPDATE, "", seconds, lanes, self._held[device], None, (device,)))
+        late = [layer for layer in layers if layer.late_s > 0]
+        return updated + [self._late(layer, [updated[device] for device in layer.devices]) for layer in late]
+
+    def _late(self, layer: LayerWork, after: Sequence[int]) -> int:
+        holds = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
+        return self.add(Kind.REDUCTION, layer.name, layer.late_s, holds, after, None, layer.devices)
+
+    def end(self) -> None:
+        """Updates, and the runtime's own time."""
+        self.update(list(self.work.layers.values()))
+        for device in range(self.work.devices):
+            holds = _lane(Lane.COMPUTE, (device,))
+            self.add(Kind.OVERHEAD, "", self.work.overhead_s, holds, self._held[device], None, (device,))
+
+
+def _on(tasks: Mapping[int, int], device: int) -> Tasks:
+    """The task of a device, or of all where it has none."""
+    return (tasks[device],) if device in tasks else tuple(tasks.values())
+
+
+def step_parts(work: Work) -> tuple[Part, ...]:
+    """Everything there is to do in one training step, in the order of the program."""
+    between = any(layer.stage is Stage.PASSES and layer.period < work.stages.passes for layer in work.layers.values())
+    in_turn = between if work.manner.in_turn is None else work.manner.in_turn
+    return (_InTurn if in_turn and not work.stages.layers(Stage.AFTER) else _Plain)(work).all()
+
+
+class _Plain(Parts):
+    """All passes go forward before any goes back."""
+
+    def all(self) -> tuple[Part, ...]:
+        """All parts of a step."""
+        when = self.work.stages
+        self.arrive()
+        for name in when.layers(Stage.BEFORE):
+            self.forward(name)
+        if self.passes > 1:
+            self._passes_forward()
+        for name in when.layers(Stage.AFTER):
+            self.forward(name)
+        self.lose()
+        self.results_back()
+        for name in reversed(when.layers(Stage.AFTER)):
+            self.backward(name)
+        if self.passes > 1:
+            self._passes_backward()
+        for name in reversed(when.layers(Stage.BEFORE)):
+            self.backward(name)
+        self.end()
+        return tuple(self.found)
+
+    def _passes_forward(self) -> None:
+        inwards, computed = self.crossing(Crossing.INWARDS), list[int]()
+        for move in inwards:
+            self.there(move, 0)
+        for number in range(self.passes):
+            arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
+            gate = self.gate([*computed, *arrived])
+            for move in inwards if number + 1 < self.passes else ():
+                self.there(move, number + 1, gate)
+            computed = [task for name in self.work.stages.layers(Stage.PASSES) for task in self.forward(name, number)]
+
+    def _passes_backward(self) -> None:
+        outwards, computed = self.crossing(Crossing.OUTWARDS), list[int]()
+        for move in outwards:
+            self.back(move, self.passes - 1)
+        for number in reversed(range(self.passes)):
+            arrived = [task for move in outwards for task in self.given_back.get((move.index, number), ())]
+            gate = self.gate([*computed, *arrived])
+            for move in outwards if number > 0 else ():
+                self.back(move, number - 1, gate)
+            names = reversed(self.work.stages.layers(Stage.PASSES))
+            computed = [task for name in names for task in self.backward(name, number, last=number == 0)]
+
+
+class _InTurn(Parts):
+    """Each pass goes back before the next one begins, and weights may be updated between them."""
+
+    def all(self) -> tuple[Part, ...]:
+        """All parts of a step."""
+        before = self.work.stages.layers(Stage.BEFORE)
+        self.arrive()
+        for name in before:
+            self.forward(name)
+        inwards = self.crossing(Crossing.INWARDS)
+        for move in inwards:
+            self.there(move, 0)
+        for number in range(self.passes):
+            arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
+            gate = self.gate(arrived)
+            for move in inwards if number + 1 < self.passes else ():
+                self.there(move, number + 1, gate)
+            self._pass(number)
+        self.begun = ()
+        self.results_back()
+        for name in reversed(before):
+            self.backward(name)
+        self.end()
+        return tuple(self.found)
+
+    def _pass(self, number: int) -> None:
+        names = self.work.stages.layers(Stage.PASSES)
+        for name in names:
+            self.forward(name, number)
+        outwards = self.crossing(Crossing.OUTWARDS)
+        results = [task for move in outwards for task in self.arrived.get((move.index, number), ())]
+        made = [task for name in names for task in self.went[name, number].values()]
+        self.begun = self.gate([*results, *made])
+        for move in outwards:
+            self.back(move, number)
+        done, due = list[int](), list[LayerWork]()
+        for name in reversed(names):
+            layer = self.work.layers[name]
+            last = (number + 1) % layer.period == 0
+            done += self.backward(name, number, last)
+            due += [layer] if last and number + 1 < self.passes and layer.update_s > 0 else []
+        self.begun = self.gate([*done, *(self.update(due) if due else ())])

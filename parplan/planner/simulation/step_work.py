@@ -1,0 +1,267 @@
+"""What a step of a plan consists of, with what each piece takes: layers in their stages, and moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property, lru_cache
+
+from parplan.cost_models.communication.schemes import Hop, hops
+from parplan.cost_models.communication.traffic import moves
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph, TensorSpec
+from parplan.layout import Layout
+from parplan.lowering.stages import Stage, Stages, stages
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.search_space.formulation import arrival_layout, delivery_layout, statistics_s
+
+__all__ = ["OURS", "Busy", "LayerWork", "Leg", "Manner", "Move", "Work", "work_of"]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a program runs passes; other programs than ours do it otherwise.
+
+    Args:
+        in_turn: whether each pass goes back before the next one begins; None: where some layer's weights are updated
+            between passes (`update_period`).
+        hide: whether samples travel between passes while others are computed.
+        deal: whether a broadcast to many is dealt out first (cost_models/communication/schemes.py).
+    """
+
+    in_turn: bool | None = None
+    hide: bool = True
+    deal: bool = True
+
+
+OURS = Manner()
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer with what its devices do in each of its passes.
+
+    Args:
+        stolen_s: what its gradient sum takes from the backward beside it, once.
+        tail_s: what else the sum takes on its own way, once.
+        late_s: what of it comes after the update.
+        update_s: one update of its weights.
+        period: passes between updates.
+    """
+
+    name: str
+    stage: Stage
+    devices: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    statistics_s: float
+    stolen_s: float
+    tail_s: float
+    late_s: float
+    update_s: float
+    period: int
+
+
+Busy = tuple[tuple[int, float], ...]
+"""Devices, each with a part from 0 to 1."""
+
+
+class Crossing(Enum):
+    """How a move has to do with passes."""
+
+    ONCE = "between layers that run once, or of what has no samples"
+    WITHIN = "between layers that run once per pass"
+    INWARDS = "into the passes, a part for each"
+    OUTWARDS = "out of the passes, a part of each"
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One transfer: seconds there and back, who sends and receives, and who holds the value before or after.
+
+    `sent` and `received` say how busy each lane is, against the busiest one.
+    """
+
+    forward_s: float
+    backward_s: float
+    sent: Busy
+    received: Busy
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value on its way from the layer that makes it to one that reads it; None: the user's.
+
+    `index` is its place among the moves, `legs[number]` what its part in one pass takes: empty where all have it.
+    """
+
+    index: int
+    value: str
+    source: str | None
+    target: str | None
+    crossing: Crossing
+    legs: tuple[tuple[Leg, ...], ...]
+
+    def number(self, number: int) -> int:
+        """Its part that a layer in pass `number` reads or makes."""
+        return 0 if self.crossing is Crossing.ONCE else number
+
+    @property
+    def beside(self) -> bool:
+        """Whether devices compute meanwhile."""
+        return self.crossing in (Crossing.INWARDS, Crossing.OUTWARDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Layers by name in forward order, and moves.
+
+    `hidden` is the share of what goes on beside compute that takes nothing from it (StepCost.overlap).
+    """
+
+    stages: Stages
+    layers: Mapping[str, LayerWork]
+    moves: tuple[Move, ...]
+    devices: int
+    overhead_s: float
+    hidden: float = 1.0
+    manner: Manner = OURS
+
+    def times(self, name: str) -> int:
+        """How often a layer runs in a step."""
+        return self.stages.passes if self.layers[name].stage is Stage.PASSES else 1
+
+    @cached_property
+    def into(self) -> Mapping[str | None, tuple[Move, ...]]:
+        """Moves by the layer that reads."""
+        return _grouped((move.target, move) for move in self.moves)
+
+    @cached_property
+    def out_of(self) -> Mapping[str | None, tuple[Move, ...]]:
+        """Moves by the layer that makes the value."""
+        return _grouped((move.source, move) for move in self.moves)
+
+
+def _grouped(pairs: Iterable[tuple[str | None, Move]]) -> Mapping[str | None, tuple[Move, ...]]:
+    found: dict[str | None, list[Move]] = {}
+    for name, move in pairs:
+        found.setdefault(name, []).append(move)
+    return {name: tuple(own) for name, own in found.items()}
+
+
+def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, manner: Manner = OURS) -> Work:
+    """The work of one step of `plan`.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    strategies = {name: replace(strategy, update_period=None) for name, strategy in plan.layers.items()}
+    when = stages(graph, strategies, plan.scheme)
+    pricing = _Pricing(graph, devices, costs, strategies, when, plan.scheme, manner.deal)
+    layers = {name: pricing.layer(name, plan.layers[name].update_period) for name in graph.layers}
+    moved = tuple(replace(move, index=index) for index, move in enumerate(pricing.moves()))
+    hidden = min(1.0, max(0.0, costs.step.overlap)) if manner.hide else 0.0
+    return Work(when, layers, moved, devices, costs.step.overhead_s, hidden, manner)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pricing:
+    graph: LayerGraph
+    devices: int
+    costs: CostModel
+    strategies: Mapping[str, Strategy]
+    stages: Stages
+    scheme: Scheme
+    deal: bool
+
+    def layer(self, name: str, period: int | None) -> LayerWork:
+        layer, strategy, stage = self.graph.layers[name], self.strategies[name], self.stages.of[name]
+        passes = self.stages.passes if stage is Stage.PASSES else 1
+        cost = self.costs.layer(layer, strategy, passes)
+        reduce_s = self.costs.reduction(layer, strategy)
+        late_s = self.costs.step.late * reduce_s
+        stolen_s = (1 - self.costs.step.overlap) * (reduce_s - late_s)
+        return LayerWork(
+            name=name,
+            stage=stage,
+            devices=strategy.devices,
+            forward_s=cost.forward_s,
+            backward_s=cost.backward_s,
+            statistics_s=statistics_s(layer, strategy, self.costs, self.graph),
+            stolen_s=stolen_s,
+            tail_s=max(0.0, reduce_s - late_s - stolen_s),
+            late_s=late_s,
+            update_s=cost.update_s,
+            period=period or passes,
+        )
+
+    def moves(self) -> Iterable[Move]:
+        """Inputs that arrive, what layers read of each other, and results that are delivered."""
+        graph = self.graph
+        for name, layer in graph.layers.items():
+            for value in layer.inputs:
+                wanted = layer.layout(value, self.strategies[name])
+                if value in graph.producer:
+                    yield self._move(value, graph.producer[value], name, self._made(value), wanted)
+                elif value in graph.user_inputs:
+                    yield self._move(value, None, name, arrival_layout(graph, self.devices, value), wanted)
+        for value in dict.fromkeys(out for out in graph.user_outputs if isinstance(out, str)):
+            if value in graph.producer:
+                wanted = delivery_layout(graph, self.devices, value)
+                yield self._move(value, graph.producer[value], None, self._made(value), wanted)
+
+    def _made(self, value: str) -> Layout:
+        maker = self.graph.producer[value]
+        return self.graph.layers[maker].layout(value, self.strategies[maker])
+
+    def _move(self, value: str, source: str | None, target: str | None, given: Layout, wanted: Layout) -> Move:
+        crossing = self._crossing(value, source, target)
+        if crossing is Crossing.ONCE:
+            once = self._legs(self.graph.values[value], (Hop(given, wanted),))
+            return Move(0, value, source, target, crossing, (once,))
+        spec, dim = self._part(value), self.graph.batch_dims.get(value)
+        scheme = Scheme.INTERLEAVE if crossing is Crossing.WITHIN else self.scheme
+        legs = [
+            self._legs(spec, hops(scheme, self.stages, given, wanted, number, dim if self.deal else None))
+            for number in range(self.stages.passes)
+        ]
+        return Move(0, value, source, target, crossing, tuple(legs))
+
+    def _crossing(self, value: str, source: str | None, target: str | None) -> Crossing:
+        inside = [name is not None and self.stages.of[name] is Stage.PASSES for name in (source, target)]
+        if inside == [False, False] or (inside == [False, True] and value not in self.graph.batch_dims):
+            return Crossing.ONCE
+        if all(inside):
+            return Crossing.WITHIN
+        return Crossing.INWARDS if inside[1] else Crossing.OUTWARDS
+
+    def _part(self, value: str) -> TensorSpec:
+        """What one pass has of a value."""
+        spec, dim = self.graph.values[value], self.graph.batch_dims.get(value)
+        if dim is None:
+            return spec
+        size = -(-spec.shape[dim] // self.stages.passes)
+        return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+    def _legs(self, spec: TensorSpec, path: Iterable[Hop]) -> tuple[Leg, ...]:
+        found = []
+        for hop in path:
+            cost = self.costs.transfer(spec, hop.source, hop.target)
+            if cost.forward_s > 0 or cost.backward_s > 0:
+                lanes = _lanes(hop)
+                found.append(replace(lanes, forward_s=cost.forward_s, backward_s=cost.backward_s))
+        return tuple(found)
+
+
+@lru_cache(maxsize=10_000)
+def _lanes(hop: Hop) -> Leg:
+    """Who takes part in a transfer; no times."""
+    moved = moves(hop.source, hop.target)
+    gives, takes = moved.foreign.sum(axis=0), moved.foreign.sum(axis=1)
+    most = max(gives.max(), takes.max())
+    sent = tuple((d, float(amount / most)) for d, amount in zip(moved.senders, gives, strict=True) if amount)
+    received = tuple((d, float(amount / most)) for d, amount in zip(moved.receivers, takes, strict=True) if amount)
+    devices = tuple(sorted({*moved.senders, *moved.receivers}))
+    return Leg(0.0, 0.0, sent, received, devices)

@@ -1,0 +1,194 @@
+"""A predicted step as it runs: what every device and every lane does when.
+
+The objective (planner/solver/problem.py) adds all layers and transfers up, which is exact where every layer is on all devices
+and runs once. Here every device has a clock of its own, so branches on disjoint devices run at the same time; and the
+layers behind a boundary run in passes, the samples of one pass on their way while another is computed.
+
+- A layer's part in one pass takes what `costs.layer(layer, strategy, passes)` says, on each of its devices.
+- A transfer uses lanes, out of those who send and into those who receive; transfers under way at the same time share
+  them. One between layers that run equally often also holds all devices of both, as what comes next needs it. One
+  across the boundary of passes does not: it starts when its samples are there and the pass before begins to compute,
+  and goes on beside it, while its lanes are free of what devices wait for (as with streams of two priorities); but
+  for the share that StepCost.overlap takes from compute, which is all of it on processors that also carry.
+- All passes go forward before any goes back (a plain `loss.backward()`), or each goes back at once (`in_turn`, as
+  `train_step` does it where weights are updated between passes).
+- Gradient sums are on their own way beside the backward, except for the share that StepCost.overlap takes from it.
+- Updates and the runtime's own time come last, on each device after its backward and its sums.
+
+A device that has nothing to compute waits for something: going back from what it waits for to what that waited for,
+each such second is one of a transfer, a sum, or another device's compute (Spent). So all parts of a step add up to it,
+on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan
+from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
+from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
+from parplan.planner.simulation.step_work import OURS, Manner, work_of
+
+__all__ = ["Activity", "Kind", "Lane", "Manner", "Resource", "Spent", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Something that goes on from `start_s` to `end_s`.
+
+    Args:
+        what: the layer or value; empty for a device's updates and overhead.
+        number: the pass, None for what happens once.
+        devices: those that compute it, or that hold the value before or after.
+        lanes: what it holds or uses; a transfer that has no COMPUTE among them runs beside it.
+    """
+
+    kind: Kind
+    what: str
+    number: int | None
+    start_s: float
+    end_s: float
+    devices: tuple[int, ...]
+    lanes: tuple[Resource, ...]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where a device's step goes, in seconds by kind; `own_s` and `waits_s` together are the step.
+
+    Args:
+        own_s: what it does itself, transfers that hold its compute included.
+        waits_s: while it does nothing: what it waits for, in the end.
+    """
+
+    device: int
+    own_s: Mapping[Kind, float]
+    waits_s: Mapping[Kind, float]
+
+    def total_s(self, kind: Kind) -> float:
+        """Seconds of one kind, its own or waited for."""
+        return self.own_s.get(kind, 0.0) + self.waits_s.get(kind, 0.0)
+
+    @property
+    def exposed_transfer_s(self) -> float:
+        """Time in which it has nothing to compute because of a transfer."""
+        return self.total_s(Kind.TRANSFER)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step of a plan, played through.
+
+    Attributes:
+        parts: what there was to do, in the order of the program.
+        spans: when each ran.
+    """
+
+    parts: tuple[Part, ...]
+    spans: tuple[Span, ...]
+    device_count: int
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds until everything is done."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def last(self) -> int:
+        """The device that is done last, the first of several; what its time went into is the step's own account."""
+        ends = [self._end_s(device) for device in range(self.device_count)]
+        return ends.index(max(ends))
+
+    @property
+    def critical(self) -> Spent:
+        """Where the step goes, as the device sees it that is done last."""
+        return self.spent(self.last)
+
+    @property
+    def exposed_transfer_s(self) -> float:
+        """Time in which the device that is done last has nothing to compute because of a transfer."""
+        return self.critical.exposed_transfer_s
+
+    @cached_property
+    def spent_by_device(self) -> tuple[Spent, ...]:
+        """Where every device's time goes."""
+        return tuple(self.spent(device) for device in range(self.device_count))
+
+    @cached_property
+    def activities(self) -> tuple[Activity, ...]:
+        """What goes on, by start; what several devices do at the same time is one."""
+        found: dict[tuple[Span, Kind, str, int | None], list[Part]] = {}
+        for part, span in zip(self.parts, self.spans, strict=True):
+            if part.kind is not None and part.seconds > 0:
+                when = Span(span.start_s, span.end_s)
+                found.setdefault((when, part.kind, part.what, part.number), []).append(part)
+        return tuple(
+            _activity(parts, span)
+            for (span, *_), parts in sorted(found.items(), key=lambda item: (item[0][0].start_s, item[0][0].end_s))
+        )
+
+    def spent(self, device: int) -> Spent:
+        """Where the time of one device goes."""
+        own_s: dict[Kind, float] = {}
+        waits_s: dict[Kind, float] = {}
+        done_s = 0.0
+        for index in self._computing.get(device, ()):
+            part, span = self.parts[index], self.spans[index]
+            self._waited(span.behind, done_s, span.start_s, waits_s)
+            _add(own_s, part.kind, span.end_s - span.start_s)
+            done_s = max(done_s, span.end_s)
+        last = max(range(len(self.spans)), key=lambda index: self.spans[index].end_s, default=NOTHING)
+        self._waited(last, done_s, self.step_s, waits_s)
+        return Spent(device, own_s, waits_s)
+
+    @cached_property
+    def _computing(self) -> Mapping[int, Sequence[int]]:
+        """What holds the compute of each device, by start."""
+        found: dict[int, list[int]] = {}
+        for index in sorted(range(len(self.parts)), key=lambda index: (self.spans[index].start_s, index)):
+            for resource in self.parts[index].holds:
+                if resource.lane is Lane.COMPUTE:
+                    found.setdefault(resource.device, []).append(index)
+        return found
+
+    def _end_s(self, device: int) -> float:
+        return max((self.spans[index].end_s for index in self._computing.get(device, ())), default=0.0)
+
+    def _waited(self, behind: int, since_s: float, until_s: float, waits_s: dict[Kind, float]) -> None:
+        """Account for [since, until): what ended last before `until`, what that came after, and so on."""
+        while behind != NOTHING and until_s > since_s:
+            span = self.spans[behind]
+            _add(waits_s, self.parts[behind].kind, min(until_s, span.end_s) - max(since_s, span.start_s))
+            until_s = span.start_s
+            behind = span.behind
+
+
+def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
+    if kind is not None and seconds > 0:
+        found[kind] = found.get(kind, 0.0) + seconds
+
+
+def _activity(parts: Sequence[Part], span: Span) -> Activity:
+    first = parts[0]
+    assert first.kind is not None
+    devices = sorted({device for part in parts for device in part.devices})
+    lanes = tuple(one for part in parts for one in (*part.holds, *part.shares) if isinstance(one, Resource))
+    return Activity(first.kind, first.what, first.number, span.start_s, span.end_s, tuple(devices), lanes)
+
+
+def simulate(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, manner: Manner = OURS) -> Timeline:
+    """One training step of `plan`, played through.
+
+    Args:
+        manner: how passes are run, where that is not as the runtime does it.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    parts = step_parts(work_of(graph, cluster.count, costs, plan, manner))
+    return Timeline(parts, schedule(parts), cluster.count)

@@ -1,0 +1,192 @@
+"""Local search: exact deltas of T and of what limits are exceeded by, for all strategies of one node at a time.
+
+It makes a first choice where a graph is too wide for elimination, improves candidates, and settles ties: of strategies
+that cost the same, a solution uses the lowest. Forbidden strategies and pairs count as a huge cost here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from parplan.planner.solver.elimination import edge_costs
+from parplan.planner.solver.limits import Live, Timeline, timeline
+from parplan.planner.solver.problem import FloatArray, Problem
+
+__all__ = ["BRIEF", "descend", "first_choice", "leanest_choice", "settle"]
+
+BRIEF = 10_000
+"""Looks at a node that a brief improvement takes at most, about a second: counted, so that it is the same anywhere."""
+
+FORBIDDEN = 1e30
+
+
+def first_choice(problem: Problem) -> list[int]:
+    """Per node, the strategy that is cheapest with every edge at its best."""
+    cost = [np.where(node.allowed, node.ahead + node.back, FORBIDDEN) for node in problem.nodes]
+    for edge in problem.edges:
+        both = edge_costs(edge)[0] + edge_costs(edge)[1]
+        cost[edge.source] = cost[edge.source] + both.min(axis=1)
+        cost[edge.target] = cost[edge.target] + both.min(axis=0)
+    return [int(values.argmin()) for values in cost]
+
+
+def leanest_choice(problem: Problem) -> list[int]:
+    """Per node, the strategy that holds the least memory, of equals the cheapest."""
+    result = []
+    for node in problem.nodes:
+        held = sum((usage.amounts for usage in node.usages), np.zeros(node.size))
+        cost = np.where(node.allowed, node.ahead + node.back, np.inf)
+        result.append(int(np.lexsort((cost, np.where(node.allowed, held, np.inf)))[0]))
+    return result
+
+
+def descend(
+    problem: Problem, choice: Sequence[int], deadline: float, looks: float = np.inf, rounds: int = 100
+) -> list[int]:
+    """Change one node at a time, first to exceed limits less, then to cost less, until nothing helps.
+
+    Args:
+        looks: at nodes, at most.
+    """
+    state = _State(problem, choice)
+    for _ in range(rounds):
+        moves = 0
+        for v in range(len(problem.nodes)):
+            moves += state.improve(v)
+            looks -= 1
+            if looks <= 0 or time.monotonic() > deadline:
+                return state.choice
+        if not moves:
+            break
+    return state.choice
+
+
+def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int]:
+    """The lowest strategy at each node, in order, that costs no more; for a feasible choice."""
+    state = _State(problem, choice)
+    for v in range(len(problem.nodes)):
+        if time.monotonic() > deadline:
+            break
+        over, cost = state.exceeded(v), state.costs(v)
+        equal = (over <= 0) & (cost <= cost[state.choice[v]])
+        state.move(v, int(np.flatnonzero(equal | (np.arange(len(cost)) == state.choice[v]))[0]))
+    return state.choice
+
+
+class _Side:
+    """One edge seen from one end: matrices with this end's strategies first."""
+
+    def __init__(self, other: int, target: int, ahead: FloatArray, back: FloatArray) -> None:
+        self.other, self.target, self.ahead, self.back = other, target, ahead, back
+
+
+class _State:
+    """A choice with everything needed to price a change of one node."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
+        self.problem = problem
+        self.choice = list(choice)
+        self.sides: list[list[_Side]] = [[] for _ in problem.nodes]
+        for edge in problem.edges:
+            ahead, back = edge_costs(edge)
+            ahead = np.where(np.isfinite(ahead), ahead, FORBIDDEN)
+            self.sides[edge.source].append(_Side(edge.target, edge.target, ahead, back))
+            self.sides[edge.target].append(_Side(edge.source, edge.target, ahead.T, back.T))
+        self.overlapped = any(node.tail[node.allowed].any() for node in problem.nodes)
+        self.rows = self._overlap_rows() if self.overlapped else np.zeros(0)
+        self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
+        self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
+        self.live: list[list[Live]] = [[] for _ in problem.nodes]
+        for line in self.lines:
+            for item in line.live:
+                self.live[item.node].append(item)
+        self.sums = [float(sum(c[self.choice[v]] for v, c in row.terms.items())) for row in problem.linear]
+        self.linear_of: list[list[int]] = [[] for _ in problem.nodes]
+        for i, row in enumerate(problem.linear):
+            for v in row.terms:
+                self.linear_of[v].append(i)
+
+    def _overlap_rows(self) -> FloatArray:
+        """P_i of the module `problem`."""
+        picked = list(zip(self.problem.nodes, self.choice, strict=True))
+        tail, back = np.array([n.tail[k] for n, k in picked]), np.array([n.back[k] for n, k in picked])
+        edge_back = np.zeros(len(picked))
+        for v, sides in enumerate(self.sides):
+            for side in sides:
+                if side.target == v:
+                    edge_back[v] += side.back[self.choice[v], self.choice[side.other]]
+        rows: FloatArray = np.cumsum(tail) - (np.cumsum(back) - back) - np.cumsum(edge_back)
+        return rows
+
+    def costs(self, v: int) -> FloatArray:
+        """T per strategy of v, up to a constant."""
+        node, now = self.problem.nodes[v], self.choice[v]
+        cost = np.where(node.allowed, node.ahead + node.back, FORBIDDEN)
+        for side in self.sides[v]:
+            other = self.choice[side.other]
+            cost = cost + side.ahead[:, other] + side.back[:, other]
+        if not self.overlapped:
+            return cost
+        shifts = self._shifts(v)
+        exposed, total = np.zeros(node.size), np.zeros(node.size)
+        starts = sorted(shifts)
+        exposed += max(0.0, float(self.rows[: starts[0]].max(initial=0.0)))
+        for start, end in zip(starts, [*starts[1:], len(self.rows)], strict=True):
+            total = total + shifts[start]
+            exposed = np.maximum(exposed, self.rows[start:end].max(initial=-np.inf) + total - total[now])
+        return cost + exposed
+
+    def _shifts(self, v: int) -> dict[int, FloatArray]:
+        """From which overlap row on, v's strategies add what."""
+        node = self.problem.nodes[v]
+        shifts = {v: np.where(node.allowed, node.tail, 0.0)}
+        shifts[v + 1] = shifts.get(v + 1, 0.0) - np.where(node.allowed, node.back, 0.0)
+        for side in self.sides[v]:
+            shifts[side.target] = shifts.get(side.target, 0.0) - side.back[:, self.choice[side.other]]
+        return {row: shift for row, shift in shifts.items() if row < len(self.rows)}
+
+    def exceeded(self, v: int) -> FloatArray:
+        """By how much limits are broken per strategy of v, where v takes part."""
+        now = self.choice[v]
+        over = np.zeros(self.problem.nodes[v].size)
+        for item in self.live[v]:
+            limit, amounts = self.problem.limits[item.resource], item.amounts
+            load = self.loads[item.resource][item.first : item.last] - amounts[now]
+            if load.max() + amounts.max() > limit:
+                over += np.maximum(load[None] + amounts[:, None] - limit, 0.0).sum(axis=1)
+        for i in self.linear_of[v]:
+            row = self.problem.linear[i]
+            total = self.sums[i] - row.terms[v][now] + row.terms[v]
+            over += np.maximum(total - row.high, 0.0) + np.maximum(row.low - total, 0.0)
+        return over
+
+    def improve(self, v: int) -> bool:
+        """Give v its best strategy; whether it changed."""
+        now, over = self.choice[v], self.exceeded(v)
+        if len(over) == 1:
+            return False
+        cost = self.costs(v)
+        cost = np.where(over <= over.min(), cost, np.inf)
+        best = int(cost.argmin())
+        if over[best] >= over[now] and cost[best] >= cost[now] - 1e-12 * abs(cost[now]):
+            return False
+        self.move(v, best)
+        return True
+
+    def move(self, v: int, strategy: int) -> None:
+        """Change v, and everything that is kept up to date."""
+        now = self.choice[v]
+        if strategy == now:
+            return
+        if self.overlapped:
+            for row, shift in self._shifts(v).items():
+                self.rows[row:] += shift[strategy] - shift[now]
+        for item in self.live[v]:
+            self.loads[item.resource][item.first : item.last] += item.amounts[strategy] - item.amounts[now]
+        for i in self.linear_of[v]:
+            values = self.problem.linear[i].terms[v]
+            self.sums[i] += float(values[strategy] - values[now])
+        self.choice[v] = strategy

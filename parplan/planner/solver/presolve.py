@@ -1,0 +1,94 @@
+"""Make a problem smaller without losing its optimum, before any search sees it.
+
+Every reduction is one function from a problem to a smaller one with a way back; each is exact (its optimum, lifted, is
+an optimum of the problem it came from) and is tested alone against brute force. `presolve` is their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from parplan.planner.solver.dominance import undominated
+from parplan.planner.solver.folding import fold
+from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
+from parplan.planner.solver.problem import Edge, Mask, Problem, Reduced, restrict
+
+__all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_parallel_edges", "pair_linear", "presolve"]
+
+
+def presolve(problem: Problem) -> Reduced | None:
+    """All exact reductions, in order; None when no choice is feasible."""
+    first = (pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated)
+    steps = (*first, drop_loose, fold, drop_forbidden, drop_dominated)
+    reduced: Reduced | None = Reduced(problem)
+    for step in steps:
+        reduced = reduced and reduced.then(step)
+    return reduced
+
+
+def pair_linear(problem: Problem) -> Reduced:
+    """Linear constraints over one or two nodes become forbidden strategies or pairs."""
+    short = [row for row in problem.linear if 1 <= len(row.terms) <= 2]
+    if not short:
+        return Reduced(problem)
+    nodes, edges = list(problem.nodes), list(problem.edges)
+    for row in short:
+        first, last = min(row.terms), max(row.terms)
+        one, other = row.terms[first], row.terms[last]
+        total = one if first == last else one[:, None] + other
+        barrier = np.where((total >= row.low) & (total <= row.high), 0.0, np.inf)
+        if first == last:
+            nodes[first] = replace(nodes[first], ahead=nodes[first].ahead + barrier)
+        else:
+            edges.append(Edge(first, last, barrier, np.zeros_like(barrier)))
+    rest = tuple(row for row in problem.linear if row not in short)
+    return Reduced(replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=rest))
+
+
+def merge_parallel_edges(problem: Problem) -> Reduced:
+    """Edges between the same two nodes become one: their costs always fall together."""
+    merged: dict[tuple[int, int], Edge] = {}
+    for edge in problem.edges:
+        key = edge.source, edge.target
+        other = merged.get(key)
+        merged[key] = edge if other is None else Edge(*key, other.ahead + edge.ahead, other.back + edge.back)
+    same = len(merged) == len(problem.edges)
+    return Reduced(problem if same else replace(problem, edges=tuple(merged.values())))
+
+
+def drop_forbidden(problem: Problem) -> Reduced | None:
+    """Without strategies that are forbidden, or that no strategy of some neighbour, or no limit, allows.
+
+    None when a node has no strategy left.
+    """
+    masks = [node.allowed for node in problem.nodes]
+    pairs = [np.isfinite(edge.ahead + edge.back) for edge in problem.edges]
+    partial = [(edge, allowed) for edge, allowed in zip(problem.edges, pairs, strict=True) if not allowed.all()]
+    changed = True
+    while changed:
+        if not all(mask.any() for mask in masks):
+            return None
+        changed = limit_allowed(problem, masks)
+        for edge, allowed in partial:
+            changed |= _supported(allowed, masks, edge)
+    return restrict(problem, masks)
+
+
+def _supported(allowed: Mask, masks: list[Mask], edge: Edge) -> bool:
+    """Keep, at both ends, what has a partner; whether anything went."""
+    source, target = masks[edge.source], masks[edge.target]
+    masks[edge.source] = source & allowed[:, target].any(axis=1)
+    masks[edge.target] = target & allowed[source].any(axis=0)
+    return bool((masks[edge.source] != source).any() or (masks[edge.target] != target).any())
+
+
+def drop_loose(problem: Problem) -> Reduced:
+    """Without usages and linear constraints that no choice can break."""
+    return Reduced(drop_loose_linear(drop_loose_memory(problem)))
+
+
+def drop_dominated(problem: Problem) -> Reduced:
+    """Without strategies that another one of the same node can always replace at no cost (see solve_dominance)."""
+    return restrict(problem, undominated(problem))

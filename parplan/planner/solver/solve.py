@@ -1,0 +1,249 @@
+"""Solve a planning problem and keep the proof: reductions, the priced relaxation, then search for what is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from parplan.planner.solver.cpsat import search
+from parplan.planner.solver.infeasible import explain, overfull
+from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
+from parplan.planner.solver.local_search import BRIEF, descend, first_choice, leanest_choice, settle
+from parplan.planner.solver.presolve import presolve
+from parplan.planner.solver.problem import (
+    FloatArray,
+    Infeasibility,
+    Problem,
+    Reduced,
+    Solution,
+    Status,
+    evaluate,
+    restrict,
+)
+from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax, survivors
+
+__all__ = ["GAP", "Progress", "solve"]
+
+GAP = 1e-6
+"""Relative gap below which a solution is called OPTIMAL."""
+
+CUT = 1e-9
+"""A choice has to be better than the best one by this (relative) to be looked for."""
+
+ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
+LOCAL_S = 1.0
+SHARE = 0.3
+"""Share of the time limit that local search may take where a graph is too wide for elimination."""
+PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
+"""Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
+MOST_STRATEGIES = 100_000
+"""Strategies of all nodes above which local search alone answers, without a bound."""
+EXPLAIN_S = 5.0
+
+Progress = Callable[[float, float], None]
+
+
+def solve(
+    problem: Problem,
+    time_limit_s: float = 60.0,
+    workers: int | None = None,
+    hint: Sequence[int] | None = None,
+    on_progress: Progress | None = None,
+) -> Solution:
+    """The best choice with its proof.
+
+    Deterministic for a given number of workers unless the time limit cuts the search off. Ctrl-C ends it with
+    KeyboardInterrupt.
+
+    Args:
+        workers: threads of the search; all cores if None.
+        hint: a choice to start from, used if it is feasible.
+        on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
+    """
+    run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, on_progress)
+    if hint is not None:
+        run.offer(hint)
+    reduced = presolve(problem)
+    return run.solution(feasible=reduced is not None and run.finish(reduced))
+
+
+class _Run:
+    """The best choice and bound so far, and the time left."""
+
+    def __init__(self, problem: Problem, time_limit_s: float, workers: int, on_progress: Progress | None) -> None:
+        self.problem, self.workers, self.on_progress = problem, workers, on_progress
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit_s
+        self.whole = _whole(problem)
+        self.choice: list[int] | None = None
+        self.objective, self.bound, self.cut = np.inf, 0.0, np.inf
+        self.told = np.inf, 0.0
+
+    def offer(self, choice: Sequence[int]) -> bool:
+        """Take a choice if it is feasible and the best; whether it was taken."""
+        found = evaluate(self.problem, choice)
+        better = found.feasible and found.objective < self.objective
+        if better:
+            self.choice, self.objective = [int(k) for k in choice], found.objective
+            self.report(self.objective, self.bound)
+        return better
+
+    def raise_bound(self, bound: float) -> None:
+        """Take a lower bound; where all costs are whole, so is T. What was cut off bounds it, too."""
+        bound = min(bound, self.cut)
+        bound = math.ceil(bound - 1e-3) if self.whole and np.isfinite(bound) else bound
+        if bound > self.bound:
+            self.bound = min(bound, self.objective)
+            self.report(self.objective, self.bound)
+
+    def report(self, objective: float, bound: float) -> None:
+        """Tell the listener, with what a search running now has found."""
+        better = min(objective, self.told[0]), max(bound, self.told[1])
+        if self.on_progress is not None and better != self.told:
+            self.told = better
+            self.on_progress(better[0], min(better))
+
+    def cutoff(self) -> float:
+        """What a choice worth finding stays below."""
+        return self.objective - 0.5 if self.whole else self.objective * (1 - CUT)
+
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def finish(self, reduced: Reduced) -> bool:
+        """Everything after the reductions; False if it proves that no choice is feasible."""
+        if sum(reduced.problem.sizes) > MOST_STRATEGIES:
+            self.local(reduced, self.left())
+            return True
+        rest = self.tighten(reduced)
+        if rest is not None and self.choice is None:
+            if self.full(rest):
+                return False
+            rest = self.tighten(rest) if np.isfinite(self.objective) else rest
+        return (rest is not None and self.search(rest)) or self.choice is not None
+
+    def full(self, reduced: Reduced) -> bool:
+        """Whether prices on the limits alone prove that memory is too small."""
+        until = time.monotonic() + SHARE * self.left()
+        return overfull(reduced.problem, until, lambda choice: self.improve(reduced, choice))
+
+    def improve(self, reduced: Reduced, choice: Sequence[int]) -> None:
+        """Offer what local search makes of a choice."""
+        self.offer(reduced.lift(descend(reduced.problem, choice, self.deadline, BRIEF)))
+
+    def tighten(self, reduced: Reduced) -> Reduced | None:
+        """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""
+        for _ in range(ROUNDS):
+            before = sum(reduced.problem.sizes)
+            after = self.price(reduced)
+            if after is None:
+                self.raise_bound(self.cut)
+                return None
+            if after is reduced or sum(after.problem.sizes) > 0.8 * before or self.left() < 0:
+                return after
+            reduced = after
+        return reduced
+
+    def price(self, reduced: Reduced) -> Reduced | None:
+        """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
+        rows, prices = some_rows(reduced.problem, PRICED_TERMS), None
+        for _ in range(PRICE_ROUNDS):
+            relaxation = relax(reduced.problem, rows)
+            if relaxation is None:
+                return reduced
+            best, marginals = self.climb(reduced, relaxation, prices), relaxation.marginals
+            if not np.isfinite(best.value):
+                return None  # forbidden pairs leave no choice
+            more = broken_rows(reduced.problem, best.choice, rows)
+            if not more or self.left() < 0:
+                break
+            rows += more
+            prices = Prices(best.prices.overlap, np.append(best.prices.limits, np.zeros(len(more))))
+        return self.cut_off(reduced, marginals(best.prices)) if self.choice is not None else reduced
+
+    def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
+        """Without strategies that no choice worth finding uses; None if nothing is left."""
+        self.cut = min(self.cut, self.cutoff())
+        keep = survivors(marginals, self.cutoff())
+        if not all(mask.any() for mask in keep):
+            return None
+        smaller = reduced.then(lambda problem: restrict(problem, keep))
+        return smaller and smaller.then(presolve)
+
+    def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None) -> Priced:
+        """The best prices found; every choice on the way is offered, the best one also improved."""
+
+        def seen(point: Priced) -> float:
+            self.offer(reduced.lift(point.choice))
+            return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
+
+        best = climb(relaxation, start or relaxation.start(), self.objective, STEPS, seen, self.deadline)
+        self.raise_bound(best.value * (1 - 1e-12))
+        if self.objective > self.bound * (1 + CUT):
+            self.improve(reduced, best.choice)
+        return best
+
+    def search(self, reduced: Reduced) -> bool:
+        """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
+        hint = None if self.choice is not None else self.local(reduced, SHARE * self.left())
+        rows = some_rows(reduced.problem, SEARCHED_TERMS)
+        partial = count_terms(reduced.problem) > SEARCHED_TERMS
+
+        def report(objective: float, bound: float) -> None:
+            self.report(np.inf if partial else objective, min(bound, self.cut))
+
+        while self.left() > 0.05:
+            cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
+            self.cut = min(self.cut, cutoff)
+            guess = self.objective if np.isfinite(self.objective) else max(self.bound, _guess(reduced.problem))
+            found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
+            if found.choice is not None:
+                self.offer(reduced.lift(found.choice))
+            self.raise_bound(found.bound)
+            if found.choice is None:
+                return found.status is not Status.INFEASIBLE
+            more = broken_rows(reduced.problem, found.choice, rows)
+            if not more:
+                break
+            rows += more
+        return True
+
+    def local(self, reduced: Reduced, seconds: float) -> list[int]:
+        """A choice to start the search from, also offered as it is."""
+        until = time.monotonic() + seconds
+        choice = descend(reduced.problem, first_choice(reduced.problem), until)
+        if not self.offer(reduced.lift(choice)) and self.choice is None:
+            choice = descend(reduced.problem, leanest_choice(reduced.problem), until)
+            self.offer(reduced.lift(choice))
+        return choice
+
+    def solution(self, feasible: bool) -> Solution:
+        """What the run ended with; INFEASIBLE with its cause."""
+        if self.choice is None:
+            status = Status.UNKNOWN if feasible else Status.INFEASIBLE
+            cause: Infeasibility | None = None if feasible else explain(self.problem, EXPLAIN_S, self.workers)
+            return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
+        choice = settle(self.problem, self.choice, max(self.deadline, time.monotonic() + LOCAL_S))
+        final = evaluate(self.problem, choice)
+        if final.feasible and final.objective <= self.objective * (1 + 1e-12):
+            self.choice, self.objective = choice, final.objective
+        bound = min(self.bound, self.objective)
+        gap = (self.objective - bound) / self.objective if self.objective > 0 else 0.0
+        status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
+        return Solution(status, tuple(self.choice), self.objective, bound, gap, time.monotonic() - self.began)
+
+
+def _whole(problem: Problem) -> bool:
+    """Whether all costs are whole numbers, so that T is."""
+    parts = [part for node in problem.nodes for part in (node.ahead, node.back, node.tail)]
+    parts += [part for edge in problem.edges for part in (edge.ahead, edge.back)]
+    return all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
+
+
+def _guess(problem: Problem) -> float:
+    return float(sum(node.ahead.max() + node.back.max() for node in problem.nodes)) or 1.0

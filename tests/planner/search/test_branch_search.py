@@ -1,0 +1,312 @@
+"""Branches at the same time: never far from the best of all plans, taken where they pay, not tried elsewhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import parplan
+from examples import alexnet
+from parplan.cluster import Cluster, Device, Link
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.pins import pins_from
+from parplan.plan import Plan, Strategy
+from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decision import Decision
+from parplan.planner.explain.branch_report import notes_on
+from parplan.planner.search.branch_search import Ground, Towers, search
+from parplan.planner.search.branches import beside
+from parplan.planner.search.device_groups import Share, balance, blocks_of, groupings
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.verifier import check
+from parplan.planner.simulation.timeline import simulate
+from parplan.planner.solver.solve import solve
+from parplan.report.facts import to_dict
+from parplan.report.terminal import render
+from tests.planner.branches import GPU, Pair, cluster_of, drawn, pair
+from tests.planner.graphs import classifier, perceptron
+from tests.planner.simulator import Simulator, best_of_all, count_of_all
+from tests.planner.tower_ranks import chosen_towers
+from tests.runtime.ranks import run_cases
+
+LINKS = ((1e-6, 1e9), (3e-6, 1e9), (1e-5, 1e9), (1e-6, 1e10), (3e-6, 1e8))
+# Of the first fifty: those with the largest gains, and those that were hardest to find.
+SEEDS = (2, 4, 8, 12, 13, 23, 25, 36, 40)
+
+
+def formulated(graph: LayerGraph, cluster: Cluster) -> Formulation:
+    blocks = cluster_blocks(cluster)
+    every = {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
+    return formulate(graph, cluster, RooflineCosts(graph, cluster), every)
+
+
+def one_after_another(graph: LayerGraph, cluster: Cluster, formulation: Formulation) -> Plan:
+    """The best plan as the solver sees it."""
+    found = solve(formulation.problem)
+    assert found.choice is not None
+    chosen = zip(formulation.names, formulation.options, found.choice, strict=False)
+    layers = {name: options[k].strategy for name, options, k in chosen}
+    return Plan(graph.model, graph.fingerprint, graph.batch or 1, cluster.count, layers)
+
+
+def searched(graph: LayerGraph, cluster: Cluster, simulator: Simulator, limit_s: float = 60.0) -> Towers | None:
+    formulation = formulated(graph, cluster)
+    start = one_after_another(graph, cluster, formulation)
+    return search(Ground(graph, cluster, simulator.costs, simulator.step_s), start, formulation, limit_s)
+
+
+def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None) -> Decision:
+    return decide(graph, cluster, RooflineCosts(graph, cluster), request or Request())
+
+
+def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {name: strategy.devices for name, strategy in plan.layers.items()}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_search_comes_within_a_twentieth_of_the_best_of_all_plans(seed: int) -> None:
+    draw, graph = random.Random(seed), drawn(seed)
+    cluster = cluster_of(draw.choice((2, 3)), *draw.choice(LINKS))
+    assert count_of_all(graph, cluster) < 60_000
+    simulator = Simulator(graph, cluster, RooflineCosts(graph, cluster))
+    found = searched(graph, cluster, simulator)
+    assert found is not None
+    best = best_of_all(graph, cluster, simulator.costs)
+    assert found.step_s <= 1.05 * best.step_s
+    assert found.tried < best.plans
+    if found.plan is not None:
+        assert simulator.step_s(found.plan) == found.step_s < 0.99 * found.without_s
+        assert beside(graph, devices_of(found.plan))
+        check(found.plan, graph)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None:
+    graph, cluster = pair(width=256), cluster_preset("k20", devices, "10gbe")
+    decision = decided(graph, cluster)
+    used = {row: {d for n, s in decision.plan.layers.items() if n.startswith(row) for d in s.devices} for row in "ab"}
+    assert not used["a"] & used["b"]
+    assert used["a"] | used["b"] == set(range(devices)) or devices > 2
+    found = decision.beside
+    assert found is not None
+    assert found.without_s is not None
+    assert decision.prediction.step_s < 0.99 * found.without_s
+    costs = RooflineCosts(graph, cluster)
+    assert decision.prediction.step_s == pytest.approx(simulate(graph, cluster, costs, decision.plan).step_s)
+    assert predict(graph, cluster, costs, decision.plan).step_s == pytest.approx(decision.prediction.step_s)
+    # What is proven is said of plans without, and not of this one.
+    assert decision.proof.status == "FEASIBLE"
+    assert decision.proof.bound == pytest.approx(found.without_s)
+
+
+def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() -> None:
+    graph = pair(width=256)
+    decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
+    assert decision.beside is not None
+    (phase,) = decision.beside.phases
+    assert [(track.layers, track.devices) for track in phase.tracks] == [
+        (("a.0", "a.1", "a.2"), (0,)),
+        (("b.0", "b.1", "b.2"), (1,)),
+    ]
+    assert phase.saved_s == pytest.approx(min(track.compute_s for track in phase.tracks))
+    facts = {layer.name: layer for layer in decision.layers}
+    assert facts["a.1"].why.startswith("beside b.0 .. b.2 on device 1: -")
+    assert [copy.layer for copy in facts["cat"].copies] == ["b.2"]
+    parts = decision.prediction
+    spent = (parts.forward_s, parts.backward_s, parts.transfer_s, parts.exposed_reduce_s, parts.update_s)
+    assert parts.step_s == pytest.approx(sum(spent) + parts.overhead_s)
+    console = Console(width=120, record=True)
+    render(decision, console)
+    text = console.export_text()
+    for line in ("At the same time", "a.0 .. a.2 (3 layers)", "less than one after the other", "b.2 from device 1"):
+        assert line in text
+    assert to_dict(decision)["beside"]["phases"][0]["tracks"][1]["devices"] == [1]
+
+
+@pytest.mark.parametrize("graph", [perceptron, classifier], ids=["perceptron", "residual add"])
+def test_nothing_is_spent_on_models_without_branches(graph) -> None:  # type: ignore[no-untyped-def]
+    cluster = cluster_preset("k20", 4)
+    simulator = Simulator(graph(), cluster, RooflineCosts(graph(), cluster))
+    assert searched(graph(), cluster, simulator) is None
+    assert simulator.calls == 0
+    assert decided(graph(), cluster).beside is None
+
+
+def test_alexnets_plan_is_the_solvers() -> None:
+    net, inputs = alexnet.small()
+    graph, cluster = capture(net, inputs), cluster_preset("k20", 4)
+    decision = decided(graph, cluster)
+    assert decision.beside is None
+    formulation = formulated(graph, cluster)
+    assert decision.plan.layers == one_after_another(graph, cluster, formulation).layers
+
+
+BY_HAND = {
+    "strict rules": Request(rules="strict"),
+    "a pin": Request(pins=pins_from({"last": "shards:2"})),
+    "a scheme": Request(scheme="interleave"),
+}
+
+
+@pytest.mark.parametrize("request_", BY_HAND.values(), ids=BY_HAND)
+def test_nothing_is_searched_where_people_decide(request_: Request) -> None:
+    decision = decided(pair(width=256), cluster_preset("k20", 2, "10gbe"), request_)
+    assert decision.beside is None or decision.beside.without_s is None
+
+
+def test_a_given_plan_on_disjoint_devices_is_priced_with_its_branches_at_once() -> None:
+    graph, cluster = pair(width=256, batch=2), cluster_preset("k20", 2, "10gbe")
+    place = {name: Strategy(devices=(int(name.startswith("b")),)) for name in graph.layers}
+    mine = Plan(graph.model, graph.fingerprint, 2, 2, place)
+    decision = decided(graph, cluster, Request(plan=mine))
+    assert decision.plan == mine
+    in_turn = decided(graph, cluster, Request(plan=replace(mine, layers=dict.fromkeys(place, Strategy()))))
+    assert decision.beside is not None
+    assert decision.beside.without_s is None
+    saved_s = decision.beside.phases[0].saved_s
+    assert decision.prediction.forward_s + decision.prediction.backward_s == pytest.approx(
+        in_turn.prediction.forward_s + in_turn.prediction.backward_s - saved_s
+    )
+
+
+def test_the_search_stops_at_its_time_and_says_so() -> None:
+    graph, cluster = pair(width=256), cluster_preset("k20", 2, "10gbe")
+    simulator = Simulator(graph, cluster, RooflineCosts(graph, cluster))
+    found = searched(graph, cluster, simulator, limit_s=0.0)
+    assert found is not None
+    assert (found.plan, found.left, simulator.calls) == (None, 1, 2)
+    decision = decided(graph, cluster, Request(time_limit_s=1e-9))
+    assert any(note.startswith("Branches at the same time: 1 of the places") for note in decision.notes)
+
+
+def test_the_search_stops_at_its_effort_and_says_so() -> None:
+    graph, cluster = pair(width=256), cluster_preset("k20", 2, "10gbe")
+    simulator = Simulator(graph, cluster, RooflineCosts(graph, cluster))
+    formulation = formulated(graph, cluster)
+    start = one_after_another(graph, cluster, formulation)
+    ground = Ground(graph, cluster, simulator.costs, simulator.step_s)
+    found = search(ground, start, formulation, 60.0, effort=0.0)
+    assert found is not None
+    assert (found.plan, found.left, found.timed_out) == (None, 1, False)
+    (note,) = notes_on(found)
+    assert "1 of the places where the model branches were not tried" in note
+    assert "--time-limit" not in note
+
+
+class Experts(nn.Module):
+    """Rows of several lengths on one input, added up: (N, 256) to (N, 256)."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        rows = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(length))) for length in lengths]
+        self.rows = nn.ModuleList(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of all rows."""
+        return torch.stack([row(x) for row in self.rows]).sum(0)
+
+
+def test_memory_holds() -> None:
+    """With no room for the longer row on one device, weights are spread as evenly as memory asks for."""
+    graph, cluster = capture(Experts((3, 1)), (torch.randn(1, 256),)), cluster_preset("k20", 2, "10gbe")
+    free = decided(graph, cluster)
+    assert free.beside is not None
+    assert free.beside.phases
+    small = cluster.with_memory(int(0.8 * max(free.prediction.memory_bytes)))
+    decision = decided(graph, small)
+    assert max(decision.prediction.memory_bytes) <= small.devices[0].memory_bytes
+    assert decision.prediction.step_s >= free.prediction.step_s
+
+
+def test_many_branches_are_spread_evenly() -> None:
+    graph = capture(Experts((3, 1, 1, 2, 1)), (torch.randn(1, 256),))
+    decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
+    weights = [sum(layer.kind == "linear" and d in layer.strategy.devices for layer in decision.layers) for d in (0, 1)]
+    assert weights == [4, 4]
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_analyze_finds_towers_and_verify_passes_them() -> None:
+    torch.manual_seed(0)
+    net, x = Pair(256), torch.randn(1, 256)
+    decision = parplan.analyze(net, x, gpus=2, gpu="k20", link="10gbe")
+    assert decision.beside is not None
+    assert decision.beside.phases
+    verified = parplan.verify(net, torch.randn(4, 256), plan=decision.plan)
+    assert verified.passed
+    assert verified.tolerance == 1e-9
+
+
+@pytest.mark.slow
+def test_ranks_with_a_row_each_agree_with_the_plain_model(tmp_path: Path) -> None:
+    reports = run_cases({"towers": chosen_towers}, 2, tmp_path)
+    assert reports["towers"] == "", reports["towers"]
+
+
+class Recommender(nn.Module):
+    """A large table and a few layers: (N, 4) indices to (N, 1)."""
+
+    def __init__(self, rows: int, width: int = 32) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.layers = nn.Sequential(nn.Linear(4 * width, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 1))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """A score per sample."""
+        result: Tensor = self.layers(self.table(indices).flatten(1))
+        return result
+
+
+def test_a_table_too_large_for_the_gpu_lies_on_the_cpu_and_the_rest_does_not() -> None:
+    net, indices = Recommender(100_000), torch.randint(1000, (64, 4))
+    gpu = replace(GPU, memory_bytes=32 << 20, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e11)
+    cpu = Device("cpu", 4 << 30, {"fp32": 1e10}, 1e10, 1e-6, "made up", like="")
+    cluster = Cluster((gpu, cpu), (Link("bus", 2, 1e-5, 1e10),))
+    decision = parplan.analyze(net, indices, cluster=cluster)
+    places = devices_of(decision.plan)
+    assert places["table"] == (1,)
+    assert {places[name] for name in places if name.startswith("layers")} == {(0,)}
+    assert decision.prediction.memory_bytes[0] <= gpu.memory_bytes
+    assert parplan.verify(net, indices[:8], plan=decision.plan).passed
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("devices", [4, 8, 64])
+def test_groups_are_disjoint_and_use_every_device(devices: int, count: int) -> None:
+    cluster = cluster_of(devices)
+    found = list(groupings(cluster, range(devices), count, [3.0, 1.0, 1.0, 1.0]))
+    assert found
+    assert len(set(found)) == len(found)
+    for groups in found:
+        assert len(groups) == count
+        assert sorted(number for group in groups for number in group) == list(range(devices))
+
+
+def test_groups_of_several_kinds_come_in_every_way_or_kind_by_kind() -> None:
+    slow = replace(GPU, kind="slow")
+    few = Cluster((GPU, slow, GPU), (Link("link", 3, 1e-6, 1e9),))
+    assert len(list(groupings(few, range(3), 2, [1.0, 1.0]))) == 6
+    many = Cluster((GPU, slow) * 3, (Link("link", 6, 1e-6, 1e9),))
+    assert ((0, 2, 4), (1, 3, 5)) in list(groupings(many, range(6), 2, [1.0, 1.0]))
+    assert blocks_of(few, (0, 1, 2)) == ((0,), (0, 2), (1,), (0, 1, 2))
+
+
+def test_a_branch_goes_to_where_it_is_done_soonest() -> None:
+    assert balance([Share(1.0, {})] * 4, [1.0, 3.0]).count(1) == 3
+    assert balance([Share(1.0, {0: 0.5}), Share(1.0, {1: 0.5})], [1.0, 1.0]) == (1, 0)
+    assert balance([Share(1.0, {})], [1.0, 1.0], backwards=True) == (1,)
