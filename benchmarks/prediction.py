@@ -43,7 +43,7 @@ from parplan.planner.decide import predict
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.search_space.verifier import check
 from parplan.profiler.communication import SIZES, measure_links
-from parplan.profiler.company import Ranks
+from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import DistributedTransport

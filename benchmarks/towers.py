@@ -28,6 +28,7 @@ from torch import multiprocessing as mp
 from benchmarks.ddp import free_port, in_turns, seconds, stepper
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.known import known_costs
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
@@ -35,7 +36,6 @@ from parplan.planner.decide import Request, decide, predict
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.solver.solve import solve
-from parplan.profiler.known import known_costs
 from parplan.runtime.module.compiled import Compiled
 
 CLASSES = 16

@@ -156,7 +156,7 @@ def _analyze(options: argparse.Namespace) -> int:
     decision = _decide(options, plan, _pins(options, plan))
     texts = {options.out: decision.plan.to_json()} if options.out else {}
     if options.json:
-        from parplan.report.facts import to_json
+        from parplan.report.as_json import to_json
 
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
@@ -325,7 +325,7 @@ def _run_report(options: argparse.Namespace) -> int:
     report = _ran(options, _plan(options.plan))
     if report is None:
         return DONE
-    from parplan.report.look_back import render_look_back, to_json
+    from parplan.report.predicted_vs_measured import render_look_back, to_json
     from parplan.runtime.measurement.measured_step import notes, title
 
     found = report.look_back

@@ -12,6 +12,7 @@ import torch
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import this_cluster
+from parplan.cost_models.known import known_costs
 from parplan.cost_models.measurement.conditions import here
 from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.profile.store import ProfileStore
@@ -24,7 +25,6 @@ from parplan.plan import Plan
 from parplan.planner.batch_size import Cases, best_batch
 from parplan.planner.decide import Progress, Request, decide, sketch
 from parplan.planner.decision import Decision, Prediction
-from parplan.profiler.known import known_costs
 from parplan.profiler.session import requests_by_devices
 
 __all__ = ["Pricing", "on_devices"]

@@ -22,7 +22,7 @@ from parplan.cost_models.measurement.sweeps import Company, now, speed_now
 from parplan.cost_models.profile.records import LinkEntry, Profile
 from parplan.cost_models.sampling import one_thread, spread_of
 from parplan.layout import Grid, Layout, pieces
-from parplan.profiler.company import Ranks
+from parplan.profiler.ranks import Ranks
 from parplan.runtime.transport.base import Exchange, Held, Pending
 from parplan.runtime.transport.distributed import DistributedTransport
 

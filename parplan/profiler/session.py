@@ -40,7 +40,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import KINDS, SIZES, measure_links
-from parplan.profiler.company import Ranks
+from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.transport.distributed import DistributedTransport
 

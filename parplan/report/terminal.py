@@ -14,15 +14,14 @@ from rich.console import Console
 from parplan.cluster import Cluster
 from parplan.planner.decision import Decision, LayerFacts
 from parplan.report import units
-from parplan.report.batches import print_batches
-from parplan.report.beside import print_beside
-from parplan.report.layer_table import print_layers
-from parplan.report.origin import print_origin
 from parplan.report.page import Page
-from parplan.report.passes import print_passes
-from parplan.report.pins import print_pins
-from parplan.report.prediction import print_prediction
-from parplan.report.verdict import print_baselines, print_proof, print_seconds
+from parplan.report.sections.batches import print_batches
+from parplan.report.sections.layer_table import print_layers
+from parplan.report.sections.passes import print_beside, print_passes
+from parplan.report.sections.pins import print_pins
+from parplan.report.sections.prediction import print_prediction
+from parplan.report.sections.provenance import print_origin
+from parplan.report.sections.verdict import print_baselines, print_proof, print_seconds
 
 __all__ = ["render"]
 

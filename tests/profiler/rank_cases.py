@@ -10,7 +10,7 @@ from parplan.cost_models.profile.records import SessionProfile
 from parplan.layout import pieces
 from parplan.profiler import communication, runtime_costs
 from parplan.profiler.communication import KINDS, measure_links
-from parplan.profiler.company import Ranks
+from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
 from parplan.runtime.transport.distributed import DistributedTransport
 

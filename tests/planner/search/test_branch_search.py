@@ -31,7 +31,7 @@ from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.solve import solve
-from parplan.report.facts import to_dict
+from parplan.report.as_json import to_dict
 from parplan.report.terminal import render
 from tests.planner.branches import GPU, Pair, cluster_of, drawn, pair
 from tests.planner.graphs import classifier, perceptron

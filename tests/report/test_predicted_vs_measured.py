@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import LayerFacts
-from parplan.report.look_back import render_look_back, to_json
+from parplan.report.predicted_vs_measured import render_look_back, to_json
 from tests.report.decisions import DATA, SHARDED, facts, plan_of
 
 

@@ -12,6 +12,7 @@ import torch
 from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.known import Known, known_costs
 from parplan.cost_models.measurement.conditions import here
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.fields import Group, Kept
@@ -21,7 +22,6 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from parplan.plan import Strategy
-from parplan.profiler.known import Known, known_costs
 from tests.cost_models.made_up import all_requests, made_up_profile
 from tests.cost_models.profiles import H200, group, link, part
 from tests.planner.graphs import perceptron

@@ -8,8 +8,8 @@ from parplan.cluster import Cluster, Device
 from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.presets import device_names
 from parplan.planner.decision import Decision
-from parplan.report.layer_table import SHORT, sources
 from parplan.report.page import Page
+from parplan.report.sections.layer_table import SHORT, sources
 
 __all__ = ["print_origin"]
 

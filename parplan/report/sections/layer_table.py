@@ -9,7 +9,7 @@ from parplan.cost_models.costs import Source
 from parplan.planner.decision import LayerFacts
 from parplan.report import units
 from parplan.report.page import Column, Page, Span
-from parplan.report.rows import LIMIT, Group, Row, group_layers
+from parplan.report.sections.layer_groups import LIMIT, Group, Row, group_layers
 
 __all__ = ["print_layers", "sources"]
 

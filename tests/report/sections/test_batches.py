@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from parplan.planner.decision import BatchTried, Decision
-from parplan.report.facts import to_json
+from parplan.report.as_json import to_json
 from tests.report.decisions import alexnet
 from tests.report.golden import printed
 

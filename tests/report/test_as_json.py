@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.plan import Plan
-from parplan.report.facts import to_dict, to_json
+from parplan.report.as_json import to_dict, to_json
 from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_kinds, pinned
 
 TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}

@@ -13,7 +13,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import LayerFacts
 from parplan.report import units
 from parplan.report.page import Column, Page, Span
-from parplan.report.rows import LIMIT, Row, group_layers
+from parplan.report.sections.layer_groups import LIMIT, Row, group_layers
 
 __all__ = ["Compared", "LookedBack", "render_look_back", "to_json"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from parplan.cost_models.costs import Source
 from parplan.planner.decision import LayerFacts
-from parplan.report.rows import Group, group_layers
+from parplan.report.sections.layer_groups import Group, group_layers
 from tests.report.decisions import DATA, ONE, SHARDED, facts, resnet
 
 

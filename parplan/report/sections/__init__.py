@@ -1,0 +1,1 @@
+"""Sections of the terminal report, each made from a decision."""
