@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from parplan.processes import in_processes
+from parplan.runtime.processes import in_processes
 from tests.runtime.checkpoint_cells import OPTIMIZERS, PLANS, PROCESSES, ROUTES, Cell, Setup, read, write
 
 

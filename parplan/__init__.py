@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from parplan.api import analyze, compile, verify
     from parplan.checkpoints import load_checkpoint, save_checkpoint
     from parplan.cluster import Cluster
-    from parplan.data import PlanSampler, shard_dataset
     from parplan.errors import ParplanError
     from parplan.plan import Plan
+    from parplan.runtime.data import PlanSampler, shard_dataset
     from parplan.runtime.module.data_parallel import data_parallel
 
 __all__ = [
@@ -29,13 +29,13 @@ _HOMES = {
     "Cluster": "parplan.cluster",
     "ParplanError": "parplan.errors",
     "Plan": "parplan.plan",
-    "PlanSampler": "parplan.data",
+    "PlanSampler": "parplan.runtime.data",
     "analyze": "parplan.api",
     "compile": "parplan.api",
     "data_parallel": "parplan.runtime.module.data_parallel",
     "load_checkpoint": "parplan.checkpoints",
     "save_checkpoint": "parplan.checkpoints",
-    "shard_dataset": "parplan.data",
+    "shard_dataset": "parplan.runtime.data",
     "verify": "parplan.api",
 }
 

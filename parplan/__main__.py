@@ -2,6 +2,6 @@
 
 import sys
 
-from parplan.cli import main
+from parplan.cli.main import main
 
 sys.exit(main())

@@ -20,11 +20,11 @@ from parplan.cost_models.roofline import RooflineCosts, rate_notes
 from parplan.errors import CaptureError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
-from parplan.look_back import Foreseen, foresee
 from parplan.plan import Plan
 from parplan.planner.batch_size import Cases, best_batch
 from parplan.planner.decide import Progress, Request, decide, sketch
 from parplan.planner.decision import Decision, Prediction
+from parplan.predicted_vs_measured import Foreseen, foresee
 from parplan.profiler.session import requests_by_devices
 
 __all__ = ["Pricing", "on_devices"]

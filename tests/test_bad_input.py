@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from parplan.cli import main
+from parplan.cli.main import main
 
 MODEL = """
 import torch

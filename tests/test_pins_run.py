@@ -12,7 +12,7 @@ from torch import nn
 
 import parplan
 from examples.two_tower import small
-from parplan.cli import main
+from parplan.cli.main import main
 from parplan.errors import PinError
 from tests.test_bad_input import MODEL, refused
 

@@ -20,8 +20,8 @@ from torch import Tensor
 import parplan
 from parplan.convnet2 import LayerFile, read
 from parplan.plan import Scheme
+from parplan.runtime.data import scaled_lr
 from parplan.runtime.module.compiled import Compiled
-from parplan.scaling import scaled_lr
 
 HERE = Path(__file__).parent / "cuda_convnet2"
 BATCH, BASE_BATCH = 96, 48  # the rates of the file are for the latter

@@ -10,7 +10,7 @@ import torch
 
 from parplan.convnet2 import LayerFile, Schedule, parameter_groups, read
 from parplan.errors import LayerFileError, ParplanError
-from parplan.scaling import scaled_lr
+from parplan.runtime.data import scaled_lr
 from tests.convnet2.layer_files import SMALL, fixture, write
 
 RATE = "[{name}]\nepsW={w}\nepsB={b}\nmomW=0.9\nmomB=0.8\nwc=0.01\n"

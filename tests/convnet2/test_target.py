@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cli import main
+from parplan.cli.main import main
+from parplan.cli.run_report import Job
 from parplan.convnet2 import ConvNet
 from parplan.errors import TargetError
 from parplan.plan import Plan, Strategy
-from parplan.run_report import Job
 from parplan.target import load
 from tests.convnet2.layer_files import SMALL, write
 from tests.convnet2.test_rates import ALL

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parplan import api
-from parplan.cli import main
+from parplan.cli.main import main
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.costs import Moments, Source
 from parplan.cost_models.layer_profile.costs import ProfileCosts

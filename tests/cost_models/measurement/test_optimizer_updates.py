@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parplan.cli_options import OPTIMIZERS as OFFERED
+from parplan.cli.options import OPTIMIZERS as OFFERED
 from parplan.cost_models.measurement import optimizer_updates as updates
 from parplan.cost_models.measurement.optimizer_updates import OPTIMIZERS, UpdateTimes, measure_updates
 from parplan.cost_models.optimizers import OPTIMIZER_STATES

@@ -29,13 +29,13 @@ from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of, capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import split_evenly
-from parplan.look_back import Foreseen, LookBack, devices_at_work, learn, replan
 from parplan.plan import Plan
 from parplan.planner.decide import Request
+from parplan.predicted_vs_measured import Foreseen, LookBack, devices_at_work, learn, replan
 from parplan.pricing import on_devices
-from parplan.processes import TIMEOUT_S, in_processes
 from parplan.runtime.measurement.measured_step import MeasuredStep, slowest_of
 from parplan.runtime.measurement.predicted import Expected
+from parplan.runtime.processes import TIMEOUT_S, in_processes
 from parplan.target import Target, load
 
 __all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]

@@ -19,9 +19,9 @@ from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.look_back import LookBack, Replan, devices_at_work, foresee, learn, replan
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide
+from parplan.predicted_vs_measured import LookBack, Replan, devices_at_work, foresee, learn, replan
 from parplan.runtime.measurement.measured_step import Figure, MeasuredLayer, MeasuredStep, Part
 from tests.plans import plan_by
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cli import main
+from parplan.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = """

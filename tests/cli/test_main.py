@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from parplan import __version__, api
-from parplan.cli import main
+from parplan.cli.main import main
 from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
 from parplan.plan import Plan
 from parplan.planner.decision import Decision
@@ -347,7 +347,7 @@ def test_help_and_version(words: str, starts: str) -> None:
 @pytest.mark.parametrize("words", [["--version"], ["analyze", "--help"], ["analyze", "--gps"]])
 def test_answers_without_loading_anything_heavy(words: list[str]) -> None:
     code = (
-        "import sys, contextlib\nfrom parplan.cli import main\n"
+        "import sys, contextlib\nfrom parplan.cli.main import main\n"
         f"with contextlib.suppress(SystemExit):\n    main({words!r})\n"
         "print(*sorted({'torch', 'ortools', 'networkx', 'numpy', 'rich'} & sys.modules.keys()), 'loaded')"
     )
@@ -364,7 +364,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     """The reader is gone before the report is printed."""
     script = tmp_path / "run.py"
     script.write_text(
-        "import sys\nfrom parplan import api\nfrom parplan.cli import main\n"
+        "import sys\nfrom parplan import api\nfrom parplan.cli.main import main\n"
         "from tests.report.decisions import alexnet\n"
         "api.analyze = lambda *args, **options: alexnet()\n"
         "sys.exit(main(['analyze', 'net.py', '--out', 'plan.json']))\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cli import main
+from parplan.cli.main import main
 from parplan.cost_models.profile.fields import Group
 from parplan.cost_models.profile.store import ProfileStore
 from tests.cost_models.profiles import CPU, H200, group, link, part

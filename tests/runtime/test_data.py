@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import parplan
 from examples import train_digits
-from parplan.data import PlanSampler, Share, shard_dataset, share_of
 from parplan.errors import ParplanError
 from parplan.plan import Plan, Strategy
+from parplan.runtime.data import PlanSampler, Share, shard_dataset, share_of
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.ranks import run_cases
 

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from parplan.cli_options import parse
+from parplan.cli.options import parse
 from parplan.errors import ParplanError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from parplan.cli.run_report import Report
     from parplan.pins import Pin
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
-    from parplan.run_report import Report
 
 __all__ = ["main"]
 
@@ -297,7 +297,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from parplan.profile_command import run
+    from parplan.cli.profile import run
 
     _write(run(options))
     return DONE
@@ -344,7 +344,7 @@ def _ran(options: argparse.Namespace, plan: Plan | None) -> Report | None:
 
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
         progress.phase("run")
-        from parplan.run_report import Job, run_report
+        from parplan.cli.run_report import Job, run_report
 
         job = Job(
             target=options.target,

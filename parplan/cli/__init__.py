@@ -1,0 +1,1 @@
+"""Command line: parsing, commands and their exit codes."""
