@@ -5,8 +5,8 @@
 AlexNet in 90 epochs on 1, 2, 4 and 8 K20, convolutions replicated, fully-connected layers sharded, scheme (b): one
 worker at a time broadcasts its samples. One number is calibrated: a factor on all layer times, so that the step on one
 GPU takes what the 1-GPU row says. Links, the two islands of four and the shape of the plan are as the paper tells
-(cost_models/devices/hardware_table.py has the sources). Nothing is hidden of the weight reduction, because cuda-convnet2 starts it
-when the backward pass of all workers is done (worker.cu at 3238bf0: bprop, then updateWeights).
+(cost_models/devices/hardware_table.py has the sources). Nothing is hidden of the weight reduction, because
+cuda-convnet2 starts it when the backward pass of all workers is done (worker.cu at 3238bf0: bprop, then updateWeights).
 
 Then the batch at which the fully-connected layers are better replicated (crossover.py).
 """

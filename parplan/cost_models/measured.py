@@ -12,8 +12,6 @@ the reference kernel's time now where that is known. Parts that were not:
 
 Strategies on m devices are priced from what was measured with m devices at work, as devices of one machine share what
 there is of memory and power; and at what the slowest of m takes, given how runs spread, as the others wait for it.
-
-The costs of one model on the devices that were profiled, put together from what is known of them.
 """
 
 from __future__ import annotations

@@ -147,7 +147,8 @@ class LayerGraph:
         sample_indices: ops that take positions along samples from an input.
         unplaced: results with an entry or more per sample, of which no dimension is known to hold the samples.
         reads: attributes of modules that the forward has read (graph/attributes/guards.py).
-        numbers: by placeholder of a constant, the attribute whose value it takes before every run (graph/attributes/number_inputs.py).
+        numbers: by placeholder of a constant, the attribute whose value it takes before every run
+            (graph/attributes/number_inputs.py).
         stored: attributes that the forward writes (graph/attributes/recording.py); their tensors are the last results.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
     """

@@ -16,10 +16,9 @@ from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Layout, Range, pieces, split_evenly
 from parplan.lowering.passes import Pass, local_ranges
-from parplan.lowering.program import Join, Slot, Split, Transfer
+from parplan.lowering.program import Exchange, Join, Slot, Split, Transfer
 from parplan.lowering.step_setting import Setting
 from parplan.plan import Scheme
-from parplan.runtime.transport.base import Exchange
 
 __all__ = ["Placed", "Placing"]
 

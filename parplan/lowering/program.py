@@ -14,19 +14,35 @@ from enum import Enum
 
 import torch
 
-from parplan.layout import Grid, Layout, Range, Region, region
+from parplan.layout import Grid, Layout, Piece, Range, Region, region
 from parplan.lowering.holdings import Bucket
-from parplan.runtime.transport.base import Exchange
 
 __all__ = [
-    "Bucket", "Code", "Compute", "Forward", "Join", "OnePass", "Operand", "Program", "Reduce", "Slot", "Split",
-    "Staged", "State", "Step", "Transfer", "shape_of",
+    "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "OnePass", "Operand", "Program", "Reduce", "Slot",
+    "Split", "Staged", "State", "Step", "Transfer", "shape_of",
 ]  # fmt: skip
 
 
 def shape_of(block: Region) -> tuple[int, ...]:
     """Shape of a block."""
     return tuple(len(extent) for extent in block)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One movement of a tensor from layout to layout, the same on every process.
+
+    Args:
+        name: what moves, for errors: "conv1 -> 2x1 on 0,1".
+        pieces: what every device adds from which other one.
+        shapes: shape of the target's part, for every device that gets one.
+        dtype: of the tensor.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    shapes: Mapping[int, tuple[int, ...]]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

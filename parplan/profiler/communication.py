@@ -22,8 +22,9 @@ from parplan.cost_models.measurement.sweeps import Company, now, speed_now
 from parplan.cost_models.profile.records import LinkEntry, Profile
 from parplan.cost_models.sampling import one_thread, spread_of
 from parplan.layout import Grid, Layout, pieces
+from parplan.lowering.program import Exchange
 from parplan.profiler.ranks import Ranks
-from parplan.runtime.transport.base import Exchange, Held, Pending
+from parplan.runtime.transport.base import Held, Pending
 from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["KINDS", "SIZES", "between_compute", "measure_links"]

@@ -13,7 +13,7 @@ processes do.
 
 Without a process group there is one process, which has all devices and reads everything.
 
-Learning rates for larger batches; nothing here is applied unless it is called.
+`scaled_lr` scales a learning rate to a larger batch; it is applied only where it is called.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from parplan.plan import Plan
 from parplan.planner.decision import Decision
 from tests.report.decisions import alexnet
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
 import torch
 from torch import nn

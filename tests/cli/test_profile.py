@@ -17,7 +17,7 @@ from parplan.cost_models.profile.store import ProfileStore
 from tests.cost_models.profiles import CPU, H200, group, link, part
 from tests.profiler.prefilled import MODEL, parts_kept, prefill, wait_until
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from parplan.cli.main import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
 import torch
 from torch import nn

@@ -18,11 +18,10 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.layout import Grid, Layout, pieces
-from parplan.lowering.program import Compute
+from parplan.lowering.program import Compute, Exchange
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
-from parplan.runtime.transport.base import Exchange
 from parplan.runtime.transport.distributed import DistributedTransport
 from tests.own_backward import Between, OwnBackwards
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all

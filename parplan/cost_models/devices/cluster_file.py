@@ -13,9 +13,7 @@
     gb_per_s = 6.0
 
 Units stand in the keys. Every mistake is told with the file, the key, the value and what would be right; numbers that
-no device has are taken for mistakes of unit. docs/clusters.md explains the file; cluster_fields.py reads single keys.
-
-Single keys of a cluster file: their types, their units and what is beyond reason.
+no device has are taken for mistakes of unit. docs/clusters.md explains the file.
 """
 
 from __future__ import annotations

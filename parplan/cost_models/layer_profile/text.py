@@ -1,11 +1,8 @@
 """Reads the text of a layer profile; whatever is wrong with it becomes one error that names line, field and remedy.
 
 Lines stand for themselves until the end of the file: only then layers, their further times and edges meet, so that
-they may come in any order. docs/profile-graph.md describes the text.
-
-The words of one line of a layer profile's text: names, fields and their values, each checked where it stands.
-
-Every refusal names the line, the field, what was found and what would fix it.
+they may come in any order. docs/profile-graph.md describes the text. Every refusal names the line, the
+field, what was found and what would fix it.
 """
 
 from __future__ import annotations

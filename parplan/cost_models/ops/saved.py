@@ -1,15 +1,9 @@
 """What autograd keeps of an op from its forward to its backward.
 
 One row per op, after the formulas of torch's derivatives.yaml; an op without a row is taken to keep its inputs. Where
-kernels differ between devices the row here is that of CUDA (attention: the fused kernels; dropout: a byte per element),
-that of the CPU is in saved_cpu.py.
-
-What rows on saved tensors tell of an op: what it keeps from its forward to its backward, and needs meanwhile.
-
-What ops keep and need on the CPU, where that is not what CUDA's kernels do.
-
-Counted with torch's profiler (torch 2.13, oneDNN 3, float32): every row is an allocation pattern, not a fit, but for
-oneDNN's LSTM, whose workspace has no published size.
+kernels differ between devices there are two tables: CUDA's (attention: the fused kernels; dropout: a byte per element)
+and the CPU's, counted with torch's profiler (torch 2.13, oneDNN 3, float32): every row is an allocation pattern, not a
+fit, but for oneDNN's LSTM, whose workspace has no published size.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from parplan.cost_models.sampling import Measurement
 
 __all__ = ["FOLDER", "WithShipped", "shipped", "shipped_strangers", "with_shipped"]
 
-FOLDER = Path(__file__).parent / "profiles"
+FOLDER = Path(__file__).parents[1] / "profiles"
 
 
 def shipped(folder: Path = FOLDER) -> list[Group]:

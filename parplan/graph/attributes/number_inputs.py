@@ -9,20 +9,15 @@ the number cannot be captured so.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from parplan.compat import overload_name, schema_of
-
-if TYPE_CHECKING:
-    from parplan.graph.layer_graph import LayerGraph
-
-__all__ = ["Number", "as_tensors", "computes_alike", "is_number"]
+__all__ = ["Number", "as_tensors", "is_number"]
 
 _DTYPES = {float: torch.float64, int: torch.int64}
 
@@ -84,40 +79,3 @@ def as_tensors(numbers: Sequence[Number]) -> Iterator[list[Tensor]]:
     finally:
         for number, value in zip(numbers, before, strict=True):
             number.put(value)
-
-
-def computes_alike(plain: LayerGraph, other: LayerGraph) -> bool:
-    """Whether `other`, captured with tensors in the place of numbers, does what `plain` does with the numbers."""
-    first, second = list(_ops(plain, {})), list(_ops(other, other.numbers))
-    return first == second and _results(plain) == _results(other)
-
-
-def _results(graph: LayerGraph) -> list[Any]:
-    values = graph.values
-    return [(values[v].dtype, len(values[v].shape)) if isinstance(v, str) else v for v in graph.user_outputs]
-
-
-def _ops(graph: LayerGraph, numbers: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Ops by name and by the type of their results, but for arithmetic on the numbers themselves."""
-    scalars = set(numbers)
-    for layer in graph.layers.values():
-        for node in layer.nodes:
-            sources = {source.name for source in node.all_input_nodes}
-            if sources and sources <= scalars:
-                scalars.add(node.name)
-            else:
-                spec = graph.values.get(node.name)
-                yield (_name(node), *((spec.dtype, len(spec.shape), spec.requires_grad) if spec is not None else ()))
-
-
-def _name(node: fx.Node) -> str:
-    """Of the op; what differs between an op on a number and one on a tensor is left out."""
-    schema = schema_of(node.target)
-    if schema is None:
-        return str(node.target)
-    name = str(schema.name)
-    return f"{name.replace('rsub', 'sub')}.{_variant(overload_name(node.target))}"
-
-
-def _variant(name: str) -> str:
-    return "" if name in ("Tensor", "Scalar", "Tensor_Scalar", "Tensor_Tensor", "Scalar_Tensor") else name

@@ -1,10 +1,10 @@
 """Python attributes of modules while a model is captured: which ones the forward reads, and which ones it writes.
 
 torch.export sees tensors only. A number, a flag or a configuration that the forward reads becomes a constant of the
-graph, so it is recorded here, for a later call to see whether it still is what it was (parplan/graph/attributes/guards.py). A
-tensor that the forward leaves on a module becomes one more result of the graph, which the runtime puts there at every
-call. Everything else that the forward writes is refused, as a captured graph would do it once and never again; and
-nothing of the capture stays on the modules.
+graph, so it is recorded here, for a later call to see whether it still is what it was
+(parplan/graph/attributes/guards.py). A tensor that the forward leaves on a module becomes one more result of the graph,
+which the runtime puts there at every call. Everything else that the forward writes is refused, as a captured graph
+would do it once and never again; and nothing of the capture stays on the modules.
 """
 
 from __future__ import annotations

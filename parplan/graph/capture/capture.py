@@ -2,8 +2,6 @@
 
 The exported program is functionalised and a few ops are put back into their plain form (batch norm
 that updates its statistics in place, dropout), so that generated code runs at eager speed.
-
-Keep an exporter quiet: what it prints before it fails would bury the one line that matters.
 """
 
 from __future__ import annotations

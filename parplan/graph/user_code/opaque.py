@@ -1,8 +1,9 @@
 """Python code of the user's inside a backward pass: autograd Functions, tensor hooks, checkpoints.
 
 torch.export records a forward and differentiates the record, so it would lose what such code makes of a gradient. While
-a model is captured these calls are intercepted: Functions (graph/user_code/functions.py) and hooks (graph/user_code/gradient_hooks.py)
-become ops that stand for them, a checkpoint becomes the function it runs, and what no record can hold is refused.
+a model is captured these calls are intercepted: Functions (graph/user_code/functions.py) and hooks
+(graph/user_code/gradient_hooks.py) become ops that stand for them, a checkpoint becomes the function it runs, and what
+no record can hold is refused.
 """
 
 from __future__ import annotations

@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Beside, LayerFacts, Phase, Track
 from parplan.planner.explain.reasons import time_text
 from parplan.planner.search.branch_search import Towers
 from parplan.planner.search.branches import Branch, beside
-from parplan.planner.search_space.formulation import Formulation, formulate
 
-__all__ = ["along", "extended", "notes_on", "side_by_side"]
-
-
-def extended(
-    formulation: Formulation, plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
-) -> Formulation:
-    """The formulation with the plan's strategies among the others."""
-    candidates = {
-        name: list(dict.fromkeys([*(option.strategy for option in own), plan.layers[name]]))
-        for name, own in zip(formulation.names, formulation.options, strict=False)
-    }
-    return formulate(graph, cluster, costs, candidates)
+__all__ = ["along", "notes_on", "side_by_side"]
 
 
 def side_by_side(

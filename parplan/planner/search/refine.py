@@ -4,7 +4,7 @@ The solver knows plans in one pass, so what it gives for passes is a start. Here
 layers without weights that follow it, tries the strategies that the objective likes best where boundaries are hidden,
 and what the clock says is faster is kept. The effort is counted, not timed: the same plan comes out on any machine.
 
-The problem as it would be if passes hid most of what crosses from many replicas to few: for a plan to try.
+`hidden` is the relaxation in which passes hide most of a transfer from many replicas to few.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The solver's objective knows plans that run in one pass. What passes save, and what they cost, is on the clock
 (timeline.py): so the solver's plan is priced under every scheme, and with it the plan that it would choose if most of
-what crosses from many replicas to fewer were hidden; planner/search/refine.py goes on from the best. Nothing is proven here.
+what crosses from many replicas to fewer were hidden; planner/search/refine.py goes on from the best. Nothing is proven
+here.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from parplan.errors import InfeasiblePlan
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
-from parplan.planner.explain.branch_report import extended
 from parplan.planner.search.branch_search import SHARE, Ground, Towers, search
 from parplan.planner.search.context import Case, fits, plain
 from parplan.planner.search.refine import hidden_boundaries, polished
 from parplan.planner.search.schemes import IN_PASSES, scheduled, under
-from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.formulation import Formulation, extended, formulate
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, fastest, no_plan

@@ -17,10 +17,10 @@ from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Grid, Layout
-from parplan.plan import Strategy
+from parplan.plan import Plan, Strategy
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
-__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "formulate", "statistics_s"]
+__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "extended", "formulate", "statistics_s"]
 
 DELIVERY = "(delivery)"
 
@@ -250,3 +250,14 @@ def _r4(edge: Edge, options: Sequence[Sequence[Option]]) -> Edge:
     ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
     broken = ends[0][:, None] % ends[1][None, :] != 0
     return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.ahead), edge.back)
+
+
+def extended(
+    formulation: Formulation, plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
+) -> Formulation:
+    """The formulation with the plan's strategies among the others."""
+    candidates = {
+        name: list(dict.fromkeys([*(option.strategy for option in own), plan.layers[name]]))
+        for name, own in zip(formulation.names, formulation.options, strict=False)
+    }
+    return formulate(graph, cluster, costs, candidates)

@@ -3,7 +3,7 @@
 The costs of all candidates are computed once; each question (all pins, one left out, none) is the same problem with
 other strategies forbidden.
 
-Pins that are priced together: a layer file pins every layer, and a person asks what its towers cost.
+Pins that say the same are priced together: a layer file pins every layer, and people ask for the price of its parts.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _with_periods(
 ) -> Solution:
     """The fastest plan whose number of passes all update periods divide (R8).
 
-    Passes are the most replicas by the fewest (lowering/stages.py), which no sum over layers says: where the fastest plan
-    has the wrong number, every legal pair of most and fewest is solved for.
+    Passes are the most replicas by the fewest (lowering/stages.py), which no sum over layers says: where the fastest
+    plan has the wrong number, every legal pair of most and fewest is solved for.
     """
     first = solve(problem)
     if first.choice is None or not periods:

@@ -1,7 +1,7 @@
 """When tasks run that need each other's results and share resources: a schedule as plain data.
 
-Knows nothing of devices, layers or transfers; planner/simulation/timeline.py says what they are here. Nothing is searched: tasks
-come in the order in which a program takes them, and the clock follows.
+Knows nothing of devices, layers or transfers; planner/simulation/timeline.py says what they are here. Nothing is
+searched: tasks come in the order in which a program takes them, and the clock follows.
 """
 
 from __future__ import annotations

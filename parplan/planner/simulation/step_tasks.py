@@ -1,9 +1,7 @@
-"""The tasks that a plan's step is made of, and what each comes after; their order is planner/simulation/step_tasks.py's.
+"""Tasks of a plan's step with their dependencies, in the order in which a program takes them.
 
 A layer's forward comes after its inputs, and behind it the transfers that can start then; its backward after the
 gradients of its results, and behind it its gradient sum and its inputs' gradients.
-
-The order of a step: what there is to do, as a program does it.
 
 Forward: inputs arrive, then every layer; with passes the layers behind the boundary once per pass, the next pass's
 samples asked for when a pass begins. Backward: the same from the end. Or each pass goes back before the next begins.

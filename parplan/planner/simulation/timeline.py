@@ -1,8 +1,8 @@
 """A predicted step as it runs: what every device and every lane does when.
 
-The objective (planner/solver/problem.py) adds all layers and transfers up, which is exact where every layer is on all devices
-and runs once. Here every device has a clock of its own, so branches on disjoint devices run at the same time; and the
-layers behind a boundary run in passes, the samples of one pass on their way while another is computed.
+The objective (planner/solver/problem.py) adds all layers and transfers up, which is exact where every layer is on all
+devices and runs once. Here every device has a clock of its own, so branches on disjoint devices run at the same time;
+and the layers behind a boundary run in passes, the samples of one pass on their way while another is computed.
 
 - A layer's part in one pass takes what `costs.layer(layer, strategy, passes)` says, on each of its devices.
 - A transfer uses lanes, out of those who send and into those who receive; transfers under way at the same time share

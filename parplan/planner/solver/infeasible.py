@@ -4,11 +4,10 @@ Constraints are tried from the strongest to the weakest culprit: a node with no 
 pairs together, the linear constraints without memory, and last the memory limits, where the least possible excess is
 searched for.
 
-Whether memory is simply too small: a proof by prices on the limits alone, and choices that come near fitting.
-
-With all costs at zero, prices p >= 0 on the memory rows make a bound: if even the cheapest choice has sum p * (load -
-limit) > 0, no choice meets all the limits. Equal prices on all memories at one moment already say when the sum over the
-devices is too large, which no single device's limit shows.
+A proof that memory is too small needs prices on the limits alone. With all costs at zero, prices p >= 0 on the memory
+rows make a bound: if even the cheapest choice has sum p * (load - limit) > 0, no choice meets all the limits. Equal
+prices on all memories at one moment already say when the sum over the devices is too large, which no single device's
+limit shows.
 """
 
 from __future__ import annotations

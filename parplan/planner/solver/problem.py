@@ -18,7 +18,7 @@ than F + B_0 + edges into 0 = F + B, and it ends at the largest of these. With B
 
 Each P_i is linear in the choice, so the overlap is exact in a linear program. T never falls when a cost rises.
 
-The one shape of every reduction: a smaller problem and the way back.
+`Reduced` is the result of every reduction: a smaller problem with the way back.
 """
 
 from __future__ import annotations

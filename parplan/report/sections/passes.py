@@ -1,6 +1,6 @@
 """Passes: in which order samples get from many replicas to layers with fewer, and what the other orders would cost.
 
-Branches that run at the same time: which, on which devices, and what that saves.
+Beside it, branches that run at the same time: on which devices, and how much that saves.
 """
 
 from __future__ import annotations

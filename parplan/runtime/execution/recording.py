@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from parplan.lowering.holdings import Bucket
-from parplan.lowering.program import Program
+from parplan.lowering.program import Exchange, Program
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.run import Run
 from parplan.runtime.execution.timeline import REST, Activity, Kind, Timeline
-from parplan.runtime.transport.base import Exchange, Held, Pending, Transport
+from parplan.runtime.transport.base import Held, Pending, Transport
 
 if TYPE_CHECKING:
     from parplan.runtime.execution.executor import Executor

@@ -2,8 +2,6 @@
 
 Each compute step records its own small graph, with its inputs cut off from what came before. The backward takes the
 program's backward steps one by one, and asks autograd only for the gradients of one such graph at a time.
-
-The tensors of a running program: parts that are here, and parts that are on their way.
 """
 
 from __future__ import annotations

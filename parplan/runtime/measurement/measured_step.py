@@ -3,7 +3,7 @@
 Every figure is a median over steps. What is left of the step's median when all others are taken off is the runtime's
 own time, so the lines of a record always add up to its step.
 
-A measured step as plain text, at most 80 columns wide.
+`text` prints it in at most 80 columns.
 """
 
 from __future__ import annotations

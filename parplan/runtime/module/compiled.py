@@ -154,8 +154,9 @@ class Compiled(Wrapped):
         """One training step, with every weight updated as often as the plan says (`update_period`).
 
         Where the plan updates all weights once this is the usual loop: `zero_grad()`, forward, loss, `backward()`,
-        `step()`. Else every pass goes forward and backward by itself (runtime/module/train_step.py), `loss_fn` is called with
-        each pass's results and targets and has to be a mean over samples, and gradient hooks of parameters do not run.
+        `step()`. Else every pass goes forward and backward by itself (runtime/module/train_step.py), `loss_fn` is
+        called with each pass's results and targets and has to be a mean over samples, and gradient hooks of parameters
+        do not run.
 
         Args:
             inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.

@@ -264,3 +264,6 @@ _HANDLERS: Mapping[Kind, Callable[[OpCall], Any]] = {
     Kind.RESHAPING: _refused,
     Kind.WHOLE: _whole,
 }
+
+
+ShardedTensor.dispatch = staticmethod(dispatch)

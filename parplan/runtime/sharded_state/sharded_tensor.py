@@ -2,16 +2,15 @@
 
 `shape`, `numel`, norms, comparisons and every other op mean the whole tensor; each rank holds its own block (`local`).
 Elementwise ops run on blocks alone; anything else is computed on the gathered tensor, which all ranks have to do alike
-(parplan/runtime/sharded_state/ops.py has the rules). A view of it (`p[0]`, `p.view(-1)`) is a `ShardedView`: a view of the
-gathered tensor that reads the present values of the blocks and writes back to them.
+(parplan/runtime/sharded_state/ops.py has the rules). A view of it (`p[0]`, `p.view(-1)`) is a `ShardedView`: a view of
+the gathered tensor that reads the present values of the blocks and writes back to them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +34,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor
 
 
-@cache
-def _rules() -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
-    from parplan.runtime.sharded_state.ops import dispatch  # the rules make tensors of this module's classes
-
-    return dispatch
-
-
 class ShardedTensor(torch.Tensor):
     """A tensor of which this rank holds one block.
 
     Attributes:
         local: this rank's block, an ordinary tensor without gradient; empty where the rank holds nothing.
         placement: which block every rank holds.
+        dispatch: computes an op of which an operand is sharded; ops.py puts it here, as its rules make such tensors.
     """
 
     local: Tensor
     placement: Placement
+    dispatch: ClassVar[Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]]
 
     @staticmethod
     def __new__(cls, local: Tensor, placement: Placement) -> ShardedTensor:
@@ -83,7 +77,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _rules()(func, args, kwargs or {})
+        return ShardedTensor.dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values, as gathering them needs all ranks."""
@@ -242,7 +236,7 @@ class ShardedView(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _rules()(func, args, kwargs or {})
+        return ShardedTensor.dispatch(func, args, kwargs or {})
 
     def current(self) -> Tensor:
         """The plain view, of the values that the blocks hold now."""

@@ -7,7 +7,7 @@ that a step never waits for data another step will use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,27 +18,11 @@ import torch
 from torch import Tensor
 
 from parplan.layout import Piece, Region
+from parplan.lowering.program import Exchange
 
-__all__ = ["Assembly", "Exchange", "Held", "Pending", "Transport", "assemble", "assembly", "block"]
+__all__ = ["Assembly", "Held", "Pending", "Transport", "assemble", "assembly", "block"]
 
 Held = dict[int, Tensor]  # logical device -> the part of one tensor that it holds
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One movement of a tensor from layout to layout, the same on every process.
-
-    Args:
-        name: what moves, for errors: "conv1 -> 2x1 on 0,1".
-        pieces: what every device adds from which other one.
-        shapes: shape of the target's part, for every device that gets one.
-        dtype: of the tensor.
-    """
-
-    name: str
-    pieces: tuple[Piece, ...]
-    shapes: Mapping[int, tuple[int, ...]]
-    dtype: torch.dtype
 
 
 class Pending(Protocol):

@@ -3,8 +3,6 @@
 Pieces go point to point: a rank packs what one other rank needs into one flat message, sends without waiting, and waits
 for what it receives only when it is read. Gradient sums are all-reduces over the ranks that hold the same blocks. Every
 failure of a collective ends as a RuntimeFailure that names the step; the group's timeout bounds every wait.
-
-What ranks send each other: the blocks that one needs from another, in one flat message.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Piece
-from parplan.lowering.program import shape_of
-from parplan.runtime.transport.base import Assembly, Exchange, Held, assemble, assembly, block
+from parplan.lowering.program import Exchange, shape_of
+from parplan.runtime.transport.base import Assembly, Held, assemble, assembly, block
 
 __all__ = ["DistributedTransport", "Flat", "Message", "explained", "messages"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from parplan.layout import Piece
-from parplan.runtime.transport.base import Exchange, Held, assemble, assembly, block
+from parplan.lowering.program import Exchange
+from parplan.runtime.transport.base import Held, assemble, assembly, block
 from parplan.runtime.transport.streams import Streams, sent
 
 __all__ = ["LocalTransport"]

@@ -13,7 +13,7 @@ from parplan.cost_models.devices.presets import cluster_preset, device_preset, l
 from parplan.cost_models.ops.efficiency import efficiency
 from parplan.errors import ClusterError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
 
 OWN = """

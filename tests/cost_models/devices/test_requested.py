@@ -13,7 +13,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.devices.requested import DEFAULT_GPU, Asked, Hosts, find_cluster, hosts_of
 from parplan.errors import ClusterError
 
-FILE = Path(__file__).resolve().parents[2] / "examples" / "clusters" / "two-islands.toml"
+FILE = Path(__file__).resolve().parents[3] / "examples" / "clusters" / "two-islands.toml"
 GIB = 2**30
 
 

@@ -37,7 +37,7 @@ from parplan.planner.search_space.verifier import check
 from tests.planner.graphs import perceptron
 from tests.planner.oracle import brute_force
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples/alexnet.profile"
 GB = 10**9
 OUT = Cut("out-features", 64, Effect.OUTPUT)

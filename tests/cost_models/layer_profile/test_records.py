@@ -25,7 +25,7 @@ from parplan.cost_models.layer_profile.records import (
 from parplan.cost_models.layer_profile.text import load_layer_profile, parse_layer_profile
 from parplan.errors import ProfileError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD = "parplan-layer-profile 1\nbatch 8\ndevice one card\nper batch\n"
 SIZES = "forward-s=1 backward-s=2 activation-bytes=10 parameter-bytes=20"
 

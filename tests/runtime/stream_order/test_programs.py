@@ -46,7 +46,7 @@ def test_every_wait_and_record_stream_is_needed() -> None:
 def _written_waits() -> set[str]:
     """The functions of parplan's runtime whose text waits or calls record_stream."""
     found = set()
-    for path in Path(local.__file__).parent.glob("*.py"):
+    for path in Path(local.__file__).parents[1].rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 calls = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}

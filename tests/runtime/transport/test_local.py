@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parplan.layout import Grid, Layout, Piece, Range, pieces, region
-from parplan.lowering.program import shape_of
-from parplan.runtime.transport.base import Exchange, block
+from parplan.lowering.program import Exchange, shape_of
+from parplan.runtime.transport.base import block
 from parplan.runtime.transport.local import LocalTransport
 
 WHOLE = torch.arange(6 * 12, dtype=torch.float64).reshape(6, 12)

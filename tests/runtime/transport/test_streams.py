@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from parplan.layout import Grid, Layout, pieces
+from parplan.lowering.program import Exchange
 from parplan.runtime.execution.dispatch import CallersModes
 from parplan.runtime.module.compiled import Compiled
-from parplan.runtime.transport.base import Exchange
 from parplan.runtime.transport.local import LocalTransport
 from parplan.runtime.transport.streams import Streams, sent
 from tests.runtime.helpers import planner, spread
