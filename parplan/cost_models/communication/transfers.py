@@ -1,6 +1,6 @@
 """What it costs to change a tensor's layout: how much moves, over which links, and the field's word for it.
 
-The share of a tensor that moves (moves.py) depends on the two layouts only: a pair is worked out once, and every
+The share of a tensor that moves (traffic.py) depends on the two layouts only: a pair is worked out once, and every
 tensor's time is latency + bytes x a factor. (Where a size does not divide, chunks differ by one index and the figure by
 as little.)
 

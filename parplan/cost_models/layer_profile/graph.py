@@ -1,7 +1,7 @@
 """A plan without the model: a graph made of a profile that somebody else measured.
 
 The planner sees layers, axes and values as of a captured model, but no ops: a value is so many bytes, of which
-dimension 0 stands for the samples and others for what the profile says may be cut. profile_costs.py prices it.
+dimension 0 stands for the samples and others for what the profile says may be cut. costs.py prices it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers measured elsewhere, as records and as text: enough to plan with, without the model's code.
 
-docs/profile-graph.md describes the text and how to make it of other tools' profiles. layer_profile_text.py reads it,
-profile_graph.py plans with it, profile_export.py makes it of a captured model. Times are in seconds on one device,
+docs/profile-graph.md describes the text and how to make it of other tools' profiles. text.py reads it,
+graph.py plans with it, export.py makes it of a captured model. Times are in seconds on one device,
 sizes in bytes of all samples of the profile's batch.
 """
 

@@ -1,6 +1,6 @@
 """What the runtime makes of a plan, as far as memory goes: runs of layers, moves between them, gradient messages.
 
-The same rules as lowering/segments.py and placing.py, which cost models must not import: layers run
+The same rules as lowering/segments.py and placement.py, which cost models must not import: layers run
 together while they are on one grid with nothing to move, batch norm over replicas runs alone, a value is moved once per
 layout, and a run ends where a message of gradients can leave.
 """
