@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "gradient_hooks", "group_timeout", "keeps_graph", "local_ops_only", "recomputed_once",
+    "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "recomputed_once",
     "state_by_block", "support_foreach", "version", "without_tensor_hooks", "without_weak_references",
     "wrapper_tensor", "writes",
 ]  # fmt: skip
@@ -65,6 +65,11 @@ register_optimizer_step_post_hook(_stepped)
 def keeps_graph() -> bool:
     """Whether the backward that is running was asked to keep its graph (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine has called this, from within a backward."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:

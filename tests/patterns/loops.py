@@ -104,6 +104,20 @@ def weight_penalty(run: Run) -> None:
     steps(run, model, sgd(model), loss_of=loss_of)
 
 
+@SECTION("a term of the loss that uses a weight with each process's own samples")
+def weight_with_samples(run: Run) -> None:
+    model = run.compile(Mlp())
+    body: Any = model.get_submodule("body")
+
+    def loss() -> Tensor:
+        x, classes = run.randn(BATCH, 6), run.randint(4, BATCH)
+        scores = model(x)
+        term: Tensor = (x @ body.weight.T + body.bias).square().mean()
+        return F.cross_entropy(scores, classes) + 0.1 * term
+
+    train(run, model, sgd(model), loss)
+
+
 @SECTION("parameter groups: no weight decay on biases")
 def parameter_groups(run: Run) -> None:
     model = run.compile(Mlp())

@@ -23,6 +23,7 @@ from parplan.runtime.compat import (
     become,
     gradient_hooks,
     group_timeout,
+    in_backward,
     keeps_graph,
     local_ops_only,
     state_by_block,
@@ -74,6 +75,13 @@ def test_a_backward_knows_whether_its_graph_is_kept(keep: bool) -> None:
     y: Tensor = _Asks.apply(x)  # type: ignore[no-untyped-call]
     y.backward(retain_graph=keep)
     assert _Asks.answers == [keep]
+
+
+def test_a_hook_knows_that_it_is_called_within_a_backward() -> None:
+    x, told = torch.ones(1, requires_grad=True), [in_backward()]
+    x.register_hook(lambda gradient: told.append(in_backward()))
+    x.exp().backward()
+    assert [*told, in_backward()] == [False, True, False]
 
 
 @pytest.mark.parametrize("fused", [False, True])

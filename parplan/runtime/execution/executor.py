@@ -7,6 +7,7 @@ whatever the model, and nothing can wait in a circle.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -29,6 +30,7 @@ from parplan.runtime.execution.random_state import Draws, draws_any
 from parplan.runtime.execution.recording import RecordedRun, RecordedTransport
 from parplan.runtime.execution.run import Run, memory
 from parplan.runtime.execution.timeline import Timeline
+from parplan.runtime.sharded_state.outside_gradients import aliases
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.distributed import DistributedTransport
 
@@ -92,6 +94,7 @@ class Executor:
         results = {name for name in program.outputs if program.slots[name].requires_grad}
         self._several_results = len(results) > 1  # a loss may leave some out, and their parameters have no gradients
         self._state_results: frozenset[int] | None = None
+        self._latest: weakref.ref[Run] | None = None  # of those whose backward may still come
         self._handed_on = _handed_on(program, self._written)
         self._handover: Handover | None = None
         if isinstance(transport, DistributedTransport):
@@ -103,13 +106,19 @@ class Executor:
     def __call__(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """Results for the user's input values (by name); differentiable in inputs and parameters."""
         trainable = self.store.trainable
-        tensors = [*inputs.values(), *trainable.values()]
+        tensors: list[Tensor] = [*inputs.values(), *trainable.values()]
         run = self._run(self, tuple(inputs), tuple(trainable))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             results = run.forward(list(inputs.values()), record=False)
         else:
             if self._several_results:
                 call_hooks_with_gradients_only(tensors)
+            if self.transport.processes > 1:
+                # Calls of one backward share aliases, so that the sum of their gradients is known as theirs.
+                latest = self._latest() if self._latest is not None else None
+                run.aliases = latest.aliases if latest is not None else aliases(list(trainable.values()))
+                self._latest = weakref.ref(run)
+                tensors[len(inputs) :] = run.aliases
             results = _Call.apply(run, *tensors)  # type: ignore[no-untyped-call]
         run.end()
         return list(results)

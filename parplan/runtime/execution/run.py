@@ -86,6 +86,7 @@ class Run:
         self._input_devices: list[torch.device] = []
         self._parameters = parameters
         self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self.aliases: list[Tensor] = []  # of the parameters, where other processes train them too
         self._done = False
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of

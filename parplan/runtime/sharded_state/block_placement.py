@@ -72,8 +72,8 @@ class TaggedCollectives:
         except RuntimeError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RuntimeFailure(
-                f"rank {self.rank}: {tag} failed: {reason}; the tensor is cut over ranks, so every rank has to run "
-                "this line: move it out of `if rank == 0:` and the like, or see the other ranks' output"
+                f"rank {self.rank}: {tag} failed: {reason}; every rank has to run this line: move it out "
+                "of `if rank == 0:` and the like, or see the other ranks' output"
             ) from error
         return torch.stack(found)
 
@@ -110,6 +110,16 @@ class TaggedCollectives:
         moving = tensor.contiguous()
         self._transport.broadcast(tag, moving, 0, range(self.processes))
         return moving
+
+    def mean(self, tag: str, own: Tensor) -> Tensor:
+        """The mean of all ranks' tensors; a number that is the same on all stays as it is, to the last bit."""
+        if own.numel() == 1 and own.is_floating_point():
+            told = self.exchange(tag, [float(own)])
+            return own if bool((told == told[0]).all()) else torch.full_like(own, float(told.mean()))
+        self.exchange(tag)
+        total = own.detach().to(self._transport.physical(self.rank), copy=True, memory_format=torch.contiguous_format)
+        self._transport.reduce(tag, range(self.processes), {self.rank: total}).wait()
+        return total.div_(self.processes).to(own.device)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from parplan.lowering.program import shape_of
 from parplan.runtime.compat import become, state_by_block, without_weak_references
 from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
 from parplan.runtime.sharded_state.optimizers import watch_optimizers
+from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 from parplan.runtime.transport.distributed import DistributedTransport, explained
 
@@ -105,7 +105,9 @@ class Sharding:
         self.fresh: dict[str, dict[int, Region]] = {}
         self._aliases = _aliases(module)
         self._placements: dict[str, Placement] = {}
-        self._collectives: TaggedCollectives | None = None
+        cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
+        with explained("making a group for what is cut over processes", transport.rank):
+            self._collectives = cut[0] if cut else TaggedCollectives(transport)
         for name, held in parameters.items():
             parameter = module.get_parameter(name)
             whole = tuple(parameter.shape)
@@ -120,9 +122,7 @@ class Sharding:
                     f"{name} is cut over processes as {parameter.placement.blocks}, and this plan needs {dict(held)}; "
                     "build the model anew, compile it, and load state_dict()"
                 )
-            self._collectives = parameter.placement.collectives
             return parameter.placement
-        self._collectives = self._collectives or TaggedCollectives(self._transport)
         return Placement(name, tuple(parameter.shape), dict(held), self._collectives)
 
     @property
@@ -138,12 +138,11 @@ class Sharding:
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
             self._cut_all(whole)
-        for parameter in named.values():
-            _WholeGradients.watch(parameter)
+        for name, parameter in self._module.named_parameters() if self._transport.processes > 1 else ():
+            OutsideGradients.watch(name, parameter, self._collectives)
 
     def _cut_all(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, or none of them if one of them cannot be."""
-        assert self._collectives is not None  # as there are placements
         cut: list[tuple[nn.Parameter, nn.Parameter]] = []
         problem = ""
         with without_weak_references(self._module):
@@ -199,8 +198,6 @@ class Sharding:
         """A buffer, of which every rank has the whole shape and some have values of now."""
         if len(held) == self._transport.processes and all(shape_of(b) == tuple(own.shape) for b in held.values()):
             return own
-        with explained(f"gathering {name}", self._transport.rank):
-            self._collectives = self._collectives or TaggedCollectives(self._transport)
         placement = Placement(name, tuple(own.shape), dict(held), self._collectives)
         return self._collectives.gather_blocks(f"gathering {name}", placement.cut(own), placement)
 
@@ -230,43 +227,6 @@ def _block_of(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
     if parameter.grad is not None:
         made.grad = ShardedTensor.cut(parameter.grad, placement)
     return made
-
-
-@dataclass(frozen=True)
-class _WholeGradients:
-    """A gradient hook that cuts gradients from outside the plan, once all ranks are known to have the same one."""
-
-    placement: Placement
-
-    @staticmethod
-    def watch(parameter: nn.Parameter) -> None:
-        """Hook a sharded parameter, once, in front of the user's own hooks."""
-        assert isinstance(parameter, ShardedTensor)
-        hooks: Any = parameter._backward_hooks
-        if hooks and any(isinstance(hook, _WholeGradients) for hook in hooks.values()):
-            return
-        trained = parameter.requires_grad
-        handle = parameter.requires_grad_().register_hook(_WholeGradients(parameter.placement))
-        parameter.requires_grad_(trained)
-        hooks = parameter._backward_hooks
-        hooks.move_to_end(handle.id, last=False)
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        placement = self.placement
-        if gradient is None or (isinstance(gradient, ShardedTensor) and gradient.placement.same(placement)):
-            return None  # nothing to change
-        whole = gradient.whole() if isinstance(gradient, ShardedTensor) else gradient.detach()
-        double = whole.double()
-        numbers = [float(double.sum()), float(double.abs().sum()), float(double.flatten()[::7].sum())]
-        told = placement.collectives.exchange(f"a gradient from outside the plan for {placement.name}", numbers)
-        if not torch.allclose(told, told[0].expand_as(told), rtol=1e-6, atol=0.0, equal_nan=True):
-            raise RuntimeFailure(
-                f"{placement.name} gets a gradient that differs between processes, which hold different blocks of it: "
-                "the model's own module was called instead of the compiled model, or a term of the loss uses this "
-                "parameter with each process's own samples. Call the compiled model; terms on parameters alone "
-                "(penalties) have to be the same on all processes"
-            )
-        return ShardedTensor.cut(whole, placement)
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

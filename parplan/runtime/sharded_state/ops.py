@@ -7,6 +7,7 @@ it wrote. An op that is not known to be elementwise is gathered, so a new op of 
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
+from parplan.runtime.calls import content
+from parplan.runtime.compat import in_backward
 from parplan.runtime.sharded_state.block_placement import Placement
+from parplan.runtime.sharded_state.outside_gradients import averaged
 from parplan.runtime.sharded_state.reductions import norm, reduction
 from parplan.runtime.sharded_state.rules import COUNTERS, Kind, OpCall, Operand, Rule, replaced, rule_of
 from parplan.runtime.sharded_state.sharded_tensor import Gathered, ShardedTensor, ShardedView
@@ -25,6 +29,9 @@ __all__ = ["dispatch"]
 
 aten = torch.ops.aten
 
+# Elementwise ops whose results are no part of a term, or the same as what they are given.
+_COPIES = frozenset({"clone", "_to_copy", "zeros_like", "ones_like", "empty_like"})
+
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute an op with sharded tensors, or views of them, among its arguments."""
@@ -32,6 +39,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if rule.kind in (Kind.ELEMENTWISE, Kind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
         local, placement = _blocks(args)
         if placement is not None:
+            if torch.is_grad_enabled() and rule.kind is Kind.ELEMENTWISE:
+                _check_alike(OpCall(func, args, kwargs), placement)
             return _on_blocks(func, rule, args, local, kwargs, placement)
     call = OpCall(func, args, kwargs)
     views = {id(o.tensor): o for o in call.operands if isinstance(o.tensor, ShardedView)}
@@ -108,9 +117,11 @@ def _computed(call: OpCall, on_blocks: bool) -> Any:
     leaders: dict[Hashable, Placement | None] = {}
     for key, operands in groups.items():
         leader = leaders[key] = _leader(operands) if on_blocks and not isinstance(key, str) else None
+        if leader is not None and torch.is_grad_enabled():
+            _check_alike(call, leader)
         for operand in operands:
             if leader is not None:
-                known[id(operand.tensor)] = _on_block(operand.tensor, leader)
+                known[id(operand.tensor)] = _on_block(call, operand.tensor, leader)
             elif isinstance(operand.tensor, ShardedTensor) and id(operand.tensor) not in known:
                 known[id(operand.tensor)] = _gathered(call, operand.tensor)
     computed = call.run(known)
@@ -142,9 +153,43 @@ def _leader(operands: Sequence[Operand]) -> Placement | None:
     return None
 
 
-def _on_block(tensor: Tensor, leader: Placement) -> Tensor:
+def _check_alike(call: OpCall, placement: Placement) -> None:
+    """Refuse a term of a loss for which processes would compute different things, each for its own block.
+
+    Of what comes after a sum, a factor above all, the backward takes the mean (`_on_block`).
+    """
+    if call.name in _COPIES or not any(operand.tensor.requires_grad for operand in call.operands):
+        return
+    given = ", ".join(f"{name}={_told(value)}" for name, value in call.given.items())
+    digest = hashlib.blake2b(f"{call.name} {given}".encode(), digest_size=6).digest()
+    tag = f"{call.name} of {placement.name}"
+    told = placement.collectives.exchange(tag, [float(int.from_bytes(digest, "big"))])
+    if not bool((told == told[0]).all()):
+        raise RuntimeFailure(
+            f"a term of the loss computes {tag}, which is cut over processes, with values that are not the same on all "
+            f"(here: {given}), so that they would hold for a part of it each; multiply the sum instead, as in "
+            "`factor * weight.square().sum()`, of which processes take the mean, or use the same values on all"
+        )
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_told, value))}]"
+    if isinstance(value, ShardedTensor):
+        return value.placement.name
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return f"a tensor of shape {tuple(value.shape)}, {hashlib.blake2b(content(value), digest_size=6).hexdigest()}"
+    return str(value.item() if isinstance(value, Tensor) else value)
+
+
+def _on_block(call: OpCall, tensor: Tensor, leader: Placement) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         return tensor.local if tensor.placement.same(leader) else leader.cut(tensor.whole())
+    if in_backward() and (tensor.is_floating_point() or tensor.is_complex()):
+        # The gradient of this process's term, or one made of it: autograd has expanded that of a sum.
+        few = tensor[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
+        tag = f"the gradient of a term of the loss with {leader.name} ({call.name})"
+        tensor = averaged(tag, few, leader.collectives).expand(tensor.shape)
     return leader.cut(tensor) if tensor.dim() else tensor
 
 

@@ -1,0 +1,52 @@
+"""Terms of the loss that use parameters directly, over processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.runtime.sharded_state.outside_gradients import OutsideGradients, aliases
+from tests.runtime.outside_gradient_cases import CASES
+from tests.runtime.ranks import run_cases
+
+# The first test waits for all cases of a group of processes.
+pytestmark = pytest.mark.timeout(600)
+
+Reports = dict[int, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Failures, by number of ranks and case."""
+    return {ranks: run_cases(CASES, ranks, tmp_path_factory.mktemp(f"outside{ranks}")) for ranks in (2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_terms_beside_the_model_are_averaged_or_refused(reports: Reports, ranks: int, case: str) -> None:
+    assert reports[ranks][case] == "", reports[ranks][case]
+
+
+class _Counting:
+    """Stands in for the collectives of one process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def mean(self, tag: str, own: Tensor) -> Tensor:
+        self.count += 1
+        return own
+
+
+@pytest.mark.parametrize("uses", ["a", "aa", "p", "ap", "pa", "apa", "pap", "aap", "paa"])
+def test_the_sum_of_programs_gradients_is_told_from_one_with_other_terms(uses: str) -> None:
+    parameter, collectives = nn.Parameter(torch.ones(3)), _Counting()
+    OutsideGradients.watch("p", parameter, collectives)  # type: ignore[arg-type]
+    (alias,) = aliases([parameter])
+    terms = [({"a": alias, "p": parameter}[use] * (index + 2)).sum() for index, use in enumerate(uses)]
+    torch.stack(terms).sum().backward()
+    assert collectives.count == ("p" in uses)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [sum(range(2, len(uses) + 2))] * 3
