@@ -123,6 +123,31 @@ def values_before_a_sum(rank: int, ranks: int) -> None:
         case.compare(None, "afterwards")
 
 
+def before_the_first_call(rank: int, ranks: int) -> None:
+    """A term's backward before anything is cut, and one after it: both the mean."""
+    for rule in placements(ranks):
+        net = Net().double()
+        plain = copy.deepcopy(net)
+        model = Compiled(net, planner(rule, ranks))
+        for _ in range(2):
+            for module, factor in ((model.module, rank + 1), (plain, (ranks + 1) / 2)):
+                module.zero_grad()
+                (factor * module.get_parameter("first.weight").square().sum()).backward()
+            found = model.module.get_parameter("first.weight").grad
+            assert found is not None
+            same(whole(found), plain.get_parameter("first.weight").grad, "first.weight")
+            model(torch.randn(3, 8, dtype=torch.float64)).sum().backward()
+
+
+def norms_of_different_orders(rank: int, ranks: int) -> None:
+    """Ranks that ask for different norms of a cut parameter are told so."""
+    for case in everywhere(rank, ranks):
+        weight = case.model.module.get_parameter("first.weight")
+        if isinstance(weight, ShardedTensor):
+            with pytest.raises(RuntimeFailure, match="order"):
+                weight.norm(1 + rank % 2)
+
+
 def several_calls(rank: int, ranks: int) -> None:
     """The model called twice, with and without a term, in one backward and in two that accumulate."""
     for case in everywhere(rank, ranks):
@@ -229,6 +254,7 @@ CASES = {
     case.__name__: case
     for case in (
         terms_are_averaged, values_before_a_sum, several_calls, users_hooks_see_the_mean, trained_later,
-        second_derivatives, nothing_is_sent_without_a_term, on_one_rank_only,
+        second_derivatives, nothing_is_sent_without_a_term, before_the_first_call, norms_of_different_orders,
+        on_one_rank_only,
     )
 }  # fmt: skip

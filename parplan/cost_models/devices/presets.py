@@ -5,8 +5,8 @@
     cluster_preset("k20", 8, "10gbe")           the same GPUs, each in a host of its own
     cluster_preset("k20", 8, "10gbe", hosts=2)  two hosts of four
 
-Defaults, where the table (hardware_table.py) leaves a choice: a host has 8 GPUs; its network adapters are shared evenly by
-them, and of a network that is not the kind's usual one it has a single adapter; a preset offers 94 % of the labelled
+Defaults, where the table (hardware_table.py) leaves a choice: a host has 8 GPUs; its network adapters are shared evenly
+by them, and of a network that is not the kind's usual one it has a single adapter; a preset offers 94 % of the labelled
 memory, the rest being for the driver's context and the allocator's rounding.
 """
 

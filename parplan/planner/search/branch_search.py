@@ -2,8 +2,8 @@
 
 The solver's objective adds layers up as if one ran after another, so it never sees what branches gain side by side.
 Here a plan is judged by `step_s`, a predicted step in which every device has its own clock. For every section with
-branches (branches.py) the devices are cut into disjoint groups and the branches spread over them (device_groups.py); the
-section's layers are then solved again with their candidates restricted to their groups' devices. What is best by
+branches (branches.py) the devices are cut into disjoint groups and the branches spread over them (device_groups.py);
+the section's layers are then solved again with their candidates restricted to their groups' devices. What is best by
 `step_s` is improved by moving one branch, then one layer at a time. Heavy sections come first, and equal ones (the
 blocks of a deep network) are decided together. Nothing is proven here; a plan without branches costs nothing.
 

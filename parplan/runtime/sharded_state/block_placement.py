@@ -45,6 +45,14 @@ class TaggedCollectives:
         timeout = group_timeout(transport.process_group)
         self._group = dist.new_group(transport.ranks, timeout, "gloo", use_local_synchronization=part)
 
+    @staticmethod
+    def of(transport: DistributedTransport) -> TaggedCollectives:
+        """A transport's tagged collectives, made at the first request; a collective then."""
+        if transport.tagged is None:
+            transport.tagged = TaggedCollectives(transport)
+        known: TaggedCollectives = transport.tagged
+        return known
+
     def exchange(self, tag: str, numbers: Sequence[float] = ()) -> Tensor:
         """Every rank's numbers: (ranks, numbers) in float64; equally many on all ranks.
 

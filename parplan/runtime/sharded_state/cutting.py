@@ -32,7 +32,10 @@ CHUNK_BYTES = 64 << 20
 
 @torch.no_grad()
 def same_start(module: nn.Module, transport: DistributedTransport) -> None:
-    """Give every rank the parameters and buffers of rank 0, as DistributedDataParallel does; blocks stay."""
+    """Give every rank the parameters and buffers of rank 0, as DistributedDataParallel does; blocks stay.
+
+    From here on gradients from outside the compiled model are averaged over the ranks.
+    """
     everyone = range(transport.processes)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not isinstance(t, ShardedTensor)]
     for chunk in _chunks(tensors):
@@ -40,6 +43,13 @@ def same_start(module: nn.Module, transport: DistributedTransport) -> None:
         transport.broadcast("sharing rank 0's parameters and buffers", flat, 0, everyone)
         for piece, part in zip(chunk, flat.split([piece.numel() for piece in chunk]), strict=True):
             piece.copy_(part.view_as(piece))
+    _watch(module, transport)
+
+
+def _watch(module: nn.Module, transport: DistributedTransport) -> None:
+    if transport.processes > 1:
+        for name, parameter in module.named_parameters():
+            OutsideGradients.watch(name, parameter, TaggedCollectives.of(transport))
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -107,7 +117,7 @@ class Sharding:
         self._placements: dict[str, Placement] = {}
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
         with explained("making a group for what is cut over processes", transport.rank):
-            self._collectives = cut[0] if cut else TaggedCollectives(transport)
+            self._collectives = cut[0] if cut else TaggedCollectives.of(transport)
         for name, held in parameters.items():
             parameter = module.get_parameter(name)
             whole = tuple(parameter.shape)
@@ -138,8 +148,7 @@ class Sharding:
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
             self._cut_all(whole)
-        for name, parameter in self._module.named_parameters() if self._transport.processes > 1 else ():
-            OutsideGradients.watch(name, parameter, self._collectives)
+        _watch(self._module, self._transport)
 
     def _cut_all(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, or none of them if one of them cannot be."""

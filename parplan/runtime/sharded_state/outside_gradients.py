@@ -79,15 +79,20 @@ class OutsideGradients:
 
     @staticmethod
     def watch(name: str, parameter: nn.Parameter, collectives: TaggedCollectives) -> None:
-        """Hook a parameter, once, in front of the user's own hooks."""
+        """Hook a parameter, once, in front of the user's own hooks; anew when it has been cut since."""
         hooks: Any = parameter._backward_hooks
-        known = any(isinstance(hook, OutsideGradients) for hook in (hooks or {}).values())
+        placement = parameter.placement if isinstance(parameter, ShardedTensor) else None
+        watching = OutsideGradients(name, collectives, placement)
+        for key, hook in (hooks or {}).items():
+            if isinstance(hook, OutsideGradients):
+                if hook.placement is not placement:
+                    hooks[key] = watching
+                return
         trained = parameter.requires_grad
         trainable = parameter.is_floating_point() or parameter.is_complex()
-        if known or not trainable or parameter.is_inference():
+        if not trainable or parameter.is_inference():
             return
-        placement = parameter.placement if isinstance(parameter, ShardedTensor) else None
-        handle = parameter.requires_grad_().register_hook(OutsideGradients(name, collectives, placement))
+        handle = parameter.requires_grad_().register_hook(watching)
         parameter.requires_grad_(trained)
         hooks = parameter._backward_hooks
         hooks.move_to_end(handle.id, last=False)

@@ -87,7 +87,7 @@ def norm(call: OpCall) -> Tensor | list[Tensor] | None:
     numbers = [_block_norm(tensor, order, neutral, dtype) for tensor in sharded]
     own = torch.stack([n.to(numbers[0].device, torch.float64) for n in numbers]).tolist()
     names = ", ".join(tensor.placement.name for tensor in sharded)
-    found = sharded[0].placement.collectives.exchange(f"{call.name} of {names}", own)
+    found = sharded[0].placement.collectives.exchange(f"{call.name} of {names}, order {order:g}", own)
     totals = iter(_total_norm(found, order).unbind())
 
     def total(tensor: Tensor) -> Tensor:

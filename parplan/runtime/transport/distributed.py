@@ -132,6 +132,9 @@ class DistributedTransport:
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
+        self.tagged: Any = (
+            None  # collectives of sharded state, in a group of their own (sharded_state/block_placement.py)
+        )
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
