@@ -60,6 +60,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Settin
         updates=updates,
         buckets=filled,
         holdings=held,
+        strategies=laid.strategies,
         staged=staged(
             steps,
             placing.moves,

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Grid, Layout, Range, pieces, split_evenly
+from parplan.layout import Grid, Layout, Range, split_evenly
 from parplan.lowering.passes import Pass, local_ranges
-from parplan.lowering.program import Exchange, Join, Slot, Split, Transfer
+from parplan.lowering.program import Join, Slot, Split, Transfer
 from parplan.lowering.step_setting import Setting
 from parplan.plan import Scheme
 
@@ -171,7 +169,7 @@ class Placing:
         if first and self._crosses(source) and source.turn:
             end = self.begins[source.turn] - 1  # the second half of the way back is behind the pass before
         self.add(target, start)
-        self.moves.append(Placed(_transfer(source, target), start, end))
+        self.moves.append(Placed(Transfer(source, target), start, end))
         return target
 
     def _start(self, source: Slot, base: str, reader: int) -> int:
@@ -281,26 +279,3 @@ def _copies(layout: Layout) -> int:
     """How many devices hold the same block."""
     rows = layout.grid.replicas if layout.batch_dim is None else 1
     return rows * (layout.grid.shards if layout.shard_dim is None else 1)
-
-
-def _transfer(source: Slot, target: Slot) -> Transfer:
-    moving = tuple(pieces(source.shape, source.layout, target.layout, source.rows, target.rows))
-    back = tuple(piece.reversed() for piece in moving)
-    dtype: torch.dtype = source.dtype
-    there = Exchange(_describe(source, target), moving, {d: target.local_shape(d) for d in target.devices}, dtype)
-    shapes = {d: source.local_shape(d) for d in source.devices}
-    return Transfer(source.name, target.name, there, Exchange(f"gradient of {there.name}", back, shapes, dtype))
-
-
-def _describe(source: Slot, target: Slot) -> str:
-    return f"{source.name} {_layout_text(source.layout)} -> {target.name} {_layout_text(target.layout)}"
-
-
-def _layout_text(layout: Layout) -> str:
-    """Such as `2x2 (0,1,2,3) rows:0 columns:1`."""
-    grid = layout.grid
-    words = [f"{grid.replicas}x{grid.shards} ({','.join(map(str, grid.devices))})"]
-    words += [f"rows:{layout.batch_dim}"] if layout.batch_dim is not None else []
-    words += [f"columns:{layout.shard_dim}"] if layout.shard_dim is not None else []
-    words += ["terms"] if layout.partial else []
-    return " ".join(words)

@@ -8,19 +8,25 @@ wait for a message that another one will only send after it has received one its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from math import prod
 
 import torch
 
-from parplan.layout import Grid, Layout, Piece, Range, Region, region
+from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region
 from parplan.lowering.holdings import Bucket
+from parplan.plan import Strategy
 
 __all__ = [
-    "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "OnePass", "Operand", "Program", "Reduce", "Slot",
-    "Split", "Staged", "State", "Step", "Transfer", "shape_of",
+    "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
+    "Reduce", "Slot", "Split", "Staged", "State", "Step", "Transfer", "shape_of",
 ]  # fmt: skip
+
+Messages = Mapping[int, tuple[Piece, ...]]
+"""The pieces of one flat message to (or from) every other device, in the order in which they lie in it."""
 
 
 def shape_of(block: Region) -> tuple[int, ...]:
@@ -29,8 +35,25 @@ def shape_of(block: Region) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Assembly:
+    """How one device's part of a tensor is put together.
+
+    Args:
+        pieces: the pieces it takes, in order.
+        whole: the only piece is the whole part, which can be taken as it is.
+        tiled: the pieces cover the part without overlap, so they are copied, not added.
+    """
+
+    pieces: tuple[Piece, ...]
+    whole: bool
+    tiled: bool
+
+
+@dataclass(frozen=True)
 class Exchange:
     """One movement of a tensor from layout to layout, the same on every process.
+
+    Send lists and assemblies are made at the first use and kept, as a program runs many times.
 
     Args:
         name: what moves, for errors: "conv1 -> 2x1 on 0,1".
@@ -43,6 +66,40 @@ class Exchange:
     pieces: tuple[Piece, ...]
     shapes: Mapping[int, tuple[int, ...]]
     dtype: torch.dtype
+
+    @cached_property
+    def assemblies(self) -> Mapping[int, Assembly]:
+        """How every device that gets a part puts it together."""
+        return {device: _assembly(self.pieces, device, shape) for device, shape in self.shapes.items()}
+
+    @cached_property
+    def sent(self) -> Mapping[int, Messages]:
+        """Per device, the messages that it sends to others."""
+        return self._messages(lambda piece: (piece.source, piece.target))
+
+    @cached_property
+    def received(self) -> Mapping[int, Messages]:
+        """Per device, the messages that it gets from others."""
+        return self._messages(lambda piece: (piece.target, piece.source))
+
+    def _messages(self, ends: Callable[[Piece], tuple[int, int]]) -> Mapping[int, Messages]:
+        found: dict[int, dict[int, tuple[Piece, ...]]] = {}
+        for piece in self.pieces:
+            own, other = ends(piece)
+            if own != other:
+                messages = found.setdefault(own, {})
+                messages[other] = (*messages.get(other, ()), piece)
+        return found
+
+
+def _assembly(pieces: tuple[Piece, ...], device: int, shape: tuple[int, ...]) -> Assembly:
+    own = tuple(piece for piece in pieces if piece.target == device)
+    regions = [piece.target_region for piece in own]
+    apart = all(
+        any(len(x.meet(y)) == 0 for x, y in zip(a, b, strict=True)) for i, a in enumerate(regions) for b in regions[:i]
+    )
+    tiled = apart and sum(piece.elements for piece in own) == prod(shape)
+    return Assembly(own, tiled and len(own) == 1, tiled)
 
 
 @dataclass(frozen=True)
@@ -84,6 +141,11 @@ class Slot:
     def local_shape(self, device: int) -> tuple[int, ...]:
         """Shape of the part that `device` holds."""
         return shape_of(self.region(device))
+
+    @property
+    def local_shapes(self) -> Mapping[int, tuple[int, ...]]:
+        """Shape of every device's part."""
+        return {device: self.local_shape(device) for device in self.devices}
 
 
 class Code(Enum):
@@ -154,21 +216,52 @@ class Compute:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value in a new layout; `exchange` moves it, `transposed` moves its gradient back."""
+    """Redistribution of a value from one slot to another; its pieces are worked out at the first use.
 
-    source: str
-    target: str
-    exchange: Exchange
-    transposed: Exchange
+    Args:
+        given, wanted: the slots it reads and fills.
+    """
+
+    given: Slot
+    wanted: Slot
+
+    @property
+    def source(self) -> str:
+        """Name of the slot it reads."""
+        return self.given.name
+
+    @property
+    def target(self) -> str:
+        """Name of the slot it fills."""
+        return self.wanted.name
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Slots it reads."""
         return (self.source,)
 
+    @property
+    def name(self) -> str:
+        """Slots and layouts, for errors."""
+        sides = (f"{slot.name} {_layout_text(slot.layout)}" for slot in (self.given, self.wanted))
+        return " -> ".join(sides)
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Moves the value."""
+        given, wanted = self.given, self.wanted
+        moving = tuple(pieces(given.shape, given.layout, wanted.layout, given.rows, wanted.rows))
+        return Exchange(self.name, moving, wanted.local_shapes, given.dtype)
+
+    @cached_property
+    def transposed(self) -> Exchange:
+        """Moves its gradient back."""
+        back = tuple(piece.reversed() for piece in self.exchange.pieces)
+        return Exchange(f"gradient of {self.name}", back, self.given.local_shapes, self.given.dtype)
+
     def text(self) -> str:
         """One line of the printed program."""
-        return f"move {self.exchange.name}"
+        return f"move {self.name}"
 
 
 @dataclass(frozen=True)
@@ -277,6 +370,7 @@ class Program:
         updates: slot whose value is assigned to a buffer after the step, by placeholder.
         buckets: of gradients that several devices have a share in.
         holdings: block of every parameter that each device holds, by placeholder.
+        strategies: of every layer, as lowered.
         staged: the same steps pass by pass, where results come from passes alone.
     """
 
@@ -288,6 +382,7 @@ class Program:
     updates: Mapping[str, str]
     buckets: tuple[Bucket, ...]
     holdings: Mapping[str, Mapping[int, Region]]
+    strategies: Mapping[str, Strategy]
     staged: Staged | None = None
 
     @property
@@ -317,3 +412,12 @@ def _back_text(step: Step) -> str:
 
 def _grid_text(grid: Grid) -> str:
     return f"{grid.replicas}x{grid.shards} ({','.join(map(str, grid.devices))})"
+
+
+def _layout_text(layout: Layout) -> str:
+    """Such as `2x2 (0,1,2,3) rows:0 columns:1`."""
+    words = [_grid_text(layout.grid)]
+    words += [f"rows:{layout.batch_dim}"] if layout.batch_dim is not None else []
+    words += [f"columns:{layout.shard_dim}"] if layout.shard_dim is not None else []
+    words += ["terms"] if layout.partial else []
+    return " ".join(words)

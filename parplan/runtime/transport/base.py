@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parplan.layout import Piece, Region
-from parplan.lowering.program import Exchange
+from parplan.lowering.program import Assembly, Exchange
 
-__all__ = ["Assembly", "Held", "Pending", "Transport", "assemble", "assembly", "block"]
+__all__ = ["Held", "Pending", "Transport", "assemble", "block"]
 
 Held = dict[int, Tensor]  # logical device -> the part of one tensor that it holds
 
@@ -99,40 +96,12 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """How one device's part is put together.
-
-    Args:
-        pieces: the pieces it takes, in order.
-        whole: the only piece is the whole part, which can be taken as it is.
-        tiled: the pieces cover the part without overlap, so they are copied, not added.
-    """
-
-    pieces: tuple[Piece, ...]
-    whole: bool
-    tiled: bool
-
-
 def block(tensor: Tensor, region: Region) -> Tensor:
     """A view of one block of `tensor`; the tensor itself when the block is all of it."""
     for dim, extent in enumerate(region):
         if len(extent) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, extent.start, len(extent))
     return tensor
-
-
-@lru_cache(maxsize=4096)
-def assembly(pieces: tuple[Piece, ...], device: int, shape: tuple[int, ...]) -> Assembly:
-    """How `device` makes its part of `shape` from `pieces`; remembered, as programs repeat."""
-    own = tuple(piece for piece in pieces if piece.target == device)
-    disjoint = all(_disjoint(a, b) for i, a in enumerate(own) for b in own[:i])
-    tiled = disjoint and sum(piece.elements for piece in own) == prod(shape)
-    return Assembly(own, tiled and len(own) == 1, tiled)
-
-
-def _disjoint(a: Piece, b: Piece) -> bool:
-    return any(len(x.meet(y)) == 0 for x, y in zip(a.target_region, b.target_region, strict=True))
 
 
 def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor], like: Tensor) -> Tensor:

@@ -18,21 +18,10 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Piece
-from parplan.lowering.program import Exchange, shape_of
-from parplan.runtime.transport.base import Assembly, Held, assemble, assembly, block
+from parplan.lowering.program import Assembly, Exchange, shape_of
+from parplan.runtime.transport.base import Held, assemble, block
 
-__all__ = ["DistributedTransport", "Flat", "Message", "explained", "messages"]
-
-
-@dataclass
-class Message:
-    """Blocks that one rank sends another in one flat tensor."""
-
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def elements(self) -> int:
-        return sum(piece.elements for piece in self.pieces)
+__all__ = ["DistributedTransport", "Flat", "explained"]
 
 
 @dataclass(frozen=True)
@@ -42,16 +31,6 @@ class Flat:
     other: int
     sent: bool
     tensor: Tensor
-
-
-def messages(pieces: Sequence[Piece], rank: int, sending: bool) -> dict[int, Message]:
-    """What `rank` sends to (or gets from) every other rank, in the order of the pieces."""
-    found: dict[int, Message] = {}
-    for piece in pieces:
-        own, other = (piece.source, piece.target) if sending else (piece.target, piece.source)
-        if own == rank and other != rank:
-            found.setdefault(other, Message()).pieces.append(piece)
-    return found
 
 
 @contextmanager
@@ -183,8 +162,7 @@ class DistributedTransport:
 
     def start(self, exchange: Exchange, tensors: Held) -> _Receiving:
         """Send this rank's blocks, begin to receive what it needs."""
-        shape = exchange.shapes.get(self.rank)
-        plan = assembly(exchange.pieces, self.rank, tuple(shape)) if shape is not None else None
+        plan = exchange.assemblies.get(self.rank)
         sending = self._sending(exchange, tensors)
         receiving = self._receiving(exchange, plan) if plan is not None else _Receiving(self, exchange)
         works = self._begin(exchange.name, [*sending, *receiving.flats])
@@ -298,8 +276,8 @@ class DistributedTransport:
 
     def _sending(self, exchange: Exchange, tensors: Held) -> list[Flat]:
         flats = []
-        for target, message in messages(exchange.pieces, self.rank, sending=True).items():
-            blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in message.pieces]
+        for target, pieces in exchange.sent.get(self.rank, {}).items():
+            blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in pieces]
             # Contiguous memory that nothing writes to before it has left.
             flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
             flats.append(Flat(target, True, flat))
@@ -307,10 +285,11 @@ class DistributedTransport:
 
     def _receiving(self, exchange: Exchange, plan: Assembly) -> _Receiving:
         found = _Receiving(self, exchange, plan)
-        for source, message in messages(plan.pieces, self.rank, sending=False).items():
-            flat = torch.empty(message.elements, dtype=exchange.dtype, device=self._device)
+        for source, pieces in exchange.received.get(self.rank, {}).items():
+            sizes = [piece.elements for piece in pieces]
+            flat = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
             found.flats.append(Flat(source, False, flat))
-            parts = flat.split([piece.elements for piece in message.pieces])
-            for piece, part in zip(message.pieces, parts, strict=True):
+            parts = flat.split(sizes)
+            for piece, part in zip(pieces, parts, strict=True):
                 found.blocks[piece] = part.view(shape_of(piece.source_region))
         return found

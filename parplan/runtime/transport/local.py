@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parplan.layout import Piece
 from parplan.lowering.program import Exchange
-from parplan.runtime.transport.base import Held, assemble, assembly, block
+from parplan.runtime.transport.base import Held, assemble, block
 from parplan.runtime.transport.streams import Streams, sent
 
 __all__ = ["LocalTransport"]
@@ -89,12 +89,11 @@ class LocalTransport:
     def start(self, exchange: Exchange, tensors: Held) -> _Arrived:
         """Copy and add pieces; targets on the source's device share its memory where a piece is whole."""
         parts: Held = {}
-        for device, shape in exchange.shapes.items():
-            plan = assembly(exchange.pieces, device, tuple(shape))
+        for device, plan in exchange.assemblies.items():
             for piece in plan.pieces:
                 self._streams.copy_after_compute(piece.source, device)
             with self._streams.copying(device):
-                like = torch.empty(shape, dtype=exchange.dtype, device=self._devices[device])
+                like = torch.empty(exchange.shapes[device], dtype=exchange.dtype, device=self._devices[device])
                 parts[device] = assemble(plan, lambda piece: self._fetch(piece, tensors), like)
         return self._arrived(parts)
 
