@@ -21,7 +21,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel, optimizer_states
-from parplan.cost_models.memory.plan_peaks import plan_peaks
+from parplan.cost_models.memory.plan_peaks import peaks
 from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, op_work
@@ -29,6 +29,8 @@ from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Layout
+from parplan.lowering.lower import lower
+from parplan.lowering.step_setting import Setting
 from parplan.plan import Strategy
 
 __all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
@@ -154,7 +156,8 @@ class RooflineCosts:
         """Peak bytes per device of a whole plan, transfers included."""
         key = tuple(strategies[name] for name in self.graph.layers)
         if key not in self._peaks:
-            self._peaks[key] = plan_peaks(self._memory_model, strategies, self.cluster.count)
+            program = lower(self.graph, strategies, Setting.per_process(self.cluster.count, self.graph.batch or 1))
+            self._peaks[key] = peaks(self._memory_model, program)
         return self._peaks[key]
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:

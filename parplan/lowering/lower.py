@@ -61,6 +61,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Settin
         buckets=filled,
         holdings=held,
         strategies=laid.strategies,
+        devices=setting.devices,
         staged=staged(
             steps,
             placing.moves,

@@ -371,6 +371,7 @@ class Program:
         buckets: of gradients that several devices have a share in.
         holdings: block of every parameter that each device holds, by placeholder.
         strategies: of every layer, as lowered.
+        devices: how many logical devices there are.
         staged: the same steps pass by pass, where results come from passes alone.
     """
 
@@ -383,6 +384,7 @@ class Program:
     buckets: tuple[Bucket, ...]
     holdings: Mapping[str, Mapping[int, Region]]
     strategies: Mapping[str, Strategy]
+    devices: int
     staged: Staged | None = None
 
     @property

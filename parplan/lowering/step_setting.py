@@ -36,6 +36,11 @@ class Setting:
     scheme: Scheme = Scheme.GATHER
     groups: Grid | None = None
 
+    @classmethod
+    def per_process(cls, devices: int, batch: int, scheme: Scheme = Scheme.GATHER) -> Setting:
+        """One process per device, each with its share of the samples: what prices are for."""
+        return cls(devices, split_evenly(batch, devices), tuple(range(devices)), scheme=scheme)
+
     @property
     def batch(self) -> int:
         """Samples in the step, over all devices."""

@@ -1,39 +1,38 @@
-"""The peak memory of a whole plan, per device: what its layers hold and what the runtime does between them.
+"""Peak memory of a lowered plan, per device: its layers' tensors and those of the program's steps between them.
 
-The solver counts layers one by one, and so can only estimate what depends on two of them. Here the plan is known, and
-with it what every device holds of a parameter that layers share, and every transfer: the copy that arrives, the
-messages that carry it (sent ones are kept until the pass ends, as torch.distributed may still read them), results that
-a run of layers holds until its backward is done, and the messages of gradient sums. As the runtime does it with one
-process per device.
+The solver counts layers one by one, and so can only estimate what depends on two of them. A program says what every
+device holds of a parameter that layers share, and every transfer: the copy that arrives, the messages that carry it
+(sent ones are kept until the pass ends, as torch.distributed may still read them), results that a segment holds until
+its backward is done, and the messages of gradient sums. As the runtime does it with one process per device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 
 from parplan.cost_models.costs import Held
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_runs import Move, block_on, outside, plan_runs
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Layout, Piece, Range, Region, pieces
-from parplan.plan import Strategy
+from parplan.layout import Piece, Range, Region
+from parplan.lowering.program import Code, Compute, Exchange, Program, Slot, Transfer
 
-__all__ = ["plan_peaks"]
+__all__ = ["peaks"]
 
 
-def plan_peaks(model: MemoryModel, strategies: Mapping[str, Strategy], devices: int) -> tuple[int, ...]:
-    """Peak bytes on each of `devices`.
+def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
+    """Peak bytes on each device in a step of `program`.
 
     Args:
         model: of the graph, the optimizer and the kind of device.
-        strategies: of every layer.
+        program: in one pass, lowered for as many processes as there are devices.
     """
-    plan = _Plan(model, strategies, devices)
-    return tuple(_peak(list(plan.held(device)), 2 * model.moments.end) for device in range(devices))
+    step = _Step(model, program)
+    return tuple(_peak(list(step.held(device)), 2 * model.moments.end) for device in range(program.devices))
 
 
 def _peak(held: Sequence[Held], end: int) -> int:
@@ -45,15 +44,45 @@ def _peak(held: Sequence[Held], end: int) -> int:
     return max(accumulate(changes))
 
 
-class _Plan:
-    """One plan with what the runtime makes of it."""
+class _Segments:
+    """By layer index: the first and the last layer of its segment; by slot: the layers that read it, in order.
 
-    def __init__(self, model: MemoryModel, strategies: Mapping[str, Strategy], devices: int) -> None:
+    The number of layers stands for the caller. A stop on the way to other slots is read by whoever reads those.
+    """
+
+    def __init__(self, graph: LayerGraph, program: Program) -> None:
+        index = {name: number for number, name in enumerate(graph.layers)}
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.readers: dict[str, list[int]] = defaultdict(list)
+        self.results: list[str] = []
+        for step in program.forward:
+            if isinstance(step, Compute):
+                layers = [index[name] for name in step.layers]
+                for operand in step.operands:
+                    reading = [index[n] for n in step.layers if operand.name in graph.layers[n].inputs]
+                    self.readers[operand.slot] += reading or layers
+                if step.code is not Code.STATISTICS:
+                    self.first |= dict.fromkeys(layers, layers[0])
+                    self.last |= dict.fromkeys(layers, layers[-1])
+                    self.results += [result.slot for result in step.results]
+        for slot in (*program.outputs, *program.updates.values()):
+            self.readers[slot].append(len(index))
+        self.stops = {t.source for t in program.transfers} - set(self.readers)
+        for transfer in reversed(program.transfers):
+            self.readers[transfer.source] += self.readers[transfer.target]
+
+
+class _Step:
+    """One plan's step, phase by phase."""
+
+    def __init__(self, model: MemoryModel, program: Program) -> None:
         graph = model.graph
-        self._model, self._graph, self._strategies, self._devices = model, graph, strategies, devices
-        self._moments = model.moments
+        self._model, self._graph, self._program = model, graph, program
+        self._strategies, self._moments = program.strategies, model.moments
         self._index = {name: index for index, name in enumerate(graph.layers)}
-        self._runs = plan_runs(graph, strategies, devices)
+        self._segments = _Segments(graph, program)
+        self._transfers = [t for t in program.transfers if t.given.value in graph.values]
         self._inner = {name: model.own(self._local(name)) for name in graph.layers}
 
     def _local(self, name: str) -> LocalLayer:
@@ -71,24 +100,24 @@ class _Plan:
         for parameter, users in self._model.users.items():
             if len(users) > 1:
                 yield from self._shared(parameter, users, device)
-        for value in filter(None, self._graph.user_inputs):
-            nbytes = self._nbytes(value, outside(self._graph, self._devices, value), device)
-            yield Held(0, 2 * self._moments.end, nbytes)
-        for value in self._runs.leaving:
-            yield from self._leaving(value, device)
-        for move in self._runs.moves:
-            yield from self._forward(move, device)
-            if self._graph.values[move.value].requires_grad and move.value in self._graph.producer:
-                yield from self._backward(move, device)
+        for name in self._program.inputs.values():
+            yield Held(0, 2 * self._moments.end, self._nbytes(self._program.slots[name], device))
+        for name in self._segments.results:
+            yield from self._leaving(self._program.slots[name], device)
+        for transfer in self._transfers:
+            yield from self._forward(transfer, device)
+            if transfer.given.requires_grad and transfer.given.value in self._graph.producer:
+                yield from self._backward(transfer, device)
+        outputs = {slot.value: slot for slot in map(self._program.slots.__getitem__, self._program.outputs)}
         for value in self._model.delivered(self._graph.producer):
-            yield from self._loss(value, device)
+            yield from self._loss(outputs[value], device)
         yield from self._messages(device)
 
     def _shared(self, parameter: str, users: Sequence[str], device: int) -> Iterator[Held]:
         """Layers that use one parameter may cut it differently: `own` counts what the first needs of it, and of its
         gradient what the last needs, but a device holds what all of its layers need."""
         moments, spec, optimizer = self._moments, self._graph.values[parameter], self._model.optimizer
-        block = self._runs.holdings[parameter].get(device, (Range(0, 0),))
+        block = self._program.holdings[parameter].get(device, (Range(0, 0),))
         real = self._model.allocated(prod(map(len, block)) * spec.dtype.itemsize)
         counted = [self._counted(parameter, name, device) for name in users]
         if all(nbytes == real for nbytes in counted):
@@ -117,80 +146,69 @@ class _Plan:
         shape = local_shape(self._graph, self._local(layer), parameter)
         return self._model.allocated(prod(shape) * self._graph.values[parameter].dtype.itemsize)
 
-    def _leaving(self, value: str, device: int) -> Iterator[Held]:
-        """A run holds its results, and their gradients, until its whole backward is done."""
-        maker = self._graph.producer.get(value)
-        if maker is None or device not in self._strategies[maker].devices:
-            return
-        spec, index = self._graph.values[value], self._index[maker]
-        shape = local_shape(self._graph, self._local(maker), value)
-        nbytes = self._model.allocated(spec.dtype.itemsize * prod(shape))
-        done = self._moments.backward(self._runs.first[index])
-        yield _until(self._model.last_held(value), done, nbytes)
-        if spec.requires_grad:
-            counted = self._moments.backward(0) if value in self._graph.user_outputs else self._moments.backward(index)
-            yield _until(counted, done, nbytes)
+    def _leaving(self, slot: Slot, device: int) -> Iterator[Held]:
+        """A segment holds its results, and their gradients, until its whole backward is done."""
+        index, nbytes = self._index[self._graph.producer[slot.value]], self._nbytes(slot, device)
+        done = self._moments.backward(self._segments.first[index])
+        yield _until(self._model.last_held(slot.value), done, nbytes)
+        if slot.requires_grad:
+            delivered = slot.value in self._graph.user_outputs
+            yield _until(self._moments.backward(0 if delivered else index), done, nbytes)
 
-    def _forward(self, move: Move, device: int) -> Iterator[Held]:
-        """From when the maker's run is done: messages until they are read or the pass ends, the copy until the backward
-        of the first run that reads it."""
-        layers = len(self._graph.layers)
-        moving = self._pieces(move)
-        size = self._graph.values[move.value].dtype.itemsize
-        start = 2 * (self._run_end(move.value) + 1)
-        runs = [self._runs.first[reader] for reader in move.readers if reader < layers]
-        # Results are the caller's, who hands them to the loss.
-        stop = self._moments.backward(min(runs)) if runs else layers
-        arriving = [piece for piece in moving if piece.target == device]
-        if any(piece.source != device for piece in arriving) or len(arriving) > 1:
-            yield Held(start, 2 * stop + 2, self._nbytes(move.value, move.target, device))
-            yield Held(start, 2 * min([*runs, layers]) + 1, size * _received(moving, device))
-        sent = _sent(moving, device, self._shape(move.value, move.source, device))
+    def _forward(self, transfer: Transfer, device: int) -> Iterator[Held]:
+        """From when the maker's segment is done, or from a stop when the value is read: messages until then or until
+        the pass ends, the copy until the backward of the first segment that reads it."""
+        layers, exchange, size = len(self._graph.layers), transfer.exchange, transfer.given.dtype.itemsize
+        first = min(self._segments.first.get(reader, layers) for reader in self._segments.readers[transfer.target])
+        start = 2 * (self._made(transfer.given) + 1) if _is_home(transfer.given) else 2 * first
+        if transfer.target in self._segments.stops:
+            end = 2 * first + 1
+        else:  # results are the caller's, who hands them to the loss
+            end = 2 * (self._moments.backward(first) if first < layers else layers) + 2
+        received = exchange.received.get(device, {})
+        if received or len(exchange.assemblies[device].pieces if device in exchange.assemblies else ()) > 1:
+            yield Held(start, end, self._nbytes(transfer.wanted, device))
+            yield Held(start, 2 * first + 1, size * _elements(received.values()))
+        sent = _sent(exchange, device, transfer.given)
         yield Held(start, 2 * layers + 1, size * sent.copied)
 
-    def _backward(self, move: Move, device: int) -> Iterator[Held]:
-        """From when the first reader's run has gone back; where `own` counts the maker's gradient before, corrected."""
-        layers, moments = len(self._graph.layers), self._moments
-        moving = [piece.reversed() for piece in self._pieces(move)]
-        size = self._graph.values[move.value].dtype.itemsize
-        source, target = (self._nbytes(move.value, layout, device) for layout in (move.source, move.target))
-        delivered = min(move.readers) == layers
-        if delivered:
-            last, counted = moments.loss, 2 * moments.loss + 1
+    def _backward(self, transfer: Transfer, device: int) -> Iterator[Held]:
+        """From when the first reader's segment has gone back (from a stop at once); where `own` counts the maker's
+        gradient before, corrected."""
+        moments, exchange, size = self._moments, transfer.transposed, transfer.given.dtype.itemsize
+        readers = [r for r in self._segments.readers[transfer.target] if r < len(self._graph.layers)]
+        source, target = self._nbytes(transfer.given, device), self._nbytes(transfer.wanted, device)
+        if len(readers) == len(self._segments.readers[transfer.target]):
+            last = moments.backward(self._segments.first[min(readers)])
+            counted = 2 * moments.backward(max(readers)) + 3
         else:
-            last = moments.backward(self._runs.first[min(move.readers)])
-            counted = 2 * moments.backward(max(reader for reader in move.readers if reader < layers)) + 3
-        start, end = 2 * (last + 1), 2 * moments.backward(0) + 2
-        yield Held(min(start, counted), max(start, counted), source if start < counted else -source)
-        sent = _sent(moving, device, self._shape(move.value, move.target, device))
-        yield Held(min(start, counted), end if sent.shared else start + 1, target)
+            last, counted = moments.loss, 2 * moments.loss + 1
+        start, end, taken = 2 * (last + 1), 2 * moments.backward(0) + 2, 2 * last + 3
+        made = start if transfer.target in self._segments.stops else min(start, counted)
+        if _is_home(transfer.given):
+            yield Held(min(start, counted), max(start, counted), source if start < counted else -source)
+            taken = 2 * moments.backward(self._made(transfer.given)) + 1
+        sent = _sent(exchange, device, transfer.wanted)
+        yield Held(made, end if sent.shared else start + 1, target)
         yield Held(start, end, size * sent.copied)
-        taken = moments.backward(self._run_end(move.value))
-        yield Held(start, 2 * taken + 1, size * _received(moving, device))
+        yield Held(start, taken, size * _elements(exchange.received.get(device, {}).values()))
 
-    def _pieces(self, move: Move) -> list[Piece]:
-        return pieces(self._graph.values[move.value].shape, move.source, move.target)
+    def _made(self, slot: Slot) -> int:
+        """The last layer of the segment that makes a value; -1 when the user brings it."""
+        maker = self._graph.producer.get(slot.value)
+        return -1 if maker is None else self._segments.last[self._index[maker]]
 
-    def _run_end(self, value: str) -> int:
-        """The last layer of the run that makes a value; -1 when the user brings it."""
-        maker = self._graph.producer.get(value)
-        if maker is None:
-            return -1
-        first = self._runs.first[self._index[maker]]
-        return max(index for index, start in enumerate(self._runs.first) if start == first)
-
-    def _loss(self, value: str, device: int) -> Iterator[Held]:
+    def _loss(self, slot: Slot, device: int) -> Iterator[Held]:
         """A loss outside holds two tensors like the results; their gradient is kept beside a process's share of it."""
-        nbytes = self._nbytes(value, outside(self._graph, self._devices, value), device)
-        loss = self._moments.loss
+        nbytes, loss = self._nbytes(slot, device), self._moments.loss
         yield Held(2 * loss + 1, 2 * loss + 2, 2 * nbytes)
-        if self._devices > 1:
+        if self._program.devices > 1:
             yield Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
 
     def _messages(self, device: int) -> Iterator[Held]:
         values = self._graph.values
-        for message in self._runs.messages:
-            held = [(values[p].dtype.itemsize, self._runs.holdings[p].get(device)) for p in message]
+        for message in (bucket.parameters for bucket in self._program.buckets):
+            held = [(values[p].dtype.itemsize, self._program.holdings[p].get(device)) for p in message]
             if len(message) > 1:
                 nbytes = sum(size * prod(map(len, block)) for size, block in held if block is not None)
                 launched = self._moments.backward(min(self._index[self._model.users[p][0]] for p in message))
@@ -198,14 +216,16 @@ class _Plan:
                 start, end = (0, self._moments.end) if self._model.on_cpu else (launched, self._moments.update())
                 yield Held(2 * start, 2 * end, nbytes)
 
-    def _shape(self, value: str, layout: Layout, device: int) -> tuple[int, ...]:
-        if device not in layout.grid.devices:
-            return (0,)
-        return tuple(len(extent) for extent in block_on(self._graph.values[value].shape, layout, device))
+    def _nbytes(self, slot: Slot, device: int) -> int:
+        """What a device holds of a slot."""
+        if device not in slot.devices:
+            return 0
+        return self._model.allocated(prod(slot.local_shape(device)) * slot.dtype.itemsize)
 
-    def _nbytes(self, value: str, layout: Layout, device: int) -> int:
-        nbytes = prod(self._shape(value, layout, device)) * self._graph.values[value].dtype.itemsize
-        return self._model.allocated(nbytes)
+
+def _is_home(slot: Slot) -> bool:
+    """Whether a value is there as its maker left it."""
+    return slot.name == slot.value
 
 
 def _until(counted: int, real: int, nbytes: int) -> Held:
@@ -215,9 +235,8 @@ def _until(counted: int, real: int, nbytes: int) -> Held:
     return Held(2 * real + 2, 2 * counted + 2, -nbytes)
 
 
-def _received(moving: Sequence[Piece], device: int) -> int:
-    """Elements that `device` gets from others."""
-    return sum(piece.elements for piece in moving if piece.target == device and piece.source != device)
+def _elements(messages: Iterable[Sequence[Piece]]) -> int:
+    return sum(piece.elements for message in messages for piece in message)
 
 
 @dataclass(frozen=True)
@@ -228,14 +247,11 @@ class _Sent:
     shared: bool
 
 
-def _sent(moving: Sequence[Piece], device: int, shape: tuple[int, ...]) -> _Sent:
+def _sent(exchange: Exchange, device: int, slot: Slot) -> _Sent:
     """Copied are several blocks for one other device, and a block with gaps."""
-    sending: dict[int, list[Piece]] = defaultdict(list)
-    for piece in moving:
-        if piece.source == device and piece.target != device:
-            sending[piece.target].append(piece)
-    copied = [g for g in sending.values() if len(g) > 1 or not _contiguous(g[0].source_region, shape)]
-    return _Sent(sum(piece.elements for group in copied for piece in group), len(copied) < len(sending))
+    sending = exchange.sent.get(device, {}).values()
+    copied = [m for m in sending if len(m) > 1 or not _contiguous(m[0].source_region, slot.local_shape(device))]
+    return _Sent(_elements(copied), len(copied) < len(sending))
 
 
 def _contiguous(block: Region, shape: tuple[int, ...]) -> bool:
