@@ -52,12 +52,12 @@ def objectives(problem: Problem) -> FloatArray:
     picked = np.indices(problem.sizes).reshape(len(problem.sizes), prod(problem.sizes))
     ahead, backs, tails, into = np.zeros(picked.shape[1]), *np.zeros((3, *picked.shape))
     for number, (node, k) in enumerate(zip(problem.nodes, picked, strict=True)):
-        ahead += node.ahead[k]
-        backs[number], tails[number] = node.back[k], node.tail[k]
+        ahead += node.forward_s[k]
+        backs[number], tails[number] = node.backward_s[k], node.reduction_s[k]
     for edge in problem.edges:
         pair = picked[edge.source], picked[edge.target]
-        ahead += edge.ahead[pair]
-        into[edge.target] += edge.back[pair]
+        ahead += edge.forward_s[pair]
+        into[edge.target] += edge.backward_s[pair]
     with np.errstate(invalid="ignore"):
         exposed = (tails.cumsum(0) - (backs.cumsum(0) - backs) - into.cumsum(0)).max(0, initial=0.0)
         total = ahead + backs.sum(0) + into.sum(0) + exposed

@@ -118,7 +118,9 @@ class _Run:
         for edge in self.formulation.problem.edges:
             end, near = (edge.source, edge.target) if backward else (edge.target, edge.source)
             if end == index and edge.target < len(self.formulation.options):
-                seconds = (edge.back if backward else edge.ahead)[self.choices[edge.source], self.choices[edge.target]]
+                seconds = (edge.backward_s if backward else edge.forward_s)[
+                    self.choices[edge.source], self.choices[edge.target]
+                ]
                 begin = np.maximum(begin, self.hold((near, index), self.ready[near], seconds))
         spent = [o.cost.backward_s if backward else o.cost.forward_s for o in options]
         self.ready[index] = self.hold((index,), begin, self.figure(index, spent))
@@ -144,7 +146,7 @@ class _Run:
             total += self.figure(index, [o.arrival_s for o in options])
         for edge in self.formulation.problem.edges:
             if edge.target == len(self.formulation.options):
-                total += (edge.ahead + edge.back)[self.choices[edge.source], 0]
+                total += (edge.forward_s + edge.backward_s)[self.choices[edge.source], 0]
         return total
 
     def updates(self) -> Array:

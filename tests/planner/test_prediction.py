@@ -53,8 +53,8 @@ def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> 
     now_s = link_s = 0.0
     for edge in formulation.problem.edges:
         pair = choice[edge.source], choice[edge.target]
-        now_s += float(edge.ahead[pair])
-        arriving[edge.target] += float(edge.back[pair])
+        now_s += float(edge.forward_s[pair])
+        arriving[edge.target] += float(edge.backward_s[pair])
     now_s += sum(option.arrival_s + option.cost.forward_s + option.statistics_s for option in layers)
     now_s += arriving[len(layers)]  # the delivery's gradients
     for index in reversed(range(len(layers))):

@@ -27,7 +27,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     backward = sum(option.cost.backward_s for option in chosen)
     update = sum(option.cost.update_s for option in chosen)
     unhidden = sum(option.stolen_s + option.late_s for option in chosen)
-    transfer = max(0.0, found.ahead + found.back - forward - backward - update - unhidden - step.overhead_s)
+    transfer = max(0.0, found.forward_s + found.backward_s - forward - backward - update - unhidden - step.overhead_s)
     doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
     doubt += step.spread * (transfer + found.exposed + unhidden)
     return Prediction(
@@ -54,7 +54,7 @@ def layer_facts(
     moved = [0.0] * len(problem.nodes)
     for edge in problem.edges:
         pair = choice[edge.source], choice[edge.target]
-        moved[edge.target] += float(edge.ahead[pair] + edge.back[pair])
+        moved[edge.target] += float(edge.forward_s[pair] + edge.backward_s[pair])
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
     return tuple(
         LayerFacts(

@@ -41,11 +41,11 @@ class WhatIf:
         self._touching: list[list[Edge]] = [[] for _ in range(count)]
         self._back, self._tail, self._edge_back = (np.zeros(count) for _ in range(3))
         for index, node in enumerate(problem.nodes):
-            self._back[index], self._tail[index] = node.back[choice[index]], node.tail[choice[index]]
+            self._back[index], self._tail[index] = node.backward_s[choice[index]], node.reduction_s[choice[index]]
         for edge in problem.edges:
             self._touching[edge.source].append(edge)
             self._touching[edge.target].append(edge)
-            self._edge_back[edge.target] += edge.back[choice[edge.source], choice[edge.target]]
+            self._edge_back[edge.target] += edge.backward_s[choice[edge.source], choice[edge.target]]
         self._exposed = _exposed(self._back, self._tail, self._edge_back)
 
     def changes(self, index: int) -> list[Change]:
@@ -57,13 +57,13 @@ class WhatIf:
     def _change(self, index: int, strategy: int) -> Change:
         node, now = self._problem.nodes[index], self._choice[index]
         back, tail, edge_back = self._back.copy(), self._tail.copy(), self._edge_back.copy()
-        back[index], tail[index] = node.back[strategy], node.tail[strategy]
+        back[index], tail[index] = node.backward_s[strategy], node.reduction_s[strategy]
         moved = 0.0
         for edge in self._touching[index]:
             old, new = self._pair(edge), self._pair(edge, index, strategy)
-            moved += float(edge.ahead[new] + edge.back[new] - edge.ahead[old] - edge.back[old])
-            edge_back[edge.target] += edge.back[new] - edge.back[old]
-        compute = node.ahead[strategy] + node.back[strategy] - node.ahead[now] - node.back[now]
+            moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
+            edge_back[edge.target] += edge.backward_s[new] - edge.backward_s[old]
+        compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now] - node.backward_s[now]
         exposed = _exposed(back, tail, edge_back) - self._exposed if np.isfinite(moved) else np.inf
         return Change(strategy, float(compute), moved, exposed)
 

@@ -169,7 +169,7 @@ def _alone(formulation: Formulation) -> Problem:
     """The problem where inputs are at hand and results stay where they are."""
     problem, delivery = formulation.problem, len(formulation.options)
     nodes = [
-        replace(node, ahead=node.ahead - np.array([option.arrival_s for option in options]))
+        replace(node, forward_s=node.forward_s - np.array([option.arrival_s for option in options]))
         for node, options in zip(problem.nodes, formulation.options, strict=False)
     ]
     edges = tuple(edge for edge in problem.edges if edge.target != delivery)
@@ -179,11 +179,16 @@ def _alone(formulation: Formulation) -> Problem:
 def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
     """The problem with fewer strategies per node, no rules and no memory limit."""
     nodes = tuple(
-        Node(node.name, node.ahead[own], node.back[own], node.tail[own])
+        Node(node.name, node.forward_s[own], node.backward_s[own], node.reduction_s[own])
         for node, own in zip(problem.nodes, (list(k) for k in kept), strict=True)
     )
     edges = tuple(
-        Edge(e.source, e.target, e.ahead[kept[e.source]][:, kept[e.target]], e.back[kept[e.source]][:, kept[e.target]])
+        Edge(
+            e.source,
+            e.target,
+            e.forward_s[kept[e.source]][:, kept[e.target]],
+            e.backward_s[kept[e.source]][:, kept[e.target]],
+        )
         for e in problem.edges
     )
     return Problem(nodes, edges)

@@ -165,7 +165,7 @@ def _choices(problem: Problem, deadline: float) -> list[list[int]]:
     """Good choices of a problem: gradient sums free (as if hidden) and in full, each improved one node at a time."""
     found: list[list[int]] = []
     for weight in (0.0, 1.0):
-        nodes = tuple(replace(node, ahead=node.ahead + weight * node.tail) for node in problem.nodes)
+        nodes = tuple(replace(node, forward_s=node.forward_s + weight * node.reduction_s) for node in problem.nodes)
         relaxed = relax(replace(problem, nodes=nodes), [])
         first = relaxed.at(relaxed.start()).choice if relaxed is not None else first_choice(problem)
         choice = descend(problem, first, deadline)

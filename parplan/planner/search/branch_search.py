@@ -69,12 +69,12 @@ class _Times:
         problem = formulation.problem
         found = evaluate(problem, choice)
         self.step_s = found.objective
-        own = [float(node.ahead[k] + node.back[k]) for node, k in zip(problem.nodes, choice, strict=True)]
-        tails = [float(node.tail[k]) for node, k in zip(problem.nodes, choice, strict=True)]
+        own = [float(node.forward_s[k] + node.backward_s[k]) for node, k in zip(problem.nodes, choice, strict=True)]
+        tails = [float(node.reduction_s[k]) for node, k in zip(problem.nodes, choice, strict=True)]
         exposed = found.exposed / sum(tails) if sum(tails) > 0 else 0.0
         for edge in problem.edges:
             pair = choice[edge.source], choice[edge.target]
-            own[edge.target] += float(edge.ahead[pair] + edge.back[pair])
+            own[edge.target] += float(edge.forward_s[pair] + edge.backward_s[pair])
         names = formulation.names
         self.now: Mapping[str, float] = {
             name: t + exposed * tail for name, t, tail in zip(names, own, tails, strict=True)

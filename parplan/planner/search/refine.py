@@ -44,9 +44,9 @@ def _hidden(edge: Edge, counts: Sequence[NDArray[np.int64]]) -> Edge:
         return edge
     many, few = counts[edge.source][:, None], counts[edge.target][None, :]
     share = np.where((many > few) & (many % few == 0), few / many, 1.0)
-    if (share == 1).all() or not (np.isfinite(edge.ahead) & (edge.ahead > 0) & (share < 1)).any():
+    if (share == 1).all() or not (np.isfinite(edge.forward_s) & (edge.forward_s > 0) & (share < 1)).any():
         return edge
-    return Edge(edge.source, edge.target, share * edge.ahead, share * edge.back)
+    return Edge(edge.source, edge.target, share * edge.forward_s, share * edge.backward_s)
 
 
 TRIES = 6
@@ -169,7 +169,7 @@ class _Polish:
     def moved_s(self, front: int, k: int, target: int) -> list[float]:
         """Seconds to bring what `front` makes to each strategy of a layer that reads it."""
         edge = self.edges[front, target]
-        return [float(value) for value in edge.ahead[k] + edge.back[k]]
+        return [float(value) for value in edge.forward_s[k] + edge.backward_s[k]]
 
     def shape(self, index: int, k: int) -> tuple[int, int, tuple[int, ...]]:
         """How a layer is spread, whichever axis is cut."""

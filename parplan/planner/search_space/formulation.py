@@ -156,13 +156,13 @@ def statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: Laye
 def _node(name: str, options: Sequence[Option], devices: int) -> Node:
     # The update comes after everything else, and what of the sums is late after that: nothing overlaps with them, as
     # nothing does with the forward.
-    ahead = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s + o.late_s for o in options]
-    back = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
+    forward = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s + o.late_s for o in options]
+    backward = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
     return Node(
         name=name,
-        ahead=np.array(ahead),
-        back=np.array(back),
-        tail=np.array([max(0.0, option.reduce_s - option.late_s - option.stolen_s) for option in options]),
+        forward_s=np.array(forward),
+        backward_s=np.array(backward),
+        reduction_s=np.array([max(0.0, option.reduce_s - option.late_s - option.stolen_s) for option in options]),
         usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
     )
 
@@ -218,13 +218,13 @@ def _edge(
     options: Sequence[Option],
     targets: Sequence[Sequence[Layout]],
 ) -> Edge:
-    ahead = back = np.zeros((len(options), len(targets[0])))
+    forward = backward = np.zeros((len(options), len(targets[0])))
     for value, wanted in zip(values, targets, strict=True):
         layer = graph.layers[graph.producer[value]]
         given = [layer.layout(value, option.strategy) for option in options]
         moved = costs.transfer_matrix(graph.values[value], given, wanted)
-        ahead, back = ahead + moved.forward_s, back + moved.backward_s
-    return Edge(ends[0], ends[1], ahead, back)
+        forward, backward = forward + moved.forward_s, backward + moved.backward_s
+    return Edge(ends[0], ends[1], forward, backward)
 
 
 def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> list[Linear]:
@@ -249,7 +249,7 @@ def _r4(edge: Edge, options: Sequence[Sequence[Option]]) -> Edge:
         return edge
     ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
     broken = ends[0][:, None] % ends[1][None, :] != 0
-    return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.ahead), edge.back)
+    return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.forward_s), edge.backward_s)
 
 
 def extended(

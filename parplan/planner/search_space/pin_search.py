@@ -160,7 +160,7 @@ def _only(formulation: Formulation, allowed: Mapping[str, Sequence[Strategy]]) -
 
 
 def _masked(node: Node, keep: Sequence[bool]) -> Node:
-    return replace(node, ahead=np.where(keep, node.ahead, np.inf))
+    return replace(node, forward_s=np.where(keep, node.forward_s, np.inf))
 
 
 def _with_periods(

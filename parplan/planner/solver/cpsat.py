@@ -3,12 +3,12 @@
 The only file that imports ortools, and only inside functions. x[v, k] says that node v takes strategy k; y[p, q] that
 an edge joins class p of its source and class q of its target, where a class holds the strategies whose lines of the
 edge matrix are equal. Row sums of y are x of the source's classes, column sums of the target's: the linear relaxation
-is then tight on trees. The overlap is Lindley's recursion between consecutive nodes with tails, so that every cost is
-in one row: waiting[k] >= waiting[k+1] + tail - (backward time in between), waiting >= 0.
+is then tight on trees. The overlap is Lindley's recursion between consecutive nodes that reduce, so that every cost is
+in one row: waiting[k] >= waiting[k+1] + reduction_s - (backward time in between), waiting >= 0.
 
 Seconds become whole numbers. T moves by at most the sum of the changes of the chosen costs (each is counted at most
 once in every overlap row), so rounding shifts T by at most half a unit per chosen cost. The unit keeps that below 1e-8
-of T; the bound handed back has it subtracted. Whole-number costs (up to 2^50) are not rounded at all.
+of T; the returned bound has it subtracted. Whole-number costs (up to 2^50) are not rounded at all.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class _Build:
     unit: Resolution
     x: list[list[cp_model.IntVar]] = field(default_factory=list)
     cost: list[tuple[object, int]] = field(default_factory=list)
-    node_back: list[list[tuple[object, int]]] = field(default_factory=list)
-    edge_back: list[list[tuple[object, int]]] = field(default_factory=list)
+    node_backward: list[list[tuple[object, int]]] = field(default_factory=list)
+    edge_backward: list[list[tuple[object, int]]] = field(default_factory=list)
     overlap: list[object] = field(default_factory=list)
 
 
 def resolution(problem: Problem, target: float) -> Resolution:
     """The integer unit for a problem whose optimum is about `target` seconds."""
-    costs = [part for node in problem.nodes for part in (node.ahead, node.back, node.tail)]
+    costs = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
     costs += [part for edge in problem.edges for part in edge_costs(edge)]
     finite = [part[np.isfinite(part)] for part in costs]
     if all((part == np.rint(part)).all() for part in finite) and sum(float(p.max(initial=0)) for p in finite) < 2**50:
@@ -156,9 +156,9 @@ def _add_node(build: _Build, v: int) -> None:
     literals = [build.model.new_bool_var(f"x{v}_{k}") for k in range(node.size)]
     build.model.add_exactly_one(literals)
     build.x.append(literals)
-    build.cost += _weighted(literals, build.unit.whole(node.ahead) + build.unit.whole(node.back))
-    build.node_back.append(_weighted(literals, build.unit.whole(node.back)))
-    build.edge_back.append([])
+    build.cost += _weighted(literals, build.unit.whole(node.forward_s) + build.unit.whole(node.backward_s))
+    build.node_backward.append(_weighted(literals, build.unit.whole(node.backward_s)))
+    build.edge_backward.append([])
 
 
 def _weighted(literals: Sequence[object], weights: Ints) -> list[tuple[object, int]]:
@@ -167,19 +167,19 @@ def _weighted(literals: Sequence[object], weights: Ints) -> list[tuple[object, i
 
 def _add_edge(build: _Build, index: int) -> None:
     edge = build.problem.edges[index]
-    ahead, back = edge_costs(edge)
-    if np.isfinite(ahead).all() and not ahead.any() and not back.any():
+    forward, backward = edge_costs(edge)
+    if np.isfinite(forward).all() and not forward.any() and not backward.any():
         return
-    sources = _class_literals(build, edge.source, np.hstack([ahead, back]))
-    targets = _class_literals(build, edge.target, np.hstack([ahead.T, back.T]))
+    sources = _class_literals(build, edge.source, np.hstack([forward, backward]))
+    targets = _class_literals(build, edge.target, np.hstack([forward.T, backward.T]))
     place = np.ix_([k for k, _ in sources], [k for k, _ in targets])
-    ahead, back = ahead[place], back[place]
-    allowed = np.argwhere(np.isfinite(ahead))
+    forward, backward = forward[place], backward[place]
+    allowed = np.argwhere(np.isfinite(forward))
     flow = _flow(build, [x for _, x in sources], [x for _, x in targets], allowed)
-    costs = [(ahead[p, q], back[p, q]) for p, q in allowed]
+    costs = [(forward[p, q], backward[p, q]) for p, q in allowed]
     whole = build.unit.whole(np.array(costs).reshape(-1, 2))
     build.cost += _weighted(flow, whole.sum(axis=1))
-    build.edge_back[edge.target] += _weighted(flow, whole[:, 1])
+    build.edge_backward[edge.target] += _weighted(flow, whole[:, 1])
 
 
 def _class_literals(build: _Build, v: int, lines: FloatArray) -> list[tuple[int, cp_model.IntVar]]:
@@ -216,14 +216,14 @@ def _flow(
 
 def _add_overlap(build: _Build) -> None:
     nodes = build.problem.nodes
-    tails = [v for v, node in enumerate(nodes) if node.tail.any()]
-    most = int(build.unit.whole(np.array([node.tail.max() for node in nodes])).sum()) + len(nodes)
-    waiting = [build.model.new_int_var(0, most, f"waiting{v}") for v in tails]
-    for place, v in enumerate(tails):
-        first = tails[place - 1] if place else 0
-        terms = _weighted(build.x[v], build.unit.whole(nodes[v].tail))
-        hidden = [t for u in range(first, v) for t in build.node_back[u]]
-        hidden += [t for u in range(first + 1, v + 1) for t in build.edge_back[u]]
+    reduced = [v for v, node in enumerate(nodes) if node.reduction_s.any()]
+    most = int(build.unit.whole(np.array([node.reduction_s.max() for node in nodes])).sum()) + len(nodes)
+    waiting = [build.model.new_int_var(0, most, f"waiting{v}") for v in reduced]
+    for place, v in enumerate(reduced):
+        first = reduced[place - 1] if place else 0
+        terms = _weighted(build.x[v], build.unit.whole(nodes[v].reduction_s))
+        hidden = [t for u in range(first, v) for t in build.node_backward[u]]
+        hidden += [t for u in range(first + 1, v + 1) for t in build.edge_backward[u]]
         terms += [(literal, -weight) for literal, weight in hidden]
         later = waiting[place + 1 : place + 2]
         build.model.add(waiting[place] >= _sum(terms, later))

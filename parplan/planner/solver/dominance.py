@@ -1,9 +1,10 @@
-"""Which strategies another strategy of the same node can always replace.
+"""Dominance of strategies: drops those that another strategy of the same node can always replace at no cost.
 
-Exact with overlap: T is the largest of F + B and the rows F + B_m + sum_{j<=m} tail_j (see problem), and replacing q by
-p never raises T if it raises no row. Row m counts node v's `back` if v >= m, its `tail` if v <= m, and an edge's `back`
-if its target is > m; F + B counts every `back` and no `tail`. So there are a few different rows per node only, and in
-each the worst case over a neighbour's strategies is the largest difference of two lines of the edge matrix.
+Exact with overlap: T is the largest of F + B and the rows F + B_m + sum_{j<=m} reduction_j (see problem), and
+replacing q by p never raises T if it raises no row. Row m counts node v's `backward_s` if v >= m, its `reduction_s` if
+v <= m, and an edge's `backward_s` if its target is > m; F + B counts every `backward_s` and no `reduction_s`. So there
+are a few different rows per node only, and in each the worst case over a neighbour's strategies is the largest
+difference of two lines of the edge matrix.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ MAX_COMPARISONS = 4_000_000
 
 @dataclass(frozen=True)
 class _Scenario:
-    """What one kind of overlap row counts around a node."""
+    """The costs around a node that one kind of overlap row counts."""
 
-    back: bool
-    tail: bool
-    edges_back: tuple[bool, ...]
+    backward: bool
+    reduction: bool
+    edges_backward: tuple[bool, ...]
 
 
 def undominated(problem: Problem) -> list[Mask]:
@@ -51,7 +52,7 @@ class _Search:
         self.keep: list[Mask] = [np.ones(node.size, dtype=np.bool_) for node in problem.nodes]
         self.at: list[list[Edge]] = [[] for _ in problem.nodes]
         self.rows: list[list[FloatArray]] = [[u.amounts for u in node.usages] for node in problem.nodes]
-        self.tails = [v for v, node in enumerate(problem.nodes) if node.tail[node.allowed].any()]
+        self.reduced = [v for v, node in enumerate(problem.nodes) if node.reduction_s[node.allowed].any()]
         for edge in problem.edges:
             self.at[edge.source].append(edge)
             self.at[edge.target].append(edge)
@@ -85,26 +86,32 @@ class _Search:
             return better
         differences = [self._differences(edge, v, kept) for edge in self.at[v]]
         for scenario in self._scenarios(v):
-            cost = node.ahead + (node.back if scenario.back else 0.0) + (node.tail if scenario.tail else 0.0)
+            cost = (
+                node.forward_s
+                + (node.backward_s if scenario.backward else 0.0)
+                + (node.reduction_s if scenario.reduction else 0.0)
+            )
             cost = np.where(node.allowed, cost, np.inf)[kept]
-            counted = [pair[yes] for pair, yes in zip(differences, scenario.edges_back, strict=True)]
+            counted = [pair[yes] for pair, yes in zip(differences, scenario.edges_backward, strict=True)]
             with np.errstate(invalid="ignore"):  # inf - inf: two forbidden strategies do not replace each other
                 better &= sum(counted, cost[:, None] - cost) <= 0
         return better
 
     def _differences(self, edge: Edge, v: int, kept: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[FloatArray]:
-        """The most that p costs above q on an edge: without its back, and with it."""
+        """The most that p costs above q on an edge: without its backward, and with it."""
         other = self.keep[edge.source + edge.target - v]
-        ahead, back = (edge.ahead, edge.back) if v == edge.source else (edge.ahead.T, edge.back.T)
-        ahead, back = ahead[kept][:, other], back[kept][:, other]
-        ahead = np.where(np.isfinite(back), ahead, np.inf)
-        without = _largest_difference(ahead)
-        return [without, _largest_difference(ahead + back) if back.any() else without]
+        forward, backward = (
+            (edge.forward_s, edge.backward_s) if v == edge.source else (edge.forward_s.T, edge.backward_s.T)
+        )
+        forward, backward = forward[kept][:, other], backward[kept][:, other]
+        forward = np.where(np.isfinite(backward), forward, np.inf)
+        without = _largest_difference(forward)
+        return [without, _largest_difference(forward + backward) if backward.any() else without]
 
     def _scenarios(self, v: int) -> set[_Scenario]:
         targets = [edge.target for edge in self.at[v]]
         everything = _Scenario(True, False, (True,) * len(targets))
-        rows = (_Scenario(v >= m, v <= m, tuple(target > m for target in targets)) for m in self.tails)
+        rows = (_Scenario(v >= m, v <= m, tuple(target > m for target in targets)) for m in self.reduced)
         return {everything, *rows}
 
 

@@ -50,18 +50,18 @@ class Classes:
 
 
 def edge_costs(edge: Edge) -> tuple[FloatArray, FloatArray]:
-    """Ahead and back of an edge with forbidden pairs inf in `ahead` and 0 in `back`."""
-    finite = np.isfinite(edge.ahead + edge.back)
-    return np.where(finite, edge.ahead, np.inf), np.where(finite, edge.back, 0.0)
+    """Forward and backward seconds of an edge with forbidden pairs inf in `forward_s` and 0 in `backward_s`."""
+    finite = np.isfinite(edge.forward_s + edge.backward_s)
+    return np.where(finite, edge.forward_s, np.inf), np.where(finite, edge.backward_s, 0.0)
 
 
 def classes_of(problem: Problem) -> list[Classes]:
     """The classes of every node."""
     lines: list[list[FloatArray]] = [[np.zeros((node.size, 1))] for node in problem.nodes]
     for edge in problem.edges:
-        ahead, back = edge_costs(edge)
-        lines[edge.source] += [ahead, back]
-        lines[edge.target] += [ahead.T, back.T]
+        forward, backward = edge_costs(edge)
+        lines[edge.source] += [forward, backward]
+        lines[edge.target] += [forward.T, backward.T]
     return [group_lines(np.hstack(parts)) for parts in lines]
 
 

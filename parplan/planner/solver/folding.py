@@ -1,8 +1,9 @@
 """Fold away nodes that only add: a node with at most two neighbours leaves its best cost per pair of them.
 
-Exact because a folded node holds no memory, is in no linear constraint, has no tail, and comes after the last tail:
-every overlap row P_i that can be the largest has i before it, so its `back` and that of its edges is in B_i of all of
-them, exactly as `ahead` is in F. One number then stands for both, and the minimum over its strategies is the cost.
+Exact because a folded node holds no memory, is in no linear constraint, has no gradient reduction, and comes after the
+last node that has one: every overlap row P_i that can be the largest has i before it, so its `backward_s` and that of
+its edges is in B_i of all of them, exactly as `forward_s` is in F. One number then stands for both, and the minimum
+over its strategies is the cost.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class _Fold:
 
 def foldable(problem: Problem) -> set[int]:
     """The nodes that only add (see the module), whatever their degree."""
-    last_tail = max((v for v, node in enumerate(problem.nodes) if node.tail[node.allowed].any()), default=-1)
+    last_reduced = max((v for v, node in enumerate(problem.nodes) if node.reduction_s[node.allowed].any()), default=-1)
     bound = {v for row in problem.linear for v in row.terms}
-    return {v for v, node in enumerate(problem.nodes) if v > last_tail and v not in bound and not node.usages}
+    return {v for v, node in enumerate(problem.nodes) if v > last_reduced and v not in bound and not node.usages}
 
 
 def fold(problem: Problem) -> Reduced:
@@ -76,10 +77,10 @@ class _Graph:
     def _table(self, v: int, near: tuple[int, ...]) -> FloatArray:
         """Cost of v with its edges, shape (strategies of v, of its first neighbour, of its second)."""
         node = self.nodes[v]
-        table: FloatArray = (node.ahead + node.back).reshape(-1, *[1] * len(near))
+        table: FloatArray = (node.forward_s + node.backward_s).reshape(-1, *[1] * len(near))
         for axis, u in enumerate(near):
             edge = self.edges[min(u, v), max(u, v)]
-            cost = edge.ahead + edge.back
+            cost = edge.forward_s + edge.backward_s
             shape = [node.size, *[1] * len(near)]
             shape[axis + 1] = self.nodes[u].size
             table = table + (cost if u > v else cost.T).reshape(shape)
@@ -96,12 +97,14 @@ class _Graph:
             self._add_edge(Edge(near[0], near[1], cost, np.zeros_like(cost)))
         else:
             u = near[0] if near else min(self.nodes)
-            self.nodes[u] = replace(self.nodes[u], ahead=self.nodes[u].ahead + cost)
+            self.nodes[u] = replace(self.nodes[u], forward_s=self.nodes[u].forward_s + cost)
 
     def _add_edge(self, edge: Edge) -> None:
         key = edge.source, edge.target
         other = self.edges.get(key)
-        self.edges[key] = edge if other is None else Edge(*key, other.ahead + edge.ahead, other.back + edge.back)
+        self.edges[key] = (
+            edge if other is None else Edge(*key, other.forward_s + edge.forward_s, other.backward_s + edge.backward_s)
+        )
         self.near[edge.source].add(edge.target)
         self.near[edge.target].add(edge.source)
 
@@ -109,7 +112,9 @@ class _Graph:
         """The problem of the nodes left, renumbered in order."""
         order, folds, count = sorted(self.nodes), self.folds, len(self.problem.nodes)
         place = {old: new for new, old in enumerate(order)}
-        edges = tuple(Edge(place[e.source], place[e.target], e.ahead, e.back) for _, e in sorted(self.edges.items()))
+        edges = tuple(
+            Edge(place[e.source], place[e.target], e.forward_s, e.backward_s) for _, e in sorted(self.edges.items())
+        )
         linear = tuple(_moved(row, place) for row in self.problem.linear)
 
         def lift(choice: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ FORBIDDEN = 1e30
 
 def first_choice(problem: Problem) -> list[int]:
     """Per node, the strategy that is cheapest with every edge at its best."""
-    cost = [np.where(node.allowed, node.ahead + node.back, FORBIDDEN) for node in problem.nodes]
+    cost = [np.where(node.allowed, node.forward_s + node.backward_s, FORBIDDEN) for node in problem.nodes]
     for edge in problem.edges:
         both = edge_costs(edge)[0] + edge_costs(edge)[1]
         cost[edge.source] = cost[edge.source] + both.min(axis=1)
@@ -38,7 +38,7 @@ def leanest_choice(problem: Problem) -> list[int]:
     result = []
     for node in problem.nodes:
         held = sum((usage.amounts for usage in node.usages), np.zeros(node.size))
-        cost = np.where(node.allowed, node.ahead + node.back, np.inf)
+        cost = np.where(node.allowed, node.forward_s + node.backward_s, np.inf)
         result.append(int(np.lexsort((cost, np.where(node.allowed, held, np.inf)))[0]))
     return result
 
@@ -79,8 +79,8 @@ def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int
 class _Side:
     """One edge seen from one end: matrices with this end's strategies first."""
 
-    def __init__(self, other: int, target: int, ahead: FloatArray, back: FloatArray) -> None:
-        self.other, self.target, self.ahead, self.back = other, target, ahead, back
+    def __init__(self, other: int, target: int, forward: FloatArray, backward: FloatArray) -> None:
+        self.other, self.target, self.forward_s, self.backward_s = other, target, forward, backward
 
 
 class _State:
@@ -91,11 +91,11 @@ class _State:
         self.choice = list(choice)
         self.sides: list[list[_Side]] = [[] for _ in problem.nodes]
         for edge in problem.edges:
-            ahead, back = edge_costs(edge)
-            ahead = np.where(np.isfinite(ahead), ahead, FORBIDDEN)
-            self.sides[edge.source].append(_Side(edge.target, edge.target, ahead, back))
-            self.sides[edge.target].append(_Side(edge.source, edge.target, ahead.T, back.T))
-        self.overlapped = any(node.tail[node.allowed].any() for node in problem.nodes)
+            forward, backward = edge_costs(edge)
+            forward = np.where(np.isfinite(forward), forward, FORBIDDEN)
+            self.sides[edge.source].append(_Side(edge.target, edge.target, forward, backward))
+            self.sides[edge.target].append(_Side(edge.source, edge.target, forward.T, backward.T))
+        self.overlapped = any(node.reduction_s[node.allowed].any() for node in problem.nodes)
         self.rows = self._overlap_rows() if self.overlapped else np.zeros(0)
         self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
         self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
@@ -112,22 +112,25 @@ class _State:
     def _overlap_rows(self) -> FloatArray:
         """P_i of the module `problem`."""
         picked = list(zip(self.problem.nodes, self.choice, strict=True))
-        tail, back = np.array([n.tail[k] for n, k in picked]), np.array([n.back[k] for n, k in picked])
-        edge_back = np.zeros(len(picked))
+        reduction, backward = (
+            np.array([n.reduction_s[k] for n, k in picked]),
+            np.array([n.backward_s[k] for n, k in picked]),
+        )
+        edge_backward = np.zeros(len(picked))
         for v, sides in enumerate(self.sides):
             for side in sides:
                 if side.target == v:
-                    edge_back[v] += side.back[self.choice[v], self.choice[side.other]]
-        rows: FloatArray = np.cumsum(tail) - (np.cumsum(back) - back) - np.cumsum(edge_back)
+                    edge_backward[v] += side.backward_s[self.choice[v], self.choice[side.other]]
+        rows: FloatArray = np.cumsum(reduction) - (np.cumsum(backward) - backward) - np.cumsum(edge_backward)
         return rows
 
     def costs(self, v: int) -> FloatArray:
         """T per strategy of v, up to a constant."""
         node, now = self.problem.nodes[v], self.choice[v]
-        cost = np.where(node.allowed, node.ahead + node.back, FORBIDDEN)
+        cost = np.where(node.allowed, node.forward_s + node.backward_s, FORBIDDEN)
         for side in self.sides[v]:
             other = self.choice[side.other]
-            cost = cost + side.ahead[:, other] + side.back[:, other]
+            cost = cost + side.forward_s[:, other] + side.backward_s[:, other]
         if not self.overlapped:
             return cost
         shifts = self._shifts(v)
@@ -142,10 +145,10 @@ class _State:
     def _shifts(self, v: int) -> dict[int, FloatArray]:
         """From which overlap row on, v's strategies add what."""
         node = self.problem.nodes[v]
-        shifts = {v: np.where(node.allowed, node.tail, 0.0)}
-        shifts[v + 1] = shifts.get(v + 1, 0.0) - np.where(node.allowed, node.back, 0.0)
+        shifts = {v: np.where(node.allowed, node.reduction_s, 0.0)}
+        shifts[v + 1] = shifts.get(v + 1, 0.0) - np.where(node.allowed, node.backward_s, 0.0)
         for side in self.sides[v]:
-            shifts[side.target] = shifts.get(side.target, 0.0) - side.back[:, self.choice[side.other]]
+            shifts[side.target] = shifts.get(side.target, 0.0) - side.backward_s[:, self.choice[side.other]]
         return {row: shift for row, shift in shifts.items() if row < len(self.rows)}
 
     def exceeded(self, v: int) -> FloatArray:

@@ -40,7 +40,7 @@ def pair_linear(problem: Problem) -> Reduced:
         total = one if first == last else one[:, None] + other
         barrier = np.where((total >= row.low) & (total <= row.high), 0.0, np.inf)
         if first == last:
-            nodes[first] = replace(nodes[first], ahead=nodes[first].ahead + barrier)
+            nodes[first] = replace(nodes[first], forward_s=nodes[first].forward_s + barrier)
         else:
             edges.append(Edge(first, last, barrier, np.zeros_like(barrier)))
     rest = tuple(row for row in problem.linear if row not in short)
@@ -53,7 +53,9 @@ def merge_parallel_edges(problem: Problem) -> Reduced:
     for edge in problem.edges:
         key = edge.source, edge.target
         other = merged.get(key)
-        merged[key] = edge if other is None else Edge(*key, other.ahead + edge.ahead, other.back + edge.back)
+        merged[key] = (
+            edge if other is None else Edge(*key, other.forward_s + edge.forward_s, other.backward_s + edge.backward_s)
+        )
     same = len(merged) == len(problem.edges)
     return Reduced(problem if same else replace(problem, edges=tuple(merged.values())))
 
@@ -64,7 +66,7 @@ def drop_forbidden(problem: Problem) -> Reduced | None:
     None when a node has no strategy left.
     """
     masks = [node.allowed for node in problem.nodes]
-    pairs = [np.isfinite(edge.ahead + edge.back) for edge in problem.edges]
+    pairs = [np.isfinite(edge.forward_s + edge.backward_s) for edge in problem.edges]
     partial = [(edge, allowed) for edge, allowed in zip(problem.edges, pairs, strict=True) if not allowed.all()]
     changed = True
     while changed:

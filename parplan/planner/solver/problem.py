@@ -3,18 +3,18 @@
 Why apart: the solver can then be scored on public instances of the same form (IOPDDL), and a plan's time can be
 recomputed by `evaluate` without trusting any solver.
 
-The objective. Nodes 0..n-1 run forward in order, then backward from n-1 down to 0. While the backward pass goes on, the
-gradient of a node (`tail` seconds) is reduced on the link as soon as the node's backward is done, in that order. The
-step therefore ends no earlier than, for every i,
+The objective. Nodes 0..n-1 run forward in order, then backward from n-1 down to 0. While the backward pass goes on,
+the gradient of a node (`reduction_s` seconds) is reduced on the link as soon as the node's backward is done, in that
+order. The step therefore ends no earlier than, for every i,
 
-    F + B_i + sum_{j<=i} tail_j      F  = all `ahead`
-                                     B_i = `back` of the nodes j >= i and of the edges whose target is > i
+    F + B_i + sum_{j<=i} reduction_j      F  = all `forward_s`
+                                          B_i = `backward_s` of the nodes j >= i and of the edges whose target is > i
 
 (the link may be idle until i's gradient is ready, and then has i's and all later reductions to do), nor earlier
-than F + B_0 + edges into 0 = F + B, and it ends at the largest of these. With B = all `back`, that is
+than F + B_0 + edges into 0 = F + B, and it ends at the largest of these. With B = all `backward_s`, that is
 
     T = F + B + exposed,   exposed = max(0, max_i P_i),
-    P_i = sum_{j<=i} tail_j - sum_{j<i} back_j - sum_{edges with target <= i} back_e.
+    P_i = sum_{j<=i} reduction_j - sum_{j<i} backward_j - sum_{edges with target <= i} backward_e.
 
 Each P_i is linear in the choice, so the overlap is exact in a linear program. T never falls when a cost rises.
 
@@ -82,43 +82,51 @@ class Usage:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One decision: per strategy, the seconds ahead, back and tail (see the module); inf forbids a strategy."""
+    """One decision: seconds per strategy, shape (strategies,), of the phases of the step (see the module).
+
+    inf forbids a strategy.
+    """
 
     name: str
-    ahead: FloatArray
-    back: FloatArray
-    tail: FloatArray
+    forward_s: FloatArray
+    backward_s: FloatArray
+    reduction_s: FloatArray
     usages: tuple[Usage, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("ahead", "back", "tail"):
+        for field in ("forward_s", "backward_s", "reduction_s"):
             object.__setattr__(self, field, _costs(getattr(self, field), f"node {self.name}", 1))
-        lengths = {len(self.ahead), len(self.back), len(self.tail), *(len(usage.amounts) for usage in self.usages)}
+        lengths = {
+            len(self.forward_s),
+            len(self.backward_s),
+            len(self.reduction_s),
+            *(len(usage.amounts) for usage in self.usages),
+        }
         if len(lengths) != 1:
             raise ParplanError(f"node {self.name}: costs and usages for {sorted(lengths)} strategies; give one count")
 
     @property
     def size(self) -> int:
         """The number of strategies."""
-        return len(self.ahead)
+        return len(self.forward_s)
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
         """Which strategies have finite costs, shape (size,)."""
-        return np.isfinite(self.ahead + self.back + self.tail)
+        return np.isfinite(self.forward_s + self.backward_s + self.reduction_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """Seconds ahead and back per (strategy of source, strategy of target), source < target; inf forbids a pair."""
+    """Seconds per (strategy of source, strategy of target), source < target; inf forbids a pair."""
 
     source: int
     target: int
-    ahead: FloatArray
-    back: FloatArray
+    forward_s: FloatArray
+    backward_s: FloatArray
 
     def __post_init__(self) -> None:
-        for field in ("ahead", "back"):
+        for field in ("forward_s", "backward_s"):
             value = _costs(getattr(self, field), f"edge {self.source}-{self.target}", 2)
             object.__setattr__(self, field, value)
         if not 0 <= self.source < self.target:
@@ -157,9 +165,9 @@ class Problem:
     def __post_init__(self) -> None:
         sizes = self.sizes
         for edge in self.edges:
-            fits = edge.target < len(sizes) and edge.ahead.shape == (sizes[edge.source], sizes[edge.target])
-            if not fits or edge.ahead.shape != edge.back.shape:
-                shapes = f"{edge.ahead.shape} and {edge.back.shape}"
+            fits = edge.target < len(sizes) and edge.forward_s.shape == (sizes[edge.source], sizes[edge.target])
+            if not fits or edge.forward_s.shape != edge.backward_s.shape:
+                shapes = f"{edge.forward_s.shape} and {edge.backward_s.shape}"
                 raise ParplanError(f"edge {edge.source}-{edge.target}: costs of shape {shapes} do not fit its nodes")
         for row in self.linear:
             if any(node >= len(sizes) or len(values) != sizes[node] for node, values in row.terms.items()):
@@ -183,8 +191,8 @@ class Evaluation:
     """What a choice costs: seconds, peak bytes per memory, and the names of what it breaks (none if feasible)."""
 
     objective: float
-    ahead: float
-    back: float
+    forward_s: float
+    backward_s: float
     exposed: float
     peaks: tuple[float, ...]
     violations: tuple[str, ...]
@@ -263,14 +271,14 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     The peak of a memory is its largest sum over all time points, 0 if nothing is ever live.
     """
     picked = _checked(problem, choice)
-    ahead, back, exposed = _seconds(problem, picked)
+    forward, backward, exposed = _seconds(problem, picked)
     violations = [*_forbidden(problem, picked), *_broken_linear(problem, picked)]
     peaks = _peaks(problem, picked)
     for resource, (peak, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if peak > limit:
             name = problem.resource_name(resource)
             violations.append(f"{name}: {peak:.0f} bytes exceed {limit:.0f}")
-    return Evaluation(ahead + back + exposed, ahead, back, exposed, peaks, tuple(violations))
+    return Evaluation(forward + backward + exposed, forward, backward, exposed, peaks, tuple(violations))
 
 
 def objective(problem: Problem, choice: Sequence[int]) -> float:
@@ -285,22 +293,26 @@ def _checked(problem: Problem, choice: Sequence[int]) -> list[int]:
 
 
 def _seconds(problem: Problem, picked: Sequence[int]) -> tuple[float, float, float]:
-    """Ahead, back and exposed."""
+    """Forward, backward and exposed seconds."""
     chosen = list(zip(problem.nodes, picked, strict=True))
-    node_ahead = np.array([node.ahead[k] for node, k in chosen])
-    node_back = np.array([node.back[k] for node, k in chosen])
-    tail = np.array([node.tail[k] for node, k in chosen])
-    edge_ahead, edge_back = 0.0, np.zeros(len(chosen))
+    node_forward = np.array([node.forward_s[k] for node, k in chosen])
+    node_backward = np.array([node.backward_s[k] for node, k in chosen])
+    reduction = np.array([node.reduction_s[k] for node, k in chosen])
+    edge_forward, edge_backward = 0.0, np.zeros(len(chosen))
     for edge in problem.edges:
-        edge_ahead += edge.ahead[picked[edge.source], picked[edge.target]]
-        edge_back[edge.target] += edge.back[picked[edge.source], picked[edge.target]]
-    ahead, back = float(node_ahead.sum() + edge_ahead), float(node_back.sum() + edge_back.sum())
-    exposed = _exposed(tail, node_back, edge_back) if np.isfinite(ahead + back + tail.sum()) else np.inf
-    return ahead, back, exposed
+        edge_forward += edge.forward_s[picked[edge.source], picked[edge.target]]
+        edge_backward[edge.target] += edge.backward_s[picked[edge.source], picked[edge.target]]
+    forward, backward = float(node_forward.sum() + edge_forward), float(node_backward.sum() + edge_backward.sum())
+    exposed = (
+        _exposed(reduction, node_backward, edge_backward)
+        if np.isfinite(forward + backward + reduction.sum())
+        else np.inf
+    )
+    return forward, backward, exposed
 
 
-def _exposed(tail: FloatArray, node_back: FloatArray, edge_back: FloatArray) -> float:
-    rows = np.cumsum(tail) - (np.cumsum(node_back) - node_back) - np.cumsum(edge_back)
+def _exposed(reduction: FloatArray, node_backward: FloatArray, edge_backward: FloatArray) -> float:
+    rows = np.cumsum(reduction) - (np.cumsum(node_backward) - node_backward) - np.cumsum(edge_backward)
     return max(0.0, float(rows.max(initial=0.0)))
 
 
@@ -309,7 +321,7 @@ def _forbidden(problem: Problem, choice: list[int]) -> list[str]:
     broken = [f"{n.name}: strategy {k} is forbidden" for n, k in zip(nodes, choice, strict=True) if not n.allowed[k]]
     for edge in problem.edges:
         pair = choice[edge.source], choice[edge.target]
-        if not np.isfinite(edge.ahead[pair] + edge.back[pair]):
+        if not np.isfinite(edge.forward_s[pair] + edge.backward_s[pair]):
             broken.append(f"{nodes[edge.source].name} -> {nodes[edge.target].name}: strategies {pair} cannot meet")
     return broken
 
@@ -370,11 +382,11 @@ def _take_node(node: Node, kept: NDArray[np.intp]) -> Node:
     if len(kept) == node.size:
         return node
     usages = tuple(Usage(u.resource, u.start, u.end, u.amounts[kept]) for u in node.usages)
-    return Node(node.name, node.ahead[kept], node.back[kept], node.tail[kept], usages)
+    return Node(node.name, node.forward_s[kept], node.backward_s[kept], node.reduction_s[kept], usages)
 
 
 def _take_edge(edge: Edge, source: NDArray[np.intp], target: NDArray[np.intp]) -> Edge:
-    if (len(source), len(target)) == edge.ahead.shape:
+    if (len(source), len(target)) == edge.forward_s.shape:
         return edge
     pairs = np.ix_(source, target)
-    return Edge(edge.source, edge.target, edge.ahead[pairs], edge.back[pairs])
+    return Edge(edge.source, edge.target, edge.forward_s[pairs], edge.backward_s[pairs])

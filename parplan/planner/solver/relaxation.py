@@ -55,19 +55,19 @@ class _Costs:
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """A problem made ready for pricing. Overlap rows belong to `tails`, the nodes that may have a tail."""
+    """A problem made ready for pricing. Overlap rows belong to `reduced`, the nodes that may have a reduction."""
 
     problem: Problem
     tree: Tree
     classes: list[Classes]
-    ahead: list[FloatArray]
-    back: list[FloatArray]
-    tails: list[int]
+    forward_s: list[FloatArray]
+    backward_s: list[FloatArray]
+    reduced: list[int]
     rows: list[Row]
 
     def start(self) -> Prices:
         """No prices."""
-        return Prices(np.zeros(len(self.tails)), np.zeros(len(self.rows)))
+        return Prices(np.zeros(len(self.reduced)), np.zeros(len(self.rows)))
 
     def at(self, prices: Prices) -> Priced:
         """Solve at `prices`."""
@@ -88,29 +88,32 @@ class Relaxation:
     def _costs(self, prices: Prices) -> _Costs:
         nodes = self.problem.nodes
         weight = np.zeros(len(nodes) + 1)
-        weight[self.tails] = prices.overlap
-        tail_weight = np.cumsum(weight[::-1])[::-1]
-        node = [n.ahead + (1 - tail_weight[v + 1]) * n.back + tail_weight[v] * n.tail for v, n in enumerate(nodes)]
+        weight[self.reduced] = prices.overlap
+        reduction_weight = np.cumsum(weight[::-1])[::-1]
+        node = [
+            n.forward_s + (1 - reduction_weight[v + 1]) * n.backward_s + reduction_weight[v] * n.reduction_s
+            for v, n in enumerate(nodes)
+        ]
         constant = 0.0
         for row, price in zip(self.rows, prices.limits, strict=True):
             if price != 0:
                 constant -= float(price) * (row.high if price > 0 else row.low)
                 for v, values in row.terms.items():
                     node[v] = node[v] + price * values
-        pairs = zip(self.problem.edges, self.ahead, self.back, strict=True)
-        edge = [ahead + (1 - tail_weight[e.target]) * back for e, ahead, back in pairs]
+        pairs = zip(self.problem.edges, self.forward_s, self.backward_s, strict=True)
+        edge = [forward + (1 - reduction_weight[e.target]) * backward for e, forward, backward in pairs]
         return _Costs(node, [c.least(cost) for c, cost in zip(self.classes, node, strict=True)], edge, constant)
 
     def _slope(self, prices: Prices, choice: Sequence[int], picked: Sequence[int]) -> Prices:
         chosen = list(zip(self.problem.nodes, choice, strict=True))
-        back = np.array([n.back[k] for n, k in chosen])
-        tail = np.array([n.tail[k] for n, k in chosen])
-        edge_back = np.zeros(len(chosen))
-        for edge, matrix in zip(self.problem.edges, self.back, strict=True):
-            edge_back[edge.target] += matrix[picked[edge.source], picked[edge.target]]
-        overlap = np.cumsum(tail) - (np.cumsum(back) - back) - np.cumsum(edge_back)
+        backward = np.array([n.backward_s[k] for n, k in chosen])
+        reduction = np.array([n.reduction_s[k] for n, k in chosen])
+        edge_backward = np.zeros(len(chosen))
+        for edge, matrix in zip(self.problem.edges, self.backward_s, strict=True):
+            edge_backward[edge.target] += matrix[picked[edge.source], picked[edge.target]]
+        overlap = np.cumsum(reduction) - (np.cumsum(backward) - backward) - np.cumsum(edge_backward)
         limits = [_excess(row, price, choice) for row, price in zip(self.rows, prices.limits, strict=True)]
-        return Prices(overlap[self.tails], np.array(limits))
+        return Prices(overlap[self.reduced], np.array(limits))
 
 
 def _excess(row: Row, price: float, choice: Sequence[int]) -> float:
@@ -129,10 +132,10 @@ def relax(problem: Problem, rows: Sequence[Row]) -> Relaxation | None:
         return None
     costs = [edge_costs(edge) for edge in problem.edges]
     places = [np.ix_(classes[e.source].first, classes[e.target].first) for e in problem.edges]
-    ahead = [cost[0][place] for cost, place in zip(costs, places, strict=True)]
-    back = [cost[1][place] for cost, place in zip(costs, places, strict=True)]
-    tails = [v for v, node in enumerate(problem.nodes) if node.tail.any()]
-    return Relaxation(problem, tree, classes, ahead, back, tails, list(rows))
+    forward = [cost[0][place] for cost, place in zip(costs, places, strict=True)]
+    backward = [cost[1][place] for cost, place in zip(costs, places, strict=True)]
+    reduced = [v for v, node in enumerate(problem.nodes) if node.reduction_s.any()]
+    return Relaxation(problem, tree, classes, forward, backward, reduced, list(rows))
 
 
 def climb(

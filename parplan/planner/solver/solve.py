@@ -240,10 +240,10 @@ class _Run:
 
 def _whole(problem: Problem) -> bool:
     """Whether all costs are whole numbers, so that T is."""
-    parts = [part for node in problem.nodes for part in (node.ahead, node.back, node.tail)]
-    parts += [part for edge in problem.edges for part in (edge.ahead, edge.back)]
+    parts = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
+    parts += [part for edge in problem.edges for part in (edge.forward_s, edge.backward_s)]
     return all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
 
 
 def _guess(problem: Problem) -> float:
-    return float(sum(node.ahead.max() + node.back.max() for node in problem.nodes)) or 1.0
+    return float(sum(node.forward_s.max() + node.backward_s.max() for node in problem.nodes)) or 1.0

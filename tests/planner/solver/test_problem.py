@@ -27,21 +27,21 @@ def test_sums_and_overlap_by_hand() -> None:
     nodes = (_node(3, 1, 1), _node(4, 2, 5))
     edge = Edge(0, 1, np.array([[0.25]]), np.array([[0.5]]))
     found = evaluate(Problem(nodes, (edge,)), [0, 0])
-    assert (found.ahead, found.back) == (7.25, 3.5)
+    assert (found.forward_s, found.backward_s) == (7.25, 3.5)
     assert found.exposed == (2 + 5 + 1) - 3.5
     assert found.objective == 7.25 + 8
 
 
 def _clock(problem: Problem, choice: list[int]) -> float:
     """Play the step: forward, then backward with a link that reduces gradients in order as they get ready."""
-    now = sum(n.ahead[k] for n, k in zip(problem.nodes, choice, strict=True))
-    now += sum(e.ahead[choice[e.source], choice[e.target]] for e in problem.edges)
+    now = sum(n.forward_s[k] for n, k in zip(problem.nodes, choice, strict=True))
+    now += sum(e.forward_s[choice[e.source], choice[e.target]] for e in problem.edges)
     link = now
     for v in reversed(range(len(problem.nodes))):
-        now += problem.nodes[v].back[choice[v]]
-        if problem.nodes[v].tail[choice[v]] > 0:
-            link = max(link, now) + problem.nodes[v].tail[choice[v]]
-        now += sum(e.back[choice[e.source], choice[v]] for e in problem.edges if e.target == v)
+        now += problem.nodes[v].backward_s[choice[v]]
+        if problem.nodes[v].reduction_s[choice[v]] > 0:
+            link = max(link, now) + problem.nodes[v].reduction_s[choice[v]]
+        now += sum(e.backward_s[choice[e.source], choice[v]] for e in problem.edges if e.target == v)
     return float(max(now, link))
 
 
