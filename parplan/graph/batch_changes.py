@@ -1,4 +1,4 @@
-"""What in a captured graph changes with the batch size, found by capturing at two sizes.
+"""Differences between captures of one model at two batch sizes.
 
 Sizes of results follow from the axis table. Anything else that changes (`x / x.shape[0]` bakes the
 batch into a number) is invisible in one capture, and would silently change the numbers on replicas.
@@ -18,7 +18,7 @@ __all__ = ["BatchChanges", "batch_changes", "everything_changes"]
 
 @dataclass(frozen=True)
 class BatchChanges:
-    """What changes with the batch size.
+    """The parts of a captured graph that change with the batch size.
 
     Args:
         all: calls of modules with an argument that changes.
@@ -35,7 +35,7 @@ class BatchChanges:
     one_batch: str = ""
 
     def __or__(self, other: BatchChanges) -> BatchChanges:
-        """What changes in either."""
+        """The union of two sets of changes."""
         return BatchChanges(
             self.all | other.all,
             self.unexplained | other.unexplained,

@@ -108,7 +108,7 @@ class Owner:
 
 
 def owner_of(node: fx.Node) -> Owner:
-    """Whose code a node comes from."""
+    """The module call that a node comes from."""
     mark = _mark(node)
     stack = (mark or node).meta.get("nn_module_stack") or {}
     own = kind_of([mark]) if mark else ""

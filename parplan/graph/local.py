@@ -150,7 +150,7 @@ def _copy(
 
 
 def _dropped(part: LocalLayer, node: fx.Node, code: fx.Graph, made: Mapping[str, fx.Node]) -> dict[str, fx.Node | None]:
-    """What stands for operands that only the first shard may use: nothing, or zeros where the op needs a tensor."""
+    """Replacements of operands that only the first shard may use: None, or zeros where the op needs a tensor."""
     names = part.axis.first_only if part.axis is not None and part.column > 0 else frozenset()
     schema = schema_of(node.target)
     optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)} if schema else set()

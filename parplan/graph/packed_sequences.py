@@ -30,7 +30,7 @@ _PLAIN_PACK, _PLAIN_PAD = rnn.pack_padded_sequence.__code__, rnn.pad_packed_sequ
 
 @dataclass(frozen=True)
 class Packed:
-    """What a packed sequence is while a model is captured.
+    """Stands for a packed sequence while a model is captured: the padded tensor with its lengths.
 
     Args:
         padded: [samples, time, features], or [time, samples, features].
@@ -90,7 +90,7 @@ RNN_PACKED = torch.ops.parplan.rnn_packed.default
 
 @dataclass(frozen=True)
 class _Options:
-    """What a recurrent layer is made with, and how it is called."""
+    """Constructor arguments and call mode of a recurrent layer."""
 
     batch_first: bool
     sorted: bool
@@ -207,12 +207,12 @@ def _pad(sequence: Any, batch_first: bool = False, padding_value: float = 0.0, t
 
 
 def pack(padded: Tensor, lengths: Any, batch_first: bool, is_sorted: bool) -> Packed:
-    """What pack_padded_sequence gives."""
+    """pack_padded_sequence while a model is captured."""
     return Packed(padded, torch.as_tensor(lengths, dtype=torch.int64), batch_first, is_sorted)
 
 
 def pad(packed: Any, batch_first: bool, padding_value: float, total_length: int | None) -> tuple[Tensor, Tensor]:
-    """What pad_packed_sequence gives.
+    """pad_packed_sequence while a model is captured.
 
     Raises:
         CaptureError: the length of the result depends on values, or is less than that of what was packed.
@@ -241,7 +241,7 @@ def _forward_for(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_layer(layer: nn.RNNBase, packed: Packed, state: Any) -> tuple[Packed, Any]:
-    """What a recurrent layer gives for a packed sequence."""
+    """The forward of a recurrent layer on a packed sequence."""
     start = [] if state is None else [state] if isinstance(state, Tensor) else list(state)
     flags = [packed.batch_first, packed.sorted, layer.bias, layer.bidirectional, layer.training]
     sizes = [layer.num_layers, layer.hidden_size, layer.proj_size]

@@ -68,7 +68,7 @@ def _layer(graph: LayerGraph, layer: Layer, batch: int) -> Layer:
 
 
 def _scaled(graph: LayerGraph, size: int, batch: int, what: str) -> int:
-    """What grows with the samples, at another number of them (rows of flattened sequences are several for each)."""
+    """A size in proportion to the samples, at another number of them (a sample may have several rows)."""
     captured = graph.batch or 1
     if size % captured:
         raise CaptureError(f"{graph.model}: {what}, no multiple of the batch of {captured}; capture it at {batch}")

@@ -34,7 +34,7 @@ from parplan.planner.search.select import Solved, Taken, solved, taken
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import questions
+from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.search_space.verifier import check, mismatches
 from parplan.planner.simulation.simulator import EFFORT, Effort
 from parplan.planner.simulation.timeline import simulate
@@ -60,7 +60,7 @@ def decide(
     begin = time.perf_counter()
     schemes_of(request.scheme, request.plan)
     case = _case(graph, cluster, costs, request, progress)
-    asked = questions(request.pins, graph, cluster)
+    asked = pin_questions(request.pins, graph, cluster)
     one_pass = solved(case, asked)
     rivals = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, _rival_solver(case))
     found = taken(case, one_pass, asked.whole, rivals)
@@ -93,7 +93,7 @@ def sketch(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Reque
     if request.plan is not None:
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    asked = questions(request.pins, graph, cluster)
+    asked = pin_questions(request.pins, graph, cluster)
     one_pass = solved(case, asked)
     step, plan = prediction(one_pass.formulation, one_pass.choice, costs), _in_passes(case, one_pass.plan, asked.whole)
     return clocked(step, case.player.timeline(plan)) if needs_clock(plan, graph) else step

@@ -1,4 +1,4 @@
-"""What Python objects hold at one moment: numbers, containers and settings, in depth, to be compared with later.
+"""Snapshots of Python objects: numbers, containers and settings in depth, for a later comparison.
 
 A captured graph has such values as constants, so it serves only while they are the same.
 """
@@ -44,7 +44,7 @@ _OPAQUE = (
 
 
 def contents(value: Any) -> Mapping[Hashable, Any] | None:
-    """What a container holds by key, an object by attribute; None for what is not looked into."""
+    """The contents of a container by key, of an object by attribute; None for values that are not looked into."""
     if isinstance(value, (*PLAIN, *_OPAQUE)):
         return None
     if isinstance(value, dict):
@@ -79,12 +79,12 @@ def _of_numpy(value: Any) -> Mapping[Hashable, Any] | None:
 
 @dataclass(frozen=True)
 class Held:
-    """A container and what it held.
+    """The snapshot of one container.
 
     Args:
-        path: what users call it, such as "encoder.scales".
-        container: itself.
-        keys, values: of its contents.
+        path: as users write it, such as "encoder.scales".
+        container: the container itself.
+        keys, values: its contents.
         written: keys that the forward itself writes, which are not compared.
     """
 
@@ -113,11 +113,11 @@ class Held:
 
     @property
     def items(self) -> dict[Hashable, Any]:
-        """What it held, by key."""
+        """The contents at the time of the snapshot, by key."""
         return dict(zip(self.keys, self.values, strict=True))
 
     def restore(self) -> None:
-        """Put back what it held."""
+        """Give the container the contents of the snapshot again."""
         place = self.container
         if isinstance(place, (list, deque)):
             place.clear()
@@ -134,7 +134,7 @@ class Held:
 
 
 def name_of(path: str, container: Any, key: Hashable) -> str:
-    """What users call an entry of a container."""
+    """The path of an entry of a container, as users write it."""
     indexed = isinstance(container, (dict, list, tuple, deque, set, frozenset))
     return f"{path}[{key!r}]" if indexed else f"{path}.{key}"
 

@@ -30,7 +30,7 @@ class CellPlace:
 
 
 def names_of(function: Any, seen: set[int]) -> Iterator[Entry]:
-    """What the user's function and those that it calls by name find outside of them; `seen` functions are left out."""
+    """Global and closure variables of a user's function and of those it calls; `seen` functions are left out."""
     waiting = [function]
     while waiting:
         code = getattr(waiting[-1], "__code__", None)

@@ -47,7 +47,7 @@ class Number:
 
     @property
     def value(self) -> Any:
-        """What it is now."""
+        """The current value of the number."""
         return self._home()[self.keys[-1]]
 
     def put(self, value: Any) -> None:

@@ -82,7 +82,7 @@ class Recorder:
 
     @property
     def guards(self) -> Guards:
-        """What the forward has read."""
+        """Guards on all values that the forward has read."""
         # Of which tensor a number came is not known.
         versions = [tensor.entry for tensor in self._tensors.values()] if self.host_reads.any else []
         written = {path: frozenset(keys) for path, keys in self._written.items()}
@@ -218,7 +218,7 @@ class Recorder:
                 )
 
     def name_of(self, tensor: Tensor) -> str:
-        """What users call a plain tensor that the forward has read."""
+        """The path of a plain tensor that the forward has read, as users write it."""
         known = self._tensors.get(id(tensor))
         return known.path if known is not None else "a tensor that is not a parameter"
 

@@ -1,4 +1,4 @@
-"""What a forward reads that is neither a tensor nor an attribute, while a model is captured: modes, random numbers.
+"""Modes of torch, host reads of tensors and random generators, watched while a model is captured.
 
 A branch on `torch.is_grad_enabled()` is taken once, so the mode belongs to what a captured graph serves. Random numbers
 of Python or NumPy would be drawn once and stay: they are refused.
@@ -41,7 +41,7 @@ class ModePlace:
 
 @contextmanager
 def callers_modes() -> Iterator[None]:
-    """What is captured inside sees the modes of here, whatever modes it is captured in."""
+    """Captures inside see the modes that hold on entry, whatever modes the capture itself runs in."""
     token = _OUTSIDE.set({name: read() for name, read in _MODES.items()})
     try:
         yield

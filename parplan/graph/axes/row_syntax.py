@@ -1,4 +1,4 @@
-"""What an axis of one op is, and how a row of the axis table is read.
+"""The axes of one op, and the syntax of a row of the axis table.
 
 A row is written like einops: `b.. i+, o i+, o^ -> b.. o`. Each word is one dimension of an operand,
 letters that agree are the same axis. `x..` stands for any number of dimensions. Marks after a name:
@@ -18,7 +18,7 @@ __all__ = ["Cut", "OpAxis", "Place", "parse_row", "read_row"]
 
 
 class Cut(Enum):
-    """What happens when an axis of an op is cut."""
+    """The effect of cutting an axis of an op."""
 
     MAP = "every part computes its part of the output"
     SUM = "every part computes a term of the output"

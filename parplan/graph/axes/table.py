@@ -1,6 +1,6 @@
 """The axis table: for every ATen op we know, which axes exist and what cutting each one does.
 
-One row per family of ops. A row is text (see op_axes) where the op's dimensions are fixed, or a small
+One row per family of ops. A row is text (see row_syntax) where the op's dimensions are fixed, or a small
 function where they follow from arguments (views, permutations, reductions). What is not in the table
 is never cut, only run whole. `register_row` adds a row for an op of your own.
 """

@@ -109,7 +109,7 @@ def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is captured: a model, the leaves of its arguments, and where samples lie."""
+    """The call to capture: a model, the leaves of its arguments, and the dimension of the samples."""
 
     model: nn.Module
     leaves: Sequence[Any]

@@ -25,7 +25,7 @@ __all__ = ["WholeBatch", "unplaced", "whole_batch"]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What needs the whole batch.
+    """Ops and results that need the whole batch.
 
     Args:
         indices: ops that take positions along samples from inputs.

@@ -45,12 +45,12 @@ class FreeAxis:
 
 @dataclass
 class Followed:
-    """What was found out about a Function.
+    """Findings about a Function.
 
     Attributes:
         axes: those that its forward and backward leave apart; where there are none, those of its forward alone.
         whole: why all samples have to go through it at once; empty where they stay apart.
-        codes: its forward, and its forward and backward, as ops; as far as they can be traced.
+        traces: its forward, and its forward and backward, as ops; as far as they can be traced.
         writes: whether its backward may write to the gradients it is given.
         linear: whether the gradients it gives are linear in those it is given, so that terms of a sum may go through
             it one by one.
@@ -59,7 +59,7 @@ class Followed:
 
     axes: tuple[FreeAxis, ...] = ()
     whole: str = "its code was not traced"
-    codes: tuple[fx.GraphModule, ...] = ()
+    traces: tuple[fx.GraphModule, ...] = ()
     writes: bool = True
     linear: bool = False
     random: bool = True
@@ -70,8 +70,8 @@ class Followed:
 
     def compare(self, other: Followed, name: str) -> None:
         """Let it run whole where its code has numbers that differ at another batch size."""
-        same = [_same(one, twin) for one, twin in zip(self.codes, other.codes, strict=False)]
-        if len(self.codes) != len(other.codes) or not all(same):
+        same = [_same(one, twin) for one, twin in zip(self.traces, other.traces, strict=False)]
+        if len(self.traces) != len(other.traces) or not all(same):
             self.axes = self.axes if same and same[0] else ()
             self.bar(f"a number in the code of {name} changes with the number of samples")
 
@@ -92,27 +92,27 @@ def follow(call: Run, inputs: Sequence[Tensor], name: str) -> Followed:
     """
     found, ahead = Followed(), _Roles(len(inputs))
     try:
-        found.codes = (_traced(call, inputs, [], ahead),)
+        found.traces = (_traced(call, inputs, [], ahead),)
         ends = [tensor for tensor in call(inputs) if tensor.requires_grad and torch.is_grad_enabled()]
         pulls = [torch.empty_like(tensor, requires_grad=False) for tensor in ends]
         roles = _Roles(len(inputs))
-        found.codes = (*found.codes, _traced(call, inputs, pulls, roles))
+        found.traces = (*found.traces, _traced(call, inputs, pulls, roles))
     except Exception as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         found.whole = f"the code of {name} cannot be traced without values ({type(error).__name__}: {reason[:160]})"
-        found.axes = _Reader(found.codes[0], ahead, name).axes()[0] if found.codes else ()
+        found.axes = _Reader(found.traces[0], ahead, name).axes()[0] if found.traces else ()
         return found
-    reader = _Reader(found.codes[1], roles, name)
+    reader = _Reader(found.traces[1], roles, name)
     found.axes, found.whole = reader.axes()
     found.writes, found.linear, found.random = reader.writes, reader.is_linear, reader.is_random
     if found.whole:
-        found.axes = _Reader(found.codes[0], ahead, name).axes()[0]
+        found.axes = _Reader(found.traces[0], ahead, name).axes()[0]
     return found
 
 
 @dataclass
 class _Roles:
-    """What the arguments and results of a traced graph are.
+    """The roles of the arguments and results of a traced graph.
 
     Attributes:
         arguments: how many of its arguments are the Function's.

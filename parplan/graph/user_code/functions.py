@@ -99,7 +99,7 @@ class FunctionSite:
         return self.followed.random
 
     def know(self, other: FunctionSite) -> None:
-        """What is known of another call with arguments like this one's."""
+        """Take over the findings of another call with arguments like this one's."""
         self.outputs, self.results, self.aliases = other.outputs, other.results, other.aliases
         self.followed = replace(other.followed)
 

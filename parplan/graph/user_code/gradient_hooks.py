@@ -93,7 +93,7 @@ class HookSite:
 
 
 class Handle:
-    """What `register_hook` returns in a captured forward."""
+    """The result of `register_hook` in a captured forward."""
 
     def __init__(self, site: HookSite) -> None:
         self._site = site

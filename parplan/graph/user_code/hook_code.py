@@ -28,13 +28,13 @@ class HookCode:
 
     Args:
         hook: as the forward registers it.
-        holds: what it holds: bound arguments, defaults and the closure, with the tensors taken out; None where there
-            are no tensors among that.
-        tensors: those.
+        bound: bound arguments, defaults and the closure, with the tensors taken out; None where there are no tensors
+            among them.
+        tensors: the tensors that were taken out.
     """
 
     hook: Hook
-    holds: Template | None
+    bound: Template | None
     tensors: tuple[Tensor, ...]
 
     @staticmethod
@@ -46,19 +46,19 @@ class HookCode:
 
     def reading(self, tensors: Sequence[Tensor]) -> Hook:
         """The hook with these tensors in place of those it was registered with."""
-        return self.hook if self.holds is None else _with(self.hook, self.holds.filled(tensors))
+        return self.hook if self.bound is None else _with(self.hook, self.bound.filled(tensors))
 
     @property
     def is_as_registered(self) -> bool:
         """Whether it still holds what it did when the forward registered it; checked where that was taken out."""
-        if self.holds is None:
+        if self.bound is None:
             return True
         template, tensors = Template.of(_held(self.hook))
-        return template.matches(self.holds) and all(map(operator.is_, tensors, self.tensors))
+        return template.matches(self.bound) and all(map(operator.is_, tensors, self.tensors))
 
 
 def _held(hook: Any) -> Any:
-    """What a function holds, as nested lists."""
+    """Bound arguments, defaults and closure of a function, as nested lists."""
     if isinstance(hook, partial):
         return [_held(hook.func), list(hook.args), dict(hook.keywords)]
     if isinstance(hook, MethodType):

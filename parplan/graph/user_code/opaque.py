@@ -93,7 +93,7 @@ class OpaqueCalls:
     # -- what is intercepted --
 
     def _apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `cls.apply` gives."""
+        """Stands in for `cls.apply`."""
         if cls is _CHECKPOINT and not self._aside:
             return _checkpointed(*args)
         if self._aside or _is_torchs(cls):
@@ -183,7 +183,7 @@ class OpaqueCalls:
         _check_aliases(exported.graph, self.sites)
 
     def changes(self, graph: fx.GraphModule, other: OpaqueCalls) -> BatchChanges:
-        """What of these calls changes with the batch size, found by the same calls in another capture."""
+        """The calls that change with the batch size, by comparison with the same calls in another capture."""
         found = set[Owner]()
         for node in _opaque(graph):
             one, twin = self.sites[str(node.args[-1])], other.sites.get(str(node.args[-1]))
@@ -224,7 +224,7 @@ def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _kind(cls: type, tensors: Sequence[Tensor]) -> Hashable:
-    """What calls of a Function that are traced alike have in common, but for arguments that are no tensors."""
+    """Key of the calls of a Function that are traced alike, arguments that are no tensors aside."""
     first = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
     shapes = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)]) for t in tensors)
     return (cls, torch.is_grad_enabled(), shapes)

@@ -45,7 +45,7 @@ class Option:
 
     @property
     def memory_bytes(self) -> int:
-        """What the layer adds at the moment most is live."""
+        """Bytes that the layer adds at the moment when most is live."""
         return self.memory.resident_bytes + self.memory.saved_bytes
 
 

@@ -1,4 +1,4 @@
-"""What pins mean for a model's layers: which strategies each layer is left with, or why a pin cannot be kept.
+"""Pins as constraints on a model's layers: the strategies each layer is left with, or why a pin cannot be kept.
 
 Pins on one layer combine; where two say different things, the later one wins. A layer without a `gpu:` pin of its own
 runs on the devices of the layer that its first input comes from, if those were pinned (directly or the same way).
@@ -77,7 +77,7 @@ class Pinned:
         return all(replace(layers[name], update_period=None) in allowed for name, allowed in self.allowed.items())
 
     def words(self, layer: str, together: Collection[Pin] = ()) -> str:
-        """What pins decide about a layer, for the report; empty for nothing.
+        """Words for the report on the pins that decide about a layer; empty without any.
 
         Args:
             together: pins that are told without their patterns, so that layers of which the same is said are alike.

@@ -36,8 +36,8 @@ __all__ = [
     "fastest",
     "grouped",
     "no_plan",
+    "pin_questions",
     "prices",
-    "questions",
 ]
 
 MANY = 8
@@ -113,7 +113,7 @@ class Questions:
     refused: Mapping[PinGroup, str]
 
 
-def questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
+def pin_questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
     """Check the pins, together and without each (or each group of many).
 
     Raises:
@@ -131,12 +131,12 @@ def questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Quest
 
 
 def candidates(
-    asked: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool
+    questions: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool
 ) -> dict[str, Sequence[Strategy]]:
     """Every strategy that some question allows, per layer, each once."""
-    blocks = pinned_blocks(cluster, asked.whole.pins, everywhere)
+    blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     free = {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
-    every = [asked.whole, *(question.pinned for question in asked.parts)]
+    every = [questions.whole, *(question.pinned for question in questions.parts)]
     return {
         name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))
         for name, own in free.items()
@@ -187,8 +187,8 @@ def _with_periods(
     return _best(first, [solve(_between(problem, counts, low, high)) for low, high in pairs])
 
 
-def _broken(most: int, fewest: int, periods: Sequence[int]) -> bool:
-    return bool(most % fewest) or any((most // fewest) % period for period in periods)
+def _broken(max_replicas: int, min_replicas: int, periods: Sequence[int]) -> bool:
+    return bool(max_replicas % min_replicas) or any((max_replicas // min_replicas) % period for period in periods)
 
 
 def _between(problem: Problem, counts: Mapping[int, Sequence[int]], low: int, high: int) -> Problem:
@@ -221,50 +221,54 @@ def _best(first: Solution, tried: Sequence[Solution]) -> Solution:
     return replace(best, status=status, bound=bound, gap=gap, seconds=seconds)
 
 
-def no_plan(formulation: Formulation, asked: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
-    """What to tell when pins are legal one by one and no plan keeps them together."""
-    pins = asked.whole.pins
-    why = why_not(formulation, solution) if solution.infeasibility or not asked.whole.periods else _no_passes(asked)
+def no_plan(formulation: Formulation, questions: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
+    """The error for pins that are legal one by one while no plan keeps them together."""
+    pins = questions.whole.pins
+    why = (
+        why_not(formulation, solution)
+        if solution.infeasibility or not questions.whole.periods
+        else _no_passes(questions)
+    )
     if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
         return InfeasiblePlan(why_not(formulation, solution))
-    enough = [one.without for one in asked.parts if fastest(formulation, one.pinned, solve).choice is not None]
+    enough = [one.without for one in questions.parts if fastest(formulation, one.pinned, solve).choice is not None]
     together = "together " if len(pins) > 1 else ""
     hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
     return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
 
 
-def _no_passes(asked: Questions) -> str:
-    periods = sorted(set(asked.whole.periods.values()))
+def _no_passes(questions: Questions) -> str:
+    periods = sorted(set(questions.whole.periods.values()))
     listed = ", ".join(map(str, periods))
     return f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
 
 
-def prices(asked: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> Pins:
-    """What each pin costs, the others kept, and all of them against the free optimum.
+def prices(questions: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> Pins:
+    """Prices of the pins: each with the others kept, and all of them against the free optimum.
 
     Args:
         found: the step with all pins.
         ask: the step of the fastest plan under other pins.
     """
     free = ask(Pinned((), {}, {}))
-    without = {question.without: ask(question.pinned) for question in asked.parts}
+    without = {question.without: ask(question.pinned) for question in questions.parts}
     return Pins(
         step_s=found.step_s or 0.0,
         free_s=free.step_s,
         proven=found.proven and free.proven,
-        each=tuple(_price(group, asked, found, without.get(group)) for group in asked.groups),
+        each=tuple(_price(group, questions, found, without.get(group)) for group in questions.groups),
     )
 
 
-def _price(group: PinGroup, asked: Questions, found: Answer, without: Answer | None) -> PinPrice:
+def _price(group: PinGroup, questions: Questions, found: Answer, without: Answer | None) -> PinPrice:
     none = without is None or without.step_s is None
     return PinPrice(
         pin=group.describe(),
         origin=group.origin,
-        layers=sum(any(pin.matches(name) for pin in group.pins) for name in asked.whole.layers),
+        layers=sum(any(pin.matches(name) for pin in group.pins) for name in questions.whole.layers),
         step_s=found.step_s or 0.0,
         without_s=None if without is None else without.step_s,
         proven=found.proven and without is not None and without.proven,
-        why_not=asked.refused.get(group, "no plan is left") if none else "",
+        why_not=questions.refused.get(group, "no plan is left") if none else "",
         patterns=tuple(pin.pattern for pin in group.pins),
     )

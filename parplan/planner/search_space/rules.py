@@ -30,13 +30,13 @@ def r1_batch(
     batch: int,
     units: int | None,
     replicas: int,
-    most: int | None = None,
+    max_replicas: int | None = None,
     unknown: Sequence[str] = (),
     why: str = "",
 ) -> None:
     """R1: the batch is divisible by the layer's replicas; `units` None: its samples cannot be split.
 
-    `most` replicas have devices: no more are advised. `unknown` are ops of the layer that no axis is known of, `why` is
+    `max_replicas` have devices: no more are advised. `unknown` are ops of the layer that no axis is known of, `why` is
     another reason to see all samples at once.
     """
     if replicas == 1:
@@ -61,7 +61,7 @@ def r1_batch(
         raise RuleError(
             "R1",
             layer,
-            f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas, most)}",
+            f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas, max_replicas)}",
         )
 
 
@@ -85,10 +85,10 @@ def r4_divides(layer: str, replicas: int, fed: Mapping[str, int]) -> None:
             raise RuleError("R4", layer, f"{_replicas(replicas)} cannot feed the {count} of {name}; give {name} {fits}")
 
 
-def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int, most: int | None = None) -> None:
+def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int, max_shards: int | None = None) -> None:
     """R5: the cut axis exists and is divisible by the shards; `units` are the layer's axes.
 
-    `most` shards have devices: no more are advised.
+    `max_shards` have devices: no more are advised.
     """
     if shards == 1:
         if axis is not None:
@@ -99,7 +99,7 @@ def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int,
         along = f" along {axis!r}" if axis is not None or units else f" in {shards}"
         raise RuleError("R5", layer, f"it cannot be cut{along}; its axes are {known}")
     if units[axis] % shards:
-        fits = _choices(units[axis], shards, most, "shards")
+        fits = _choices(units[axis], shards, max_shards, "shards")
         raise RuleError("R5", layer, f"{units[axis]} {axis} cannot be cut in {shards}; {fits}")
 
 
@@ -134,8 +134,8 @@ def r8_update_period(layer: str, period: int | None, passes: int) -> None:
         raise RuleError("R8", layer, f"an update period of {period} does not divide {passes} passes; use {fits}")
 
 
-def _choices(number: int, wrong: int, most: int | None, what: str = "replicas") -> str:
-    near = [part for part in divisors(number) if part <= (most or 4 * wrong)]
+def _choices(number: int, wrong: int, limit: int | None, what: str = "replicas") -> str:
+    near = [part for part in divisors(number) if part <= (limit or 4 * wrong)]
     below = [part for part in near if part < wrong][-2:]
     above = [part for part in near if part > wrong][:1]
     return "use " + " or ".join(str(part) for part in below + above) + f" {what}"

@@ -88,7 +88,7 @@ def _legal(layer: Layer, batch: int, replicas: int, shards: int, axis: str | Non
 
 
 def batch_units(layer: Layer, batch: int) -> int | None:
-    """What replicas must divide; None when samples cannot be split. Without samples anything goes."""
+    """The number that replicas must divide; None when samples cannot be split. Without samples, the batch itself."""
     if layer.constant:
         return batch
     return layer.batch.units if layer.batch is not None else None

@@ -84,16 +84,16 @@ def other_batch(plan: Plan, graph: LayerGraph) -> str:
     )
 
 
-def _neighbours(plan: Plan, graph: LayerGraph, name: str, ahead: bool) -> dict[str, int]:
-    near = graph.digraph.successors(name) if ahead else graph.digraph.predecessors(name)
+def _neighbours(plan: Plan, graph: LayerGraph, name: str, successors: bool) -> dict[str, int]:
+    near = graph.digraph.successors(name) if successors else graph.digraph.predecessors(name)
     return {other: plan.layers[other].replicas for other in near if not graph.layers[other].constant}
 
 
 def _strict(plan: Plan, graph: LayerGraph, name: str) -> None:
     if graph.layers[name].constant:
         return
-    fed = _neighbours(plan, graph, name, ahead=True)
-    rules.r2_feeders(name, _neighbours(plan, graph, name, ahead=False))
+    fed = _neighbours(plan, graph, name, successors=True)
+    rules.r2_feeders(name, _neighbours(plan, graph, name, successors=False))
     rules.r3_fed(name, fed)
     rules.r4_divides(name, plan.layers[name].replicas, fed)
 
@@ -102,10 +102,10 @@ def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
     """The strict rules that a transfer stands in for at this layer, as messages."""
     if graph.layers[name].constant:
         return ()
-    fed = _neighbours(plan, graph, name, ahead=True)
+    fed = _neighbours(plan, graph, name, successors=True)
     found = []
     for rule, arguments in (
-        (rules.r2_feeders, (name, _neighbours(plan, graph, name, ahead=False))),
+        (rules.r2_feeders, (name, _neighbours(plan, graph, name, successors=False))),
         (rules.r3_fed, (name, fed)),
         (rules.r4_divides, (name, plan.layers[name].replicas, fed)),
     ):

@@ -56,7 +56,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Found:
-    """What the search ended with; bound in seconds, a true lower bound on T."""
+    """Result of the search; `bound` in seconds is a true lower bound on T."""
 
     status: Status
     choice: tuple[int, ...] | None
@@ -326,13 +326,13 @@ def _interruptible(
     solver: cp_model.CpSolver, model: cp_model.CpModel, callback: cp_model.CpSolverSolutionCallback | None
 ) -> int:
     """Solve in a thread, so that Ctrl-C reaches Python; it stops the search and is raised again."""
-    codes: list[int] = []
+    statuses: list[int] = []
     failed: list[BaseException] = []
     done = threading.Event()  # not join: an interrupted join may take a running thread for a stopped one (Python 3.11)
 
     def work() -> None:
         try:
-            codes.append(int(solver.solve(model, callback)))
+            statuses.append(int(solver.solve(model, callback)))
         except BaseException as error:  # raised again in the caller's thread
             failed.append(error)
         finally:
@@ -349,4 +349,4 @@ def _interruptible(
         raise
     if failed:
         raise failed[0]
-    return codes[0]
+    return statuses[0]

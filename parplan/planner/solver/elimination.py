@@ -2,7 +2,7 @@
 
 Networks are nearly chains: a node and what is still open around it (skip edges) are two or three nodes wide, so the
 tables stay small and one pass takes milliseconds. Without overlap rows and limits this is the answer; with them it
-prices a Lagrangian relaxation (solve_bound). A second pass gives, for every strategy, the best cost of all choices
+prices a Lagrangian relaxation (relaxation.py). A second pass gives, for every strategy, the best cost of all choices
 that use it.
 
 Strategies with equal lines in all edge matrices of a node form one class; only classes enter the tables.
@@ -28,7 +28,7 @@ MAX_TOTAL = 10_000_000
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Which strategies of a node look alike to all its neighbours.
+    """Classes of a node's strategies that look alike to all its neighbours.
 
     Attributes:
         of: class of each strategy, numbered by first appearance.
@@ -147,7 +147,7 @@ class Tree:
 
 
 def _outside(whole: FloatArray, message: FloatArray, shape: tuple[int, ...]) -> FloatArray:
-    """What everything but the sender of `message` costs at least, in the message's shape."""
+    """The least cost of everything but the sender of `message`, in the message's shape."""
     away = tuple(axis for axis, size in enumerate(shape) if size == 1 and whole.shape[axis] != 1)
     least: FloatArray = whole.min(axis=away, keepdims=True).reshape(message.shape)
     with np.errstate(invalid="ignore"):

@@ -92,5 +92,5 @@ def drop_loose(problem: Problem) -> Reduced:
 
 
 def drop_dominated(problem: Problem) -> Reduced:
-    """Without strategies that another one of the same node can always replace at no cost (see solve_dominance)."""
+    """Without strategies that another one of the same node can always replace at no cost (see dominance.py)."""
     return restrict(problem, undominated(problem))

@@ -66,7 +66,7 @@ def _costs(values: ArrayLike, what: str, dimensions: int) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """What a node's strategies hold of one memory, at the time points [start, end).
+    """Bytes per strategy that a node holds of one memory, at the time points [start, end).
 
     Amounts are bytes, rounded up to whole ones, so that float and integer sums agree exactly.
     """
@@ -182,13 +182,13 @@ class Problem:
         return [node.size for node in self.nodes]
 
     def resource_name(self, resource: int) -> str:
-        """What to call a memory in messages."""
+        """Name of a memory in messages."""
         return self.resource_names[resource] if resource < len(self.resource_names) else f"memory {resource}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a choice costs: seconds, peak bytes per memory, and the names of what it breaks (none if feasible)."""
+    """Seconds and peak bytes per memory of a choice, and the constraints that it breaks (none if feasible)."""
 
     objective: float
     forward_s: float
@@ -266,7 +266,7 @@ class Solution:
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
-    """What `choice` (one strategy per node) costs and breaks; independent of every solver.
+    """Costs and broken constraints of `choice` (one strategy per node); independent of every solver.
 
     The peak of a memory is its largest sum over all time points, 0 if nothing is ever live.
     """
@@ -282,7 +282,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 
 
 def objective(problem: Problem, choice: Sequence[int]) -> float:
-    """What `choice` costs, in seconds, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
+    """Seconds of `choice`, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
     return sum(_seconds(problem, _checked(problem, choice)))
 
 

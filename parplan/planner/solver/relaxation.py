@@ -1,7 +1,7 @@
 """A bound, and often the proof, without any search: price the coupling constraints and solve what is left exactly.
 
 T = F + B + max(0, max_i P_i) is the largest, over weights w >= 0 with sum <= 1, of F + B + sum_i w_i P_i; every limit
-can be priced likewise. For fixed prices the problem is a sum over nodes and edges, which `solve_tree` minimises
+can be priced likewise. For fixed prices the problem is a sum over nodes and edges, which elimination.py minimises
 exactly: a true lower bound on T. Prices climb by projected subgradients (Polyak's step towards the best known T).
 Every choice met on the way is a candidate. With the best prices, a strategy whose best choice of all costs as much as
 the best known one is out: the search then gets what little is left.

@@ -108,7 +108,7 @@ class _Run:
             self.on_progress(better[0], min(better))
 
     def cutoff(self) -> float:
-        """What a choice worth finding stays below."""
+        """Seconds that a better choice has to stay below."""
         return self.objective - 0.5 if self.whole else self.objective * (1 - CUT)
 
     def left(self) -> float:
@@ -167,7 +167,7 @@ class _Run:
         return self.cut_off(reduced, marginals(best.prices)) if self.choice is not None else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
-        """Without strategies that no choice worth finding uses; None if nothing is left."""
+        """Without strategies that no better choice uses; None if nothing is left."""
         self.cut = min(self.cut, self.cutoff())
         keep = survivors(marginals, self.cutoff())
         if not all(mask.any() for mask in keep):
@@ -223,7 +223,7 @@ class _Run:
         return choice
 
     def solution(self, feasible: bool) -> Solution:
-        """What the run ended with; INFEASIBLE with its cause."""
+        """Result of the run; INFEASIBLE with its cause."""
         if self.choice is None:
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = None if feasible else explain(self.problem, EXPLAIN_S, self.workers)

@@ -19,7 +19,7 @@ from parplan.planner.search.context import Case, fits, plain
 from parplan.planner.search.refine import _Polish, polished
 from parplan.planner.search.select import Solved, solved
 from parplan.planner.search_space.pin_constraints import Pinned, pinned
-from parplan.planner.search_space.pin_search import questions
+from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.simulator import EFFORT, Effort, Player
 from tests.planner.graphs import perceptron
@@ -33,7 +33,7 @@ def case_of(graph: LayerGraph, cluster: Cluster) -> Case:
 
 
 def prices(case: Case) -> Solved:
-    return solved(case, questions((), case.graph, case.cluster))
+    return solved(case, pin_questions((), case.graph, case.cluster))
 
 
 def worse(devices: int) -> Plan:

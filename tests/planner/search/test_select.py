@@ -18,7 +18,7 @@ from parplan.planner.search.branches import sections
 from parplan.planner.search.context import Case
 from parplan.planner.search.select import Solved, solved, taken
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import questions
+from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.simulation import simulator as player
 from parplan.planner.simulation.timeline import simulate
 from tests.planner.branches import pair
@@ -34,7 +34,7 @@ def case_of(request: Request, devices: int = 2) -> Case:
 
 
 def in_one_pass(case: Case) -> Solved:
-    return solved(case, questions((), case.graph, case.cluster))
+    return solved(case, pin_questions((), case.graph, case.cluster))
 
 
 def rival(plan: Plan) -> Baseline:

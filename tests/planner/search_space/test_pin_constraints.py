@@ -26,7 +26,7 @@ from parplan.planner.decide import Request, decide
 from parplan.planner.decision import Decision, Pins
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.pin_constraints import pinned
-from parplan.planner.search_space.pin_search import candidates, fastest, questions
+from parplan.planner.search_space.pin_search import candidates, fastest, pin_questions
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import evaluate
@@ -166,7 +166,7 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
         with pytest.raises(PinError, match=r"\(R[15678]\)"):
             pinned(pins, graph, cluster)
         return
-    costs, asked = RooflineCosts(graph, cluster), questions(pins, graph, cluster)
+    costs, asked = RooflineCosts(graph, cluster), pin_questions(pins, graph, cluster)
     formulation = formulate(graph, cluster, costs, candidates(asked, graph, cluster, everywhere=False))
     expected = best_by_trying(graph, cluster, pins)
     assert fastest(formulation, asked.whole, solve).objective == pytest.approx(expected, rel=1e-6)
@@ -220,7 +220,7 @@ def test_the_draw_covers_what_can_happen() -> None:
 @pytest.mark.parametrize("pins", [["0=replicas:2"], ["3=shards:2"], ["0=gpu:1", "3=gpu:0,1"]])
 def test_strict_rules_hold_beside_pins(pins: list[str]) -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
-    costs, asked = RooflineCosts(graph, cluster), questions(read_pins(pins), graph, cluster)
+    costs, asked = RooflineCosts(graph, cluster), pin_questions(read_pins(pins), graph, cluster)
     options = candidates(asked, graph, cluster, everywhere=False)
     found = fastest(formulate(graph, cluster, costs, options, strict=True), asked.whole, solve)
     expected = best_by_trying(graph, cluster, read_pins(pins), "strict")
