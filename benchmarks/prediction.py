@@ -253,7 +253,7 @@ def _copy(profile: SessionProfile) -> SessionProfile:
     for entry in profile.all():
         twin.put(entry)
     for link in profile.links("gloo"):
-        twin.put_link(link)
+        twin.put(link)
     return twin
 
 

@@ -130,8 +130,9 @@ def test_learning_keeps_one_entry_per_distinct_part(graph: LayerGraph, cluster: 
     # The first layer's input needs no gradient, so it is not the same part as the third.
     assert found.parts == len({part_signature(graph, part_of(graph, graph.layers[n], plan.layers[n])) for n in seconds})
     assert (found.known, learn(back, graph, profile).known) == (0, found.parts)
-    relu = profile.get(part_signature(graph, part_of(graph, graph.layers["1"], plan.layers["1"])))
-    assert relu is not None
+    entry = profile.get(part_signature(graph, part_of(graph, graph.layers["1"], plan.layers["1"])))
+    assert entry is not None
+    relu = entry.measurement
     assert relu.forward_s == pytest.approx(0.3)
     assert relu.backward_s == pytest.approx(0.6)
     assert (relu.runs, relu.reference_s) == (14, 0.5)

@@ -78,18 +78,14 @@ def _export(file: str) -> str:
 
 def _listing() -> Iterator[str]:
     """What there is, by conditions."""
-    from parplan.cost_models.profile.shipped import shipped
     from parplan.cost_models.profile.store import ProfileStore
 
     with ProfileStore(read_only=True) as store:
-        yield from store.notes
-        found = store.conditions()
+        found = store.counts()
         yield f"Profile store: {store.path}{'' if found else ' (empty)'}"
-        for summary in found:
-            last = f", the last on {summary.last_when[:10]}" if summary.last_when else ""
-            yield f"  {summary.conditions.describe()}: {summary.describe()}{last}"
-    for group in shipped():
-        yield f"  {group.conditions.describe()}: {len(group.parts)} parts, shipped with parplan"
+        for counts in found:
+            last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
+            yield f"  {counts.conditions.describe()}: {counts.describe()}{last}"
     if not found:
         yield "`parplan profile TARGET --devices N` measures what plans of a model need."
 

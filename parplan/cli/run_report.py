@@ -22,7 +22,6 @@ from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import here
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import Profile
-from parplan.cost_models.profile.shipped import with_shipped
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import one_thread
 from parplan.errors import ModelError
@@ -242,7 +241,7 @@ def _learned(job: Job, look_back: LookBack) -> tuple[str, ...]:
         request = Request(job.precision, job.optimizer, rules, pins=pins, price_pins=False)
         again = replan(look_back, graph, this_cluster(count, device), costs, request)
         said = f"{kept.describe()} in {store.path}, for {at_work.describe()}."
-        return (said, again.sentence(look_back.plan), *store.notes)
+        return (said, again.sentence(look_back.plan))
 
 
 def _costs(job: Job, look_back: LookBack, graph: LayerGraph, store: ProfileStore, device: torch.device) -> CostModel:
@@ -251,8 +250,7 @@ def _costs(job: Job, look_back: LookBack, graph: LayerGraph, store: ProfileStore
     cluster = this_cluster(count, device)
     profiles: dict[int, Profile] = {}
     for busy in (number for number in range(1, count + 1) if count % number == 0):
-        conditions = here(device, busy)
-        profile = with_shipped(store.under(conditions), conditions)
+        profile = store.under(here(device, busy))
         if profile.all():
             profiles[busy] = profile
     return profiled_costs(

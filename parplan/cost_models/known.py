@@ -1,13 +1,12 @@
-"""The best costs there are for one model on one cluster: from the user's store, a shipped profile, or estimates.
+"""Selects the costs of one model on one cluster: from the user's profile store, else the roofline's estimates.
 
-A profile is used only where the devices it was measured on are the devices planned for. What is kept but was measured
-under other conditions is said, never used.
+A profile is used only where the devices it was measured on are the devices planned for. Measurements made under other
+conditions are mentioned in a note and never used.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +16,6 @@ from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import here, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import Profile, SessionProfile
-from parplan.cost_models.profile.shipped import WithShipped, shipped, shipped_strangers, with_shipped
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
@@ -48,52 +46,47 @@ def known_costs(
     """Costs of `graph` on `cluster`.
 
     Args:
-        device: a device of the cluster that is here; None when none is (then only shipped profiles count).
+        device: a device of the cluster that is here; None when none is: then all costs are estimates.
         store: default: the user's own, for reading.
 
     Raises:
         ProfileError: the store is damaged.
     """
+    roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
     if device is None:
-        return _elsewhere(graph, cluster, precision, optimizer)
+        return Known(roofline)
     if refusal := _of_another_precision(device, precision):
-        return Known(RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer), (refusal,))
-    kept = store if store is not None else ProfileStore(read_only=True)
+        return Known(roofline, (refusal,))
+    stored = store if store is not None else ProfileStore(read_only=True)
     profiles: dict[int, Profile] = {}
+    backend = "gloo" if device.type == "cpu" else "nccl"
     for busy in range(1, cluster.count + 1):
-        conditions = here(device, busy)
         # Read once: a plan asks for thousands of parts.
-        own = WithShipped(SessionProfile(), kept.groups(conditions))
-        profile = with_shipped(own, conditions)
-        if profile.all() or profile.links(_backend(device)):
-            profiles[busy] = profile
+        for group in stored.groups(here(device, busy)):
+            profile = SessionProfile(group)
+            if profile.all() or profile.links(backend):
+                profiles[busy] = profile
     if not profiles:
-        conditions = here(device, cluster.count)
-        notes = (*kept.strangers(conditions), *shipped_strangers(conditions))
-        return Known(RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer), notes)
+        return Known(roofline, tuple(stored.mismatches(here(device, cluster.count))))
     now_s = Reference(device).seconds(9)
     costs = profiled_costs(
         graph,
         cluster,
         profiles,
         kind=cluster.groups[0].device.kind,
-        backend=_backend(device),
+        backend=backend,
         precision=precision,
         optimizer=optimizer,
         reference_s=now_s if device.type == "cpu" else 0.0,
     )
-    return Known(costs, (_summary(profiles, device), *_fewer(profiles, cluster), *_drift(profiles, now_s)))
+    return Known(costs, (_summary(profiles, device, backend), *_fewer(profiles, cluster), *_drift(profiles, now_s)))
 
 
-def _backend(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else "nccl"
-
-
-def _summary(profiles: dict[int, Profile], device: torch.device) -> str:
+def _summary(profiles: dict[int, Profile], device: torch.device, backend: str) -> str:
     parts = sum(len(profile.all()) for profile in profiles.values())
     last = max((entry.measurement.when for profile in profiles.values() for entry in profile.all()), default="")
     day = f", the last on {last[:10]}" if last else ""
-    missing = "" if any(profile.links(_backend(device)) for profile in profiles.values()) else "; links were not"
+    missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
     return f"Costs from the profile of {here(device, max(profiles)).describe()}: {parts} parts measured{day}{missing}."
 
 
@@ -134,18 +127,3 @@ def _drift(profiles: dict[int, Profile], now_s: float) -> tuple[str, ...]:
         return ()
     word = "slower" if ratio > 1 else "faster"
     return (f"The reference kernel is {max(ratio, 1 / ratio):.2f} x {word} now than when the profile was measured.",)
-
-
-def _elsewhere(graph: LayerGraph, cluster: Cluster, precision: str, optimizer: str) -> Known:
-    """The shipped profile of this kind of device made with the newest torch, which the note names; else estimates."""
-    kind = cluster.groups[0].device.kind
-    # Measured with torch's own switches, so in fp32, and with one device at work.
-    usable = [g.conditions for g in shipped() if g.conditions == replace(g.conditions, device=kind, busy=1, flags="")]
-    if not usable or cluster.mixed or precision != "fp32":
-        return Known(RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer))
-    newest = max(usable, key=lambda conditions: [int(digits) for digits in re.findall(r"\d+", conditions.torch)])
-    profiles = {1: with_shipped(SessionProfile(), newest)}
-    costs = profiled_costs(
-        graph, cluster, profiles, kind=kind, backend="none", precision=precision, optimizer=optimizer
-    )
-    return Known(costs, (f"Costs from the shipped profile of {newest.describe()}.",))

@@ -180,10 +180,11 @@ class MeasuredCosts:
         graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy, passes)
         update_s = self._update_s(layer, strategy, busy, estimate)
         entry = part_entry(graph, part_of(graph, layer, strategy, passes), Measurement(0.0, 0.0, 0.0, 0))
-        known = self._profiles[busy].get(entry.signature)
-        if known is not None:
+        stored = self._profiles[busy].get(entry.signature)
+        if stored is not None:
+            known = stored.measurement
             scale = self._scale(known)
-            source = Source.SHIPPED if self._profiles[busy].origin(entry.signature) else Source.MEASURED
+            source = Source.SHIPPED if stored.origin else Source.MEASURED
             scale *= _slowest_of(len(strategy.devices), known.spread)
             cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
             return self._corrections[busy].apply(cost)
@@ -281,7 +282,8 @@ def step_cost(
             found = replace(found, overlap=1 - taken_s / under_way_s if under_way_s > 0 else 1.0, late=0.0)
     told = profile.get(AGREEMENT)
     runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
-    runtime_s += told.forward_s * _scale(told, reference_s) if told is not None else 0.0
+    if told is not None:
+        runtime_s += told.measurement.forward_s * _scale(told.measurement, reference_s)
     return replace(found, overhead_s=runtime_s)
 
 

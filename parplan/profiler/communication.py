@@ -72,7 +72,7 @@ def measure_links(
             else:
                 wanted = again or (kind, company.count, nbytes) not in known
             if company.agree(wanted):
-                profile.put_link(_measured(transport, company, backend, kind, nbytes, reference, cap_s))
+                profile.put(_measured(transport, company, backend, kind, nbytes, reference, cap_s))
             if on_done is not None:
                 on_done()
 

@@ -171,7 +171,8 @@ class _Trial:
         effort = Effort(cap_s=0.05)
         measure_parts(graph, costs, requests, self._device, session, effort=effort, company=self._company)
         found = [session.get(part_signature(graph, part_of(graph, r.layer, r.strategy))) for r in requests]
-        return sum(entry.forward_s + entry.backward_s for entry in found if entry is not None)
+        figures = [entry.measurement for entry in found if entry is not None]
+        return sum(measured.forward_s + measured.backward_s for measured in figures)
 
 
 # -- networks that steps are corrected by: small ones of the usual kinds --

@@ -228,7 +228,7 @@ def _shared(kept: Profile | None, world: int, backend: str) -> Profile:
     for signature, family in parts:
         mirror.put(PartEntry(signature, family, 0.0, 0.0, Measurement(0.0, 0.0, 0.0, 0)))
     for kind, group, nbytes in links:
-        mirror.put_link(LinkEntry(backend, kind, group, nbytes, 0.0, 0.0, 0))
+        mirror.put(LinkEntry(backend, kind, group, nbytes, 0.0, 0.0, 0))
     return mirror
 
 

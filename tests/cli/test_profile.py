@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parplan.cli.main import main
-from parplan.cost_models.profile.fields import Group
+from parplan.cost_models.profile.records import EntryGroup
 from parplan.cost_models.profile.store import ProfileStore
 from tests.cost_models.profiles import CPU, H200, group, link, part
 from tests.profiler.prefilled import MODEL, parts_kept, prefill, wait_until
@@ -113,11 +114,12 @@ def test_what_is_exported_can_be_imported(
     with ProfileStore() as store:
         there = store.groups()
     assert [_entries(one) for one in there] == [_entries(one) for one in here]
-    assert "" not in {kept.origin for one in there for kept in one.parts}
+    assert "" not in {entry.origin for one in there for entry in one.parts}
 
 
-def _entries(one: Group) -> tuple[object, ...]:
-    return one.conditions, [kept.entry for kept in one.parts], [kept.entry for kept in one.links]
+def _entries(one: EntryGroup) -> tuple[object, ...]:
+    """A group without the origins of its entries."""
+    return one.conditions, [replace(entry, origin="") for entry in one.entries]
 
 
 REFUSED = [

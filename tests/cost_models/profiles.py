@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from parplan.cost_models.profile.fields import Group, Kept
-from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry
+from parplan.cost_models.profile.records import Conditions, EntryGroup, LinkEntry, PartEntry
 from parplan.cost_models.sampling import Measurement
 
 __all__ = ["CPU", "H200", "group", "groups", "link", "part"]
@@ -25,10 +26,11 @@ def link(nbytes: int, seconds: float = 1e-4, when: str = "2025-06-01T12:00:00Z")
     return LinkEntry("gloo", "all-reduce", 2, nbytes, seconds, 0.02, 9, 5e-4, when)
 
 
-def group(conditions: Conditions, *entries: PartEntry | LinkEntry, origin: str = "") -> Group:
+def group(conditions: Conditions, *entries: PartEntry | LinkEntry, origin: str = "") -> EntryGroup:
     """What was measured under `conditions`."""
-    parts = tuple(Kept(entry, origin) for entry in entries if isinstance(entry, PartEntry))
-    return Group(conditions, parts, tuple(Kept(entry, origin) for entry in entries if isinstance(entry, LinkEntry)))
+    parts = tuple(replace(entry, origin=origin) for entry in entries if isinstance(entry, PartEntry))
+    links = tuple(replace(entry, origin=origin) for entry in entries if isinstance(entry, LinkEntry))
+    return EntryGroup(conditions, parts, links)
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
@@ -42,16 +44,14 @@ _BYTES = st.none() | _WHOLE
 
 _MEASUREMENTS = st.builds(Measurement, _SECONDS, _SECONDS, _SPREAD, _SOME, _SECONDS, _BYTES, _BYTES, _WHEN)
 _SIGNATURE = st.lists(_TEXT, min_size=1, max_size=3).map("\n".join)
-_PARTS = st.builds(PartEntry, _SIGNATURE, _TEXT, st.floats(0, 1e30), st.floats(0, 1e30), _MEASUREMENTS)
-_LINKS = st.builds(LinkEntry, _NAME, _NAME, _SOME, _WHOLE, _SECONDS, _SPREAD, _SOME, _SECONDS, _WHEN)
+_PARTS = st.builds(PartEntry, _SIGNATURE, _TEXT, st.floats(0, 1e30), st.floats(0, 1e30), _MEASUREMENTS, _NAME)
+_LINKS = st.builds(LinkEntry, _NAME, _NAME, _SOME, _WHOLE, _SECONDS, _SPREAD, _SOME, _SECONDS, _WHEN, _NAME)
 _CONDITIONS = st.builds(Conditions, _NAME, st.integers(1, 99), _NAME, _TEXT, _TEXT)
 _GROUPS = st.builds(
-    Group,
+    EntryGroup,
     _CONDITIONS,
-    st.lists(st.builds(Kept, _PARTS, _NAME), min_size=1, max_size=3, unique_by=lambda kept: kept.entry.signature).map(
-        tuple
-    ),
-    st.lists(st.builds(Kept, _LINKS, _NAME), max_size=3, unique_by=lambda kept: kept.entry.nbytes).map(tuple),
+    st.lists(_PARTS, min_size=1, max_size=3, unique_by=lambda entry: entry.signature).map(tuple),
+    st.lists(_LINKS, max_size=3, unique_by=lambda entry: entry.nbytes).map(tuple),
 )
 
 # Groups as `ProfileStore.groups` gives them: sorted, each under conditions of its own.
@@ -60,7 +60,7 @@ groups = st.lists(_GROUPS, max_size=3, unique_by=lambda group: group.conditions)
 )
 
 
-def _sorted(group: Group) -> Group:
-    parts = tuple(sorted(group.parts, key=lambda kept: kept.entry.signature))
-    links = sorted(group.links, key=lambda x: (x.entry.backend, x.entry.kind, x.entry.group, x.entry.nbytes))
-    return Group(group.conditions, parts, tuple(links))
+def _sorted(group: EntryGroup) -> EntryGroup:
+    parts = tuple(sorted(group.parts, key=lambda entry: entry.key))
+    links = sorted(group.links, key=lambda entry: entry.key)
+    return EntryGroup(group.conditions, parts, tuple(links))

@@ -42,8 +42,8 @@ def write_some(path: Path, writer: int, count: int) -> None:
         for number in range(count):
             entry = part(f"writer {writer} {number}", forward_s=writer + number / 1024)
             profile.put(entry)
-            profile.put_link(link(1000 * writer + number))
-            assert profile.get(entry.signature) == entry.measurement
+            profile.put(link(1000 * writer + number))
+            assert profile.get(entry.signature) == entry
 
 
 def write_batches_until_killed(path: Path, round_: int, told: Connection) -> None:
@@ -51,7 +51,7 @@ def write_batches_until_killed(path: Path, round_: int, told: Connection) -> Non
     with ProfileStore(path) as store:
         profile, batch = store.under(CPU), 0
         while True:
-            profile.put_all([part(f"r{round_}b{batch} {number} {'x' * 500}") for number in range(BATCH)])
+            profile.put(*(part(f"r{round_}b{batch} {number} {'x' * 500}") for number in range(BATCH)))
             told.send(batch)
             batch += 1
 

@@ -15,7 +15,6 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.known import Known, known_costs
 from parplan.cost_models.measurement.conditions import here
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.fields import Group, Kept
 from parplan.cost_models.profile.records import Conditions, SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
@@ -47,7 +46,7 @@ def parts(reference_s: float = NOW_S) -> SessionProfile:
 
 
 def keep(store: ProfileStore, conditions: Conditions, profile: SessionProfile, origin: str = "") -> None:
-    store.put(Group(conditions, tuple(Kept(entry, origin) for entry in profile.all())))
+    store.put(group(conditions, *profile.all(), origin=origin))
 
 
 def known(store: ProfileStore, devices: int = 2, **options: str) -> Known:
@@ -93,7 +92,7 @@ def test_with_fewer_devices_at_work_that_is_said(store: ProfileStore) -> None:
     assert "at work" not in said(known(store, devices=1))
 
 
-STRANGERS = [
+MISMATCHES = [
     pytest.param(replace(here(CPU, 2), torch="1.9.0"), "with torch 1.9.0", id="torch"),
     pytest.param(replace(here(CPU, 2), flags="bf16 matmul"), "with bf16 matmul", id="flags"),
     pytest.param(replace(here(CPU, 2), busy=64), "with 64 devices at once", id="busy"),
@@ -101,7 +100,7 @@ STRANGERS = [
 ]
 
 
-@pytest.mark.parametrize(("conditions", "words"), STRANGERS)
+@pytest.mark.parametrize(("conditions", "words"), MISMATCHES)
 def test_what_was_measured_elsewise_is_not_used_and_said(
     store: ProfileStore, conditions: Conditions, words: str
 ) -> None:

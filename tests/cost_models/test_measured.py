@@ -428,8 +428,8 @@ def test_all_of_it_together() -> None:
     profile = runtime_profile({2: 1.0, 12: 2.0}, told_s=0.1)  # perceptron has 6 parameters
     for entry in made_up_profile(graph, all_requests(graph, cluster)).all():
         profile.put(entry)
-    profile.put_link(link(1 << 10, 3e-3))
-    profile.put_link(replace(link(1 << 10, 0.75e-3), kind=BESIDE))
+    profile.put(link(1 << 10, 3e-3))
+    profile.put(replace(link(1 << 10, 0.75e-3), kind=BESIDE))
     costs = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="gloo")
     assert costs.step.overhead_s == pytest.approx(1.5)
     assert costs.step.overlap == pytest.approx(0.75)

@@ -49,7 +49,7 @@ def prefill(store: ProfileStore, devices: int) -> None:
             for kind in KINDS
             for nbytes in SIZES
         ]
-        store.under(here(CPU, busy)).put_all(_other_parts(busy), links if busy > 1 else [])
+        store.under(here(CPU, busy)).put(*_other_parts(busy), *(links if busy > 1 else []))
 
 
 PartsKept = dict[tuple[int, str], Measurement]

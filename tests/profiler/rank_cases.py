@@ -51,7 +51,7 @@ def links_are_measured_once(rank: int, ranks: int) -> None:
     assert profile.links("gloo") == found
     lacking = SessionProfile()  # only the first rank knows one of them: all stay in step
     if rank == 0:
-        lacking.put_link(found[0])
+        lacking.put(found[0])
     measure_links(transport, company, "gloo", lacking, cap_s=0.0, sizes=SIZES)
     assert len(lacking.links("gloo")) == len(found)
     measure_links(transport, company, "gloo", profile, cap_s=0.0, again=True, sizes=SIZES)
@@ -81,7 +81,7 @@ def ranks_agree_on_what_telling_each_other_takes(rank: int, ranks: int) -> None:
     costs._agreement(transport, profile, again=False)
     found = profile.get(AGREEMENT)
     assert found is not None
-    assert company.largest(found.forward_s) == found.forward_s >= 0
+    assert company.largest(found.measurement.forward_s) == found.measurement.forward_s >= 0
     costs._agreement(transport, profile, again=False)
     assert profile.get(AGREEMENT) is found
     costs._agreement(transport, profile, again=True)

@@ -1,74 +1,65 @@
-"""Says why measurements that are kept were not used: what of the conditions differs, and what would help."""
+"""Notes on stored measurements that are not used: which of their conditions differ, and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parplan.cost_models.profile.records import Conditions
+from parplan.cost_models.profile.records import Conditions, EntryGroup
 
-__all__ = ["Summary", "strangers"]
+__all__ = ["EntryCounts", "mismatches"]
 
 
 @dataclass(frozen=True)
-class Summary:
-    """How much was measured under some conditions, and between which times (UTC, ISO 8601; "" where unknown)."""
+class EntryCounts:
+    """How many parts and links were measured under some conditions, and the last time (UTC, ISO 8601; "" unknown)."""
 
     conditions: Conditions
     parts: int
     links: int
-    first_when: str
     last_when: str
+
+    @classmethod
+    def of(cls, group: EntryGroup) -> EntryCounts:
+        """The counts of a group's entries."""
+        times = [*(part.measurement.when for part in group.parts), *(link.when for link in group.links)]
+        return cls(group.conditions, len(group.parts), len(group.links), max(times, default=""))
 
     def describe(self) -> str:
         """Words for a report: `212 parts and 1 link`."""
         return " and ".join(_counted(n, word) for n, word in ((self.parts, "part"), (self.links, "link")) if n)
 
 
-def strangers(kept: Sequence[Summary], conditions: Conditions, whose: str = "here") -> list[str]:
-    """Sentences on entries that are kept but were not made under `conditions`; empty when there are none.
+def mismatches(stored: Sequence[EntryCounts], conditions: Conditions) -> list[str]:
+    """Notes on stored measurements that are ignored because device, torch, CUDA or flags differ from `conditions`.
 
     Those of the same device one by one, `212 parts of this device were measured with torch 2.11.0, here is 2.13.0:
     stale, not used; run parplan profile again`; other devices are only named, and only where this one is missing.
-
-    Args:
-        whose: where they are kept, as in "only profiles of other devices (h200-sxm) are here".
     """
-    mine = [summary for summary in kept if summary.conditions.device == conditions.device]
-    others = sorted({summary.conditions.device for summary in kept} - {conditions.device})
-    if others and not mine:
-        return [f"only profiles of other devices ({', '.join(others)}) are {whose}, none of {conditions.device}"]
-    return [_note(summary, conditions) for summary in mine if summary.conditions != conditions]
+    same_device = [counts for counts in stored if counts.conditions.device == conditions.device]
+    others = sorted({counts.conditions.device for counts in stored} - {conditions.device})
+    if others and not same_device:
+        return [f"only profiles of other devices ({', '.join(others)}) are here, none of {conditions.device}"]
+    return [_note(counts, conditions) for counts in same_device if counts.conditions != conditions]
 
 
-def _note(summary: Summary, here: Conditions) -> str:
-    there = summary.conditions
-    stale = replace(there, torch=here.torch, cuda=here.cuda) != there
-    verdict = "stale, not used; run parplan profile again" if stale else "not used; run parplan profile as you run now"
-    were = "was" if summary.parts + summary.links == 1 else "were"
-    return f"{summary.describe()} of this device {were} measured {'; '.join(_differences(there, here))}: {verdict}"
-
-
-def _differences(there: Conditions, here: Conditions) -> list[str]:
+def _note(counts: EntryCounts, now: Conditions) -> str:
+    then = counts.conditions
     pairs = (
-        (there.torch, here.torch, f"with torch {there.torch}, here is {here.torch}"),
-        (there.cuda, here.cuda, f"with {_cuda(there)}, here is {here.cuda or 'none'}"),
+        (then.torch, now.torch, f"with torch {then.torch}, here is {now.torch}"),
+        (then.cuda, now.cuda, f"with {f'cuda {then.cuda}' if then.cuda else 'no cuda'}, here is {now.cuda or 'none'}"),
         (
-            there.busy,
-            here.busy,
-            f"with {_devices(there)} at once, here {'is' if here.busy == 1 else 'are'} {here.busy}",
+            then.busy,
+            now.busy,
+            f"with {_counted(then.busy, 'device')} at once, here {'is' if now.busy == 1 else 'are'} {now.busy}",
         ),
-        (there.flags, here.flags, f"with {_flags(there)}, here with {_flags(here)}"),
+        (then.flags, now.flags, f"with {_flags(then)}, here with {_flags(now)}"),
     )
-    return [words for old, new, words in pairs if old != new]
-
-
-def _cuda(conditions: Conditions) -> str:
-    return f"cuda {conditions.cuda}" if conditions.cuda else "no cuda"
-
-
-def _devices(conditions: Conditions) -> str:
-    return _counted(conditions.busy, "device")
+    differences = "; ".join(words for old, new, words in pairs if old != new)
+    stale = replace(then, torch=now.torch, cuda=now.cuda) != then
+    verdict = "stale, not used; run parplan profile again" if stale else "not used; run parplan profile as you run now"
+    were = "was" if counts.parts + counts.links == 1 else "were"
+    return f"{counts.describe()} of this device {were} measured {differences}: {verdict}"
 
 
 def _flags(conditions: Conditions) -> str:

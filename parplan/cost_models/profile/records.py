@@ -1,22 +1,23 @@
-"""What a profile keeps: measured parts of layers and measured messages, under the conditions they were measured in.
+"""Records of a profile: measured parts of layers and measured messages, by the conditions they were measured under.
 
-`Profile` is what every store can do; `SessionProfile` forgets when the process ends, `store.ProfileStore` does not.
+`Profile` is the interface that prices are read from: `SessionProfile` ends with the process, `store.StoredProfile` does
+not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from parplan.cost_models.sampling import Measurement
 
-__all__ = ["Conditions", "LinkEntry", "PartEntry", "Profile", "SessionProfile"]
+__all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "Profile", "SessionProfile"]
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What makes measurements comparable; entries made under other conditions are never mixed with these.
+    """Conditions that make measurements comparable; entries made under different ones are never mixed.
 
     Args:
         device: kind of device: a preset's name where it is one, else the device's own ("AMD EPYC, 1 thread").
@@ -45,11 +46,12 @@ class PartEntry:
     """A measured part of a layer.
 
     Args:
-        signature: equal for parts that do the same work (trials.part_signature).
+        signature: equal for parts that do the same work (runnable_parts.part_signature).
         family: its op class, equal for parts that run the same ops at any sizes.
         flops: arithmetic of its forward.
         nbytes: memory traffic of its forward, in bytes.
         measurement: the figures.
+        origin: name of the file it was imported from; "" where it was measured on this machine.
     """
 
     signature: str
@@ -57,6 +59,12 @@ class PartEntry:
     flops: float
     nbytes: float
     measurement: Measurement
+    origin: str = ""
+
+    @property
+    def key(self) -> tuple[str]:
+        """What tells the entry apart under the same conditions."""
+        return (self.signature,)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class LinkEntry:
         runs: how many.
         reference_s: what the reference kernel took in the same second.
         when: UTC, ISO 8601, to the second.
+        origin: as PartEntry.origin.
     """
 
     backend: str
@@ -85,21 +94,36 @@ class LinkEntry:
     runs: int
     reference_s: float = 0.0
     when: str = ""
+    origin: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """What tells the entry apart under the same conditions."""
+        return self.backend, self.kind, self.group, self.nbytes
+
+
+Entry = TypeVar("Entry", PartEntry, LinkEntry)
+
+
+@dataclass(frozen=True)
+class EntryGroup:
+    """All entries that were measured under one set of conditions."""
+
+    conditions: Conditions
+    parts: tuple[PartEntry, ...] = ()
+    links: tuple[LinkEntry, ...] = ()
+
+    @property
+    def entries(self) -> Sequence[PartEntry | LinkEntry]:
+        """Parts, then links."""
+        return [*self.parts, *self.links]
 
 
 class Profile(Protocol):
-    """Where measurements made under one set of conditions are kept."""
+    """Measurements made under one set of conditions: a store's, or those of this process."""
 
-    def get(self, signature: str) -> Measurement | None:
+    def get(self, signature: str) -> PartEntry | None:
         """The entry of a part, or None."""
-        ...
-
-    def origin(self, signature: str) -> str | None:
-        """Where the entry came from: "" when it was measured here, else a name; None where there is no entry."""
-        ...
-
-    def put(self, entry: PartEntry) -> None:
-        """Add or replace an entry."""
         ...
 
     def family(self, family: str) -> Sequence[PartEntry]:
@@ -110,47 +134,44 @@ class Profile(Protocol):
         """All entries of parts."""
         ...
 
-    def put_link(self, entry: LinkEntry) -> None:
-        """Add or replace a measured communication (same backend, kind, group and bytes)."""
-        ...
-
     def links(self, backend: str) -> Sequence[LinkEntry]:
         """All communications measured with `backend`."""
+        ...
+
+    def put(self, *entries: PartEntry | LinkEntry) -> None:
+        """Add entries, or replace those with the same keys: all of them or none."""
         ...
 
 
 class SessionProfile:
-    """A profile that lasts as long as this process."""
+    """A profile that lasts as long as this process; it begins with the entries of `group`."""
 
-    def __init__(self) -> None:
-        self._entries: dict[str, PartEntry] = {}
+    def __init__(self, group: EntryGroup | None = None) -> None:
+        self._parts: dict[str, PartEntry] = {}
         self._links: dict[tuple[str, str, int, int], LinkEntry] = {}
+        if group is not None:
+            self.put(*group.entries)
 
-    def get(self, signature: str) -> Measurement | None:
+    def get(self, signature: str) -> PartEntry | None:
         """The entry of a part, or None."""
-        entry = self._entries.get(signature)
-        return entry.measurement if entry is not None else None
-
-    def origin(self, signature: str) -> str | None:
-        """All entries were measured here."""
-        return "" if signature in self._entries else None
-
-    def put(self, entry: PartEntry) -> None:
-        """Add or replace an entry."""
-        self._entries[entry.signature] = entry
+        return self._parts.get(signature)
 
     def family(self, family: str) -> Sequence[PartEntry]:
         """All entries of an op class."""
-        return [entry for entry in self._entries.values() if entry.family == family]
+        return [entry for entry in self._parts.values() if entry.family == family]
 
     def all(self) -> Sequence[PartEntry]:
         """All entries of parts."""
-        return list(self._entries.values())
-
-    def put_link(self, entry: LinkEntry) -> None:
-        """Add or replace a measured communication."""
-        self._links[entry.backend, entry.kind, entry.group, entry.nbytes] = entry
+        return list(self._parts.values())
 
     def links(self, backend: str) -> Sequence[LinkEntry]:
         """All communications measured with `backend`."""
         return [entry for entry in self._links.values() if entry.backend == backend]
+
+    def put(self, *entries: PartEntry | LinkEntry) -> None:
+        """Add or replace entries."""
+        for entry in entries:
+            if isinstance(entry, PartEntry):
+                self._parts[entry.signature] = entry
+            else:
+                self._links[entry.key] = entry

@@ -1,7 +1,7 @@
 """The profile store: measurements that outlive the process, shared by all of the user's processes.
 
-Entries are kept by the conditions they were made in and are only ever found under exactly those. What was measured
-here is not overwritten by what somebody else measured. One connection serves all threads of a process, in turns.
+Entries are kept by the conditions they were measured under and are only found under exactly those. An entry measured on
+this machine is not replaced by an imported one. One connection serves all threads of a process, in turns.
 """
 
 from __future__ import annotations
@@ -11,31 +11,35 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from sqlite3 import Connection
+from sqlite3 import Connection, DatabaseError
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-from parplan.cost_models.profile import store_rows as rows
-from parplan.cost_models.profile.fields import LINKS, PARTS, Group, Kept, Table
-from parplan.cost_models.profile.mismatches import Summary, strangers
-from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry
-from parplan.cost_models.profile.store_file import (
-    Opened,
-    default_path,
-    open_to_read,
-    open_to_write,
-    reported,
-    snapshot,
-    transaction,
-)
-from parplan.cost_models.profile.store_rows import Merged
-from parplan.cost_models.sampling import Measurement
+from parplan.cost_models.profile.mismatches import EntryCounts, mismatches
+from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry
+from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, Table
+from parplan.cost_models.profile.store_file import default_path, open_store, reported, transaction
 from parplan.errors import ProfileError
+from parplan.fields import read_fields
 
-__all__ = ["Merged", "ProfileStore", "StoredProfile", "Summary"]
+__all__ = ["Merged", "ProfileStore", "StoredProfile"]
 
-Entry = TypeVar("Entry", PartEntry, LinkEntry)
+
+@dataclass(frozen=True)
+class Merged:
+    """Result of an import: entries that are new, that replaced an older one, and that left the store as it was."""
+
+    added: int = 0
+    replaced: int = 0
+    kept: int = 0
+
+    def describe(self) -> str:
+        """Words for a report: `12 entries added, 3 replaced by newer ones, 1 left as it was`."""
+        left = "1 left as it was" if self.kept == 1 else f"{self.kept} left as they were"
+        entries = "1 entry" if self.added == 1 else f"{self.added} entries"
+        return f"{entries} added, {self.replaced} replaced by newer ones, {left}"
 
 
 class ProfileStore:
@@ -46,17 +50,17 @@ class ProfileStore:
         read_only: never write; then the folder need not be writable, and a file that is not there is an empty store.
 
     Raises:
-        ProfileError: the file is damaged, foreign, of a newer parplan, or cannot be opened; it is left as it was.
+        ProfileError: the file is damaged, foreign, of another version of parplan, or cannot be opened; it is left as
+            it was.
 
     Attributes:
         path: the file.
-        notes: what the user has to be told about the file (an older one was set aside).
     """
 
     def __init__(self, path: str | Path | None = None, *, read_only: bool = False) -> None:
         self.path = Path(path) if path is not None else default_path()
         self.read_only = read_only
-        self.notes = self._open().notes
+        self._open()
 
     def __enter__(self) -> ProfileStore:
         return self
@@ -69,60 +73,69 @@ class ProfileStore:
         self._close()
 
     def under(self, conditions: Conditions) -> StoredProfile:
-        """What was measured under exactly these conditions, to read and to add to."""
+        """The entries measured under exactly these conditions, to read and to add to."""
         return StoredProfile(self, conditions)
 
-    def conditions(self) -> list[Summary]:
+    def counts(self) -> list[EntryCounts]:
         """Under which conditions how much was measured, and when; sorted."""
-        with self._using() as connection:
-            return rows.summaries(connection)
+        return [EntryCounts.of(group) for group in self.groups()]
 
-    def strangers(self, conditions: Conditions) -> list[str]:
-        """Sentences on what is here and was not used because it was measured under other conditions.
+    def mismatches(self, conditions: Conditions) -> list[str]:
+        """Notes on stored measurements that are ignored because device, torch, CUDA or flags differ."""
+        return mismatches(self.counts(), conditions)
 
-        The store's own notes come first.
-        """
-        return [*self.notes, *strangers(self.conditions(), conditions)]
-
-    def groups(self, conditions: Conditions | None = None) -> list[Group]:
+    def groups(self, conditions: Conditions | None = None) -> list[EntryGroup]:
         """All entries, or those under `conditions`, sorted: one moment's, whatever other processes write."""
-        with self._using() as connection, snapshot(connection):
-            return rows.all_groups(connection, conditions)
+        with self._using() as connection, transaction(connection, "DEFERRED"):
+            found = [conditions] if conditions is not None else _all_conditions(connection)
+            groups = [EntryGroup(c, _select(connection, PARTS, c), _select(connection, LINKS, c)) for c in found]
+        return [group for group in groups if group.parts or group.links]
 
-    def find(self, table: Table[Entry], conditions: Conditions, **equal: Any) -> tuple[Kept[Entry], ...]:
+    def find(self, table: Table[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
         """Entries of a table under `conditions` whose fields are as given, sorted by key."""
         with self._using() as connection:
-            return rows.select(connection, table, conditions, **equal)
+            return _select(connection, table, conditions, **equal)
 
-    def put(self, group: Group) -> None:
+    def put(self, group: EntryGroup) -> None:
         """Add the entries of `group`, or replace those with the same keys: all of them or none.
 
         Raises:
             ProfileError: a figure makes no sense; the file cannot be written.
         """
         with self._writing() as connection:
-            rows.put(connection, group)
+            for entry in group.entries:
+                _put(connection, group.conditions, entry)
 
-    def merge(self, groups: Sequence[Group]) -> Merged:
-        """Add entries measured elsewhere, all or none; a newer one replaces an older one, unless that is from here.
+    def merge(self, groups: Sequence[EntryGroup]) -> Merged:
+        """Add imported entries, all or none; a newer one replaces an older one, unless that was measured here.
 
         Raises:
             ProfileError: a figure makes no sense; the file cannot be written.
         """
+        counts = {"added": 0, "replaced": 0, "kept": 0}
         with self._writing() as connection:
-            return rows.merge(connection, groups)
+            for group in groups:
+                for entry in group.entries:
+                    table = _table_of(entry)
+                    key = dict(zip(table.key, entry.key, strict=True))
+                    present = next(iter(_select(connection, table, group.conditions, **key)), None)
+                    if present is not None and (not present.origin or _second(entry) <= _second(present)):
+                        counts["kept"] += 1
+                    else:
+                        counts["added" if present is None else "replaced"] += 1
+                        _put(connection, group.conditions, entry)
+        return Merged(**counts)
 
-    def _open(self) -> Opened:
-        opened = open_to_read(self.path) if self.read_only else open_to_write(self.path)
-        self._connection, self._lock, self._process = opened.connection, threading.Lock(), os.getpid()
-        self._close: Callable[[], object] = weakref.finalize(self, opened.connection.close)
-        return opened
+    def _open(self) -> None:
+        connection = open_store(self.path, read_only=self.read_only)
+        self._connection, self._lock, self._process = connection, threading.Lock(), os.getpid()
+        self._close: Callable[[], object] = weakref.finalize(self, connection.close)
 
     @contextmanager
     def _using(self) -> Iterator[Connection]:
         """The connection for one thread at a time; a process that was forked off opens its own."""
         if self._process != os.getpid():
-            _LEFT_TO_THE_PARENT.append(self._connection)
+            _CONNECTIONS_OF_THE_PARENT.append(self._connection)
             self._open()
         with self._lock, reported(self.path):
             yield self._connection
@@ -136,7 +149,7 @@ class ProfileStore:
 
 
 # Connections from before a fork: SQLite wants them neither used nor closed by the child.
-_LEFT_TO_THE_PARENT: list[Connection] = []
+_CONNECTIONS_OF_THE_PARENT: list[Connection] = []
 
 
 class StoredProfile:
@@ -149,40 +162,84 @@ class StoredProfile:
         self.store = store
         self.conditions = conditions
 
-    def get(self, signature: str) -> Measurement | None:
+    def get(self, signature: str) -> PartEntry | None:
         """The entry of a part, or None."""
-        found = self._part(signature)
-        return found.entry.measurement if found is not None else None
-
-    def origin(self, signature: str) -> str | None:
-        """Where the entry came from: "" when it was measured here, else a name; None where there is no entry."""
-        found = self._part(signature)
-        return found.origin if found is not None else None
-
-    def put(self, entry: PartEntry) -> None:
-        """Add or replace an entry."""
-        self.put_all([entry])
-
-    def put_all(self, parts: Iterable[PartEntry], links: Iterable[LinkEntry] = ()) -> None:
-        """Add or replace many at once, all or none: much faster than one by one."""
-        kept_links = tuple(Kept(link) for link in links)
-        self.store.put(Group(self.conditions, tuple(Kept(part) for part in parts), kept_links))
+        return next(iter(self.store.find(PARTS, self.conditions, signature=signature)), None)
 
     def family(self, family: str) -> Sequence[PartEntry]:
         """All entries of an op class, sorted by signature."""
-        return [kept.entry for kept in self.store.find(PARTS, self.conditions, family=family)]
+        return self.store.find(PARTS, self.conditions, family=family)
 
     def all(self) -> Sequence[PartEntry]:
         """All entries of parts, sorted by signature."""
-        return [kept.entry for kept in self.store.find(PARTS, self.conditions)]
-
-    def put_link(self, entry: LinkEntry) -> None:
-        """Add or replace a measured communication (same backend, kind, group and bytes)."""
-        self.put_all((), [entry])
+        return self.store.find(PARTS, self.conditions)
 
     def links(self, backend: str) -> Sequence[LinkEntry]:
         """All communications measured with `backend`, sorted by kind, group and bytes."""
-        return [kept.entry for kept in self.store.find(LINKS, self.conditions, backend=backend)]
+        return self.store.find(LINKS, self.conditions, backend=backend)
 
-    def _part(self, signature: str) -> Kept[PartEntry] | None:
-        return next(iter(self.store.find(PARTS, self.conditions, signature=signature)), None)
+    def put(self, *entries: PartEntry | LinkEntry) -> None:
+        """Add or replace entries, all or none: many at once are much faster than one by one."""
+        parts = tuple(entry for entry in entries if isinstance(entry, PartEntry))
+        links = tuple(entry for entry in entries if isinstance(entry, LinkEntry))
+        self.store.put(EntryGroup(self.conditions, parts, links))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _table_of(entry: PartEntry | LinkEntry) -> Table[Any]:
+    return PARTS if isinstance(entry, PartEntry) else LINKS
+
+
+def _second(entry: PartEntry | LinkEntry) -> str:
+    """When it was measured, without the time zone, which is UTC however it is written: text that sorts by time."""
+    return (entry.measurement.when if isinstance(entry, PartEntry) else entry.when)[:19]
+
+
+def _all_conditions(connection: Connection) -> list[Conditions]:
+    names = _listed(field.name for field in CONDITIONS)
+    rows = connection.execute(f"SELECT {names} FROM conditions ORDER BY {names}").fetchall()
+    with _damage():
+        return [Conditions(**read_fields(dict(row), CONDITIONS, "conditions", ProfileError)) for row in rows]
+
+
+def _select(connection: Connection, table: Table[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
+    """Entries under `conditions` whose fields are as given in `equal`, sorted by key."""
+    values = {**vars(conditions), **equal}
+    tests = " AND ".join(f'"{name}" = ?' for name in values)
+    rows = connection.execute(
+        f"SELECT {_listed(field.name for field in table.fields)} FROM {table.name} JOIN conditions "
+        f'ON {table.name}."conditions" = conditions.id WHERE {tests} ORDER BY {_listed(table.key)}',
+        tuple(values.values()),
+    )
+    with _damage():
+        return tuple(table.entry(dict(row), table.word) for row in rows)
+
+
+def _put(connection: Connection, conditions: Conditions, entry: PartEntry | LinkEntry) -> None:
+    values = read_fields(vars(conditions), CONDITIONS, "conditions", ProfileError)
+    table = _table_of(entry)
+    row = table.row(entry)
+    _insert(connection, "INSERT OR IGNORE INTO conditions", values)
+    same = " AND ".join(f'"{name}" = ?' for name in values)
+    number = connection.execute(f"SELECT id FROM conditions WHERE {same}", tuple(values.values())).fetchone()["id"]
+    _insert(connection, f"INSERT OR REPLACE INTO {table.name}", {"conditions": number, **row})
+
+
+def _insert(connection: Connection, words: str, values: dict[str, Any]) -> None:
+    marks = ", ".join("?" * len(values))
+    connection.execute(f"{words} ({_listed(values)}) VALUES ({marks})", tuple(values.values()))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """A value that was never written can only be damage to the file."""
+    try:
+        yield
+    except ProfileError as error:
+        raise DatabaseError(f"malformed {error}") from error

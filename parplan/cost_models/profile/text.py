@@ -1,7 +1,7 @@
 """Profiles as text, to be read by people, kept beside results and given to others; nothing is ever unpickled.
 
-Equal stores give equal text, one entry a line, so that a diff shows which measurements changed. A text is believed only
-after every field of every entry was checked, and then all of it is taken in, or nothing.
+Equal stores give equal text, one entry a line, so that a diff shows which measurements changed. A text is used only
+after every field of every entry was checked, and then all of it is imported, or nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from parplan.cost_models.profile.fields import CONDITIONS, LINKS, PARTS, Group, Kept, Table, checked
-from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry
+from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup
+from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, Table
 from parplan.cost_models.profile.store import Merged, ProfileStore
 from parplan.errors import ProfileError
+from parplan.fields import Field, parse_json, read_fields, read_file
 from parplan.files import write_files
 
-__all__ = ["SCHEMA", "export_profile", "from_text", "import_profile", "read_profile", "to_text"]
+__all__ = ["SCHEMA", "export_profile", "from_text", "import_profile", "to_text"]
 
 SCHEMA = "parplan.profile/1"
 
-Entry = TypeVar("Entry", PartEntry, LinkEntry)
-
 
 def export_profile(store: ProfileStore, file: str | Path, conditions: Conditions | None = None) -> int:
-    """Write the store's entries, or those made under `conditions`, to `file`; how many they are.
+    """Write the store's entries, or those made under `conditions`, to `file`; returns how many they are.
 
     The file is whole or as it was.
 
@@ -37,36 +36,29 @@ def export_profile(store: ProfileStore, file: str | Path, conditions: Conditions
     groups = store.groups(conditions)
     if not groups:
         under = f" under {conditions.describe()}" if conditions is not None else ""
-        hints = "; ".join(store.strangers(conditions)) if conditions is not None else ""
+        hints = "; ".join(store.mismatches(conditions)) if conditions is not None else ""
         raise ProfileError(f"{store.path} has nothing to export{under}; {hints or 'run parplan profile first'}")
     write_files({str(file): to_text(groups)})
     return sum(len(group.parts) + len(group.links) for group in groups)
 
 
 def import_profile(store: ProfileStore, file: str | Path) -> Merged:
-    """Take the entries of an exported `file` into the store, marked with the file's name; what became of them.
+    """Merge the entries of an exported `file` into the store, marked with the file's name unless they have an origin.
 
     Raises:
-        ProfileError: the file cannot be read or holds anything that is no measurement; nothing is taken in then.
+        ProfileError: the file cannot be read or holds anything that is no measurement; the store is then as it was.
     """
-    return store.merge(read_profile(file, Path(file).name))
+    text = read_file(file, "profile", ProfileError, "name a file that `parplan profile --export` wrote")
+    name = Path(file).name.encode(errors="replace").decode()  # file names need not be text
+
+    def named(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(replace(entry, origin=entry.origin or name) for entry in entries)
+
+    groups = from_text(text, str(file))
+    return store.merge([EntryGroup(group.conditions, named(group.parts), named(group.links)) for group in groups])
 
 
-def read_profile(file: str | Path, origin: str) -> list[Group]:
-    """The entries of an exported file; `origin` is where those come from that were measured where it was written.
-
-    Raises:
-        ProfileError: the file cannot be read or holds anything that is no measurement.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the profile {file}: {error}") from error
-    name = origin.encode(errors="replace").decode()  # file names need not be text
-    return [_from(group, name) for group in from_text(text, str(file))]
-
-
-def to_text(groups: Iterable[Group]) -> str:
+def to_text(groups: Iterable[EntryGroup]) -> str:
     """The groups as text, sorted by conditions and entries; equal groups give equal text."""
     ordered = sorted(groups, key=lambda group: tuple(vars(group.conditions).values()))
     blocks = ",\n".join(_block(group) for group in ordered)
@@ -74,114 +66,92 @@ def to_text(groups: Iterable[Group]) -> str:
     return f'{{\n  "schema": {_json(SCHEMA)},\n  "profiles": {profiles}\n}}\n'
 
 
-def from_text(text: str, where: str = "profile") -> list[Group]:
+def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
     """Read a profile; `where` names the source in errors.
 
     Raises:
         ProfileError: not JSON, another schema, or an entry with a missing, unknown or impossible field; names it.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ProfileError(f"{where} is not a profile: {error}; write one with `parplan profile --export`") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ProfileError(f"{where} has schema {found!r:.60}; this version of parplan reads {SCHEMA!r}")
-    _check_keys(data, ("schema", "profiles"), where)
-    items = _list(data["profiles"], f"{where}: profiles")
-    groups = [_group(item, f"{where}: profile {number}") for number, item in enumerate(items, start=1)]
+    profiles = read_fields(data, (_anything("schema"), _list("profiles")), where, ProfileError)["profiles"]
+    groups = [_group(item, f"{where}: profile {number}") for number, item in enumerate(profiles, start=1)]
     _check_once([group.conditions for group in groups], where, "conditions")
     return groups
 
 
-def _from(group: Group, origin: str) -> Group:
-    parts = tuple(replace(part, origin=part.origin or origin) for part in group.parts)
-    return replace(group, parts=parts, links=tuple(replace(x, origin=x.origin or origin) for x in group.links))
+# ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def _block(group: Group) -> str:
-    conditions = _json(checked(vars(group.conditions), CONDITIONS, "conditions"))
+def _block(group: EntryGroup) -> str:
+    conditions = _json(read_fields(vars(group.conditions), CONDITIONS, "conditions", ProfileError))
     parts, links = _lines(PARTS, group.parts), _lines(LINKS, group.links)
     body = f'      "conditions": {conditions},\n      "parts": {parts},\n      "links": {links}'
     return f"    {{\n{body}\n    }}"
 
 
-def _lines(table: Table[Entry], entries: Sequence[Kept[Entry]]) -> str:
-    if not entries:
-        return "[]"
-    ordered = sorted(entries, key=lambda kept: table.key_of(kept.entry))
-    lines = ",\n".join(f"        {_json(_entry_to_dict(table, kept))}" for kept in ordered)
-    return f"[\n{lines}\n      ]"
-
-
-def _entry_to_dict(table: Table[Entry], kept: Kept[Entry]) -> dict[str, Any]:
-    row = dict(table.row(kept, table.word))
-    if not row["origin"]:
-        del row["origin"]
-    if "signature" in row:
-        row["signature"] = row["signature"].split("\n")  # a line of it per op: to be read
-    return row
+def _lines(table: Table[Entry], entries: Sequence[Entry]) -> str:
+    rows = [table.row(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
+    for row in rows:
+        if not row["origin"]:
+            del row["origin"]
+        if "signature" in row:
+            row["signature"] = row["signature"].split("\n")  # a line of it per op: to be read
+    lines = ",\n".join(f"        {_json(row)}" for row in rows)
+    return f"[\n{lines}\n      ]" if rows else "[]"
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"{key!r} appears twice")
-        seen[key] = value
-    return seen
+# ---- in --------------------------------------------------------------------------------------------------------------
 
 
-def _group(item: Any, where: str) -> Group:
-    item = _object(item, where)
-    _check_keys(item, ("conditions", "parts", "links"), where)
-    conditions = Conditions(**checked(_object(item["conditions"], f"{where}: conditions"), CONDITIONS, where))
+def _anything(name: str) -> Field:
+    return Field(name, "a value", lambda value: value)
+
+
+def _list(name: str) -> Field:
+    def read(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise TypeError
+        return value
+
+    return Field(name, "a list", read)
+
+
+def _read_lines(value: Any) -> str:
+    if not (isinstance(value, list) and value and all(isinstance(line, str) and "\n" not in line for line in value)):
+        raise ValueError
+    return str(_SIGNATURE.read("\n".join(value)))
+
+
+_SIGNATURE, *_OTHERS = PARTS.fields
+_PARTS = replace(PARTS, fields=(Field("signature", "a list of lines of text", _read_lines), *_OTHERS))
+
+
+def _group(item: Any, where: str) -> EntryGroup:
+    found = read_fields(item, (_anything("conditions"), _list("parts"), _list("links")), where, ProfileError)
+    conditions = Conditions(**read_fields(found["conditions"], CONDITIONS, where, ProfileError))
     named = f"{where} ({conditions.describe()})"
-    return Group(conditions, _entries(PARTS, item["parts"], named), _entries(LINKS, item["links"], named))
+    return EntryGroup(conditions, _entries(_PARTS, found["parts"], named), _entries(LINKS, found["links"], named))
 
 
-def _entries(table: Table[Entry], items: Any, where: str) -> tuple[Kept[Entry], ...]:
-    numbered = enumerate(_list(items, f"{where}: {table.name}"), start=1)
-    found = tuple(_entry(table, item, f"{where}, {table.word} {number}") for number, item in numbered)
-    _check_once([table.key_of(kept.entry) for kept in found], where, table.word)
+def _entries(table: Table[Entry], items: Sequence[Any], where: str) -> tuple[Entry, ...]:
+    numbered = enumerate(items, start=1)
+    found = tuple(table.entry(item, f"{where}, {table.word} {number}") for number, item in numbered)
+    _check_once([entry.key for entry in found], where, table.word)
     return found
 
 
-def _entry(table: Table[Entry], item: Any, where: str) -> Kept[Entry]:
-    row = {"origin": "", **_object(item, where)}
-    if "signature" in row:
-        lines = _list(row["signature"], f"{where}: signature")
-        if not lines or not all(isinstance(line, str) and "\n" not in line for line in lines):
-            raise ProfileError(f"{where}: signature is {str(lines)[:60]}; expected a list of lines")
-        row["signature"] = "\n".join(lines)
-    return table.kept(row, where)
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ProfileError(f"{where} is {str(value)[:60]!r}; expected an object in braces")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ProfileError(f"{where} is {str(value)[:60]!r}; expected a list")
-    return value
-
-
-def _check_keys(data: dict[str, Any], names: Sequence[str], where: str) -> None:
-    faults = [f"unknown field {name!r}" for name in sorted(set(data) - set(names))]
-    faults += [f"missing field {name!r}" for name in names if name not in data]
-    if faults:
-        raise ProfileError(f"{where}: {', '.join(faults)}; the fields are {', '.join(names)}")
-
-
-def _check_once(keys: Sequence[Any], where: str, what: str) -> None:
+def _check_once(keys: Sequence[Any], where: str, noun: str) -> None:
     first: dict[Any, int] = {}
     for number, key in enumerate(keys, start=1):
         if (before := first.setdefault(key, number)) != number:
-            raise ProfileError(f"{where}: {what} {number} is {what} {before} once more; leave one of them")
+            raise ProfileError(f"{where}: {noun} {number} is {noun} {before} once more; leave one of them")

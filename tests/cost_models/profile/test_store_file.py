@@ -8,7 +8,6 @@ import random
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ import pytest
 from parplan.cost_models.profile import store_file
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.errors import ProfileError
-from tests.cost_models.profiles import CPU, link, part
-from tests.cost_models.store_writers import WRITERS, run_threads
+from tests.cost_models.profiles import CPU, H200, group, link, part
 
 
 def filled(path: Path) -> bytes:
     """A store with a few pages of entries, and its bytes."""
     with ProfileStore(path) as store:
-        store.under(CPU).put_all([part(f"conv2d {n} {'x' * 300}") for n in range(40)], [link(n) for n in range(9)])
+        store.under(CPU).put(*(part(f"conv2d {n} {'x' * 300}") for n in range(40)), *(link(n) for n in range(9)))
     return path.read_bytes()
 
 
@@ -54,6 +52,44 @@ def test_a_name_with_odd_characters(tmp_path: Path) -> None:
     with ProfileStore(path) as store:
         store.under(CPU).put(part("relu"))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+# A file of parplan 0.1: schema 1 as that version made it, statement by statement.
+FILE_OF_0_1 = """
+PRAGMA application_id = 1347439694;
+PRAGMA user_version = 1;
+CREATE TABLE conditions (id INTEGER PRIMARY KEY, "device" TEXT NOT NULL, "busy" INTEGER NOT NULL,
+ "torch" TEXT NOT NULL, "cuda" TEXT NOT NULL, "flags" TEXT NOT NULL,
+ UNIQUE ("device", "busy", "torch", "cuda", "flags"));
+INSERT INTO "conditions" VALUES(1,'AMD EPYC, 1 thread',1,'2.13.0','','');
+INSERT INTO "conditions" VALUES(2,'h200-sxm',1,'2.11.0','12.8','tf32 matmul');
+CREATE TABLE links ("conditions" INTEGER NOT NULL, "backend" TEXT NOT NULL, "kind" TEXT NOT NULL,
+ "group" INTEGER NOT NULL, "nbytes" INTEGER NOT NULL, "seconds" REAL NOT NULL, "spread" REAL NOT NULL,
+ "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "when" TEXT NOT NULL, "origin" TEXT NOT NULL,
+ PRIMARY KEY ("conditions", "backend", "kind", "group", "nbytes"));
+INSERT INTO "links" VALUES(1,'gloo','all-reduce',2,64,0.0001,0.02,9,0.0005,'2025-06-01T12:00:00Z','');
+CREATE TABLE parts ("conditions" INTEGER NOT NULL, "signature" TEXT NOT NULL, "family" TEXT NOT NULL,
+ "flops" REAL NOT NULL, "nbytes" REAL NOT NULL, "forward_s" REAL NOT NULL, "backward_s" REAL NOT NULL,
+ "spread" REAL NOT NULL, "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "saved_bytes" INTEGER,
+ "peak_bytes" INTEGER, "when" TEXT NOT NULL, "origin" TEXT NOT NULL, PRIMARY KEY ("conditions", "signature"));
+INSERT INTO "parts" VALUES(1,'relu','relu',2e9,3e6,0.001,0.002,0.01,7,0.0005,4096,NULL,'2025-06-01T12:00:00+00:00','');
+INSERT INTO "parts" VALUES(2,'relu','relu',2e9,3e6,0.001,0.002,0.01,7,0.0005,4096,NULL,'2025-06-01T12:00:00+00:00',
+ 'lab.json');
+CREATE INDEX families ON parts ("conditions", "family");
+"""
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_file_of_the_first_release_is_read_and_added_to(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "p.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FILE_OF_0_1)
+    with ProfileStore(path, read_only=read_only) as store:
+        assert store.groups() == [group(CPU, part("relu"), link(64)), group(H200, part("relu"), origin="lab.json")]
+        if not read_only:
+            store.under(CPU).put(part("tanh"), link(64, 2.0))
+            assert [entry.signature for entry in store.under(CPU).all()] == ["relu", "tanh"]
+            assert [entry.seconds for entry in store.under(CPU).links("gloo")] == [2.0]
 
 
 # ---- files that cannot be used ---------------------------------------------------------------------------------------
@@ -100,89 +136,18 @@ def test_missing_tables_are_damage(tmp_path: Path) -> None:
         store.under(CPU).links("gloo")
 
 
-def older(path: Path) -> bytes:
-    """A store of a schema before the first."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA application_id = {store_file._MARK}")
-        connection.execute("CREATE TABLE entries (signature TEXT PRIMARY KEY, forward_s REAL)")
-        connection.execute("INSERT INTO entries VALUES ('relu', 1.0)")
-    return path.read_bytes()
-
-
-def entries_of(path: Path) -> list[tuple[str, float]]:
-    """What such a store holds."""
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        return connection.execute("SELECT * FROM entries").fetchall()
-
-
-def test_an_older_file_is_set_aside_and_this_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "p.sqlite"
-    for aside in ("p.sqlite.schema0", "p.sqlite.schema0.1"):
-        older(path)
-        with ProfileStore(path) as store:
-            assert store.groups() == []
-            store.under(CPU).put(part("relu"))
-            (note, *_) = store.strangers(replace(CPU, torch="2.14.0"))
-        assert f"schema 0, this one's is 1); what it held was moved to {tmp_path / aside};" in note
-        assert entries_of(tmp_path / aside) == [("relu", 1.0)]
-        path.unlink()
-
-
-def test_an_older_file_is_not_used_by_a_reader(tmp_path: Path) -> None:
-    before = older(tmp_path / "p.sqlite")
-    with ProfileStore(tmp_path / "p.sqlite", read_only=True) as store:
-        assert store.groups() == []
-        assert "has the layout of an older parplan" in store.strangers(CPU)[0]
-    assert (tmp_path / "p.sqlite").read_bytes() == before
-
-
-def test_an_older_file_is_set_aside_once_by_many(tmp_path: Path) -> None:
-    path, notes = tmp_path / "p.sqlite", list[str]()
-    older(path)
-
-    def work(writer: int) -> None:
-        with ProfileStore(path) as store:
-            notes.extend(store.notes)
-            store.under(CPU).put(part(f"t {writer}"))
-
-    run_threads(work)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["p.sqlite", "p.sqlite.schema0"]
-    assert entries_of(tmp_path / "p.sqlite.schema0") == [("relu", 1.0)]
-    assert len(notes) == 1
-    with ProfileStore(path) as store:
-        assert len(store.under(CPU).family("t")) == WRITERS
-
-
-def test_an_older_file_is_migrated_where_there_is_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(tmp_path / "p.sqlite")
-    monkeypatch.setattr(store_file, "SCHEMA", 3)
-    steps = {1: ["ALTER TABLE parts ADD COLUMN clock REAL"], 2: ["UPDATE parts SET clock = 1.5", "DROP TABLE links"]}
-    monkeypatch.setattr(store_file, "_MIGRATIONS", steps)
-    with ProfileStore(tmp_path / "p.sqlite") as store:
-        assert store.notes == ()
-        assert len(store.under(CPU).family("conv2d")) == 40
-    connection = sqlite3.connect(tmp_path / "p.sqlite")
-    assert connection.execute("SELECT DISTINCT clock FROM parts").fetchall() == [(1.5,)]
-    assert connection.execute("PRAGMA user_version").fetchone() == (3,)
-    connection.close()
-
-
-def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(tmp_path / "p.sqlite")
-    with monkeypatch.context() as patch:
-        patch.setattr(store_file, "SCHEMA", 2)
-        patch.setattr(store_file, "_MIGRATIONS", {1: ["DELETE FROM parts", "DROP TABLE absent"]})
-        with pytest.raises(ProfileError, match="no such table: absent"):
-            ProfileStore(tmp_path / "p.sqlite")
-    with ProfileStore(tmp_path / "p.sqlite") as store:
-        assert len(store.under(CPU).family("conv2d")) == 40
-
-
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("PRAGMA user_version = 7", r"newer parplan \(schema 7, this one's is 1\); upgrade parplan"),
+        (
+            "PRAGMA user_version = 7",
+            r"newer parplan \(schema 7, this one's is 1\); .*as it is: upgrade parplan",
+        ),
+        (
+            "PRAGMA user_version = 0",
+            r"older parplan \(schema 0, .*as it is: move it away, then import a saved",
+        ),
         ("PRAGMA application_id = 1", "an SQLite file of something else"),
     ],
 )
@@ -239,7 +204,7 @@ def test_a_store_is_not_made_where_nothing_can_be_written(locked: Path) -> None:
 
 def test_a_reader_makes_nothing(tmp_path: Path) -> None:
     with ProfileStore(tmp_path / "sub" / "p.sqlite", read_only=True) as store:
-        assert (store.groups(), store.under(CPU).get("relu"), store.strangers(CPU)) == ([], None, [])
+        assert (store.groups(), store.under(CPU).get("relu"), store.mismatches(CPU)) == ([], None, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,8 +221,8 @@ def test_a_full_disk_loses_only_what_was_being_written(store: ProfileStore) -> N
     profile.put(part("first"))
     store._connection.execute("PRAGMA max_page_count = 12")
     with pytest.raises(ProfileError, match="the disk is full; make room"):
-        profile.put_all([part(f"x {n} {'y' * 900}") for n in range(100)])
-    assert [kept.entry.signature for kept in store.groups()[0].parts] == ["first"]
+        profile.put(*(part(f"x {n} {'y' * 900}") for n in range(100)))
+    assert [entry.signature for entry in store.groups()[0].parts] == ["first"]
     profile.put(part("second"))
     assert profile.get("second") is not None
 
@@ -277,7 +242,7 @@ def test_an_interrupt_in_a_batch_leaves_nothing_of_it(store: ProfileStore, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("parplan.cost_models.profile.store_rows._insert", interrupt)
+        patch.setattr("parplan.cost_models.profile.store._insert", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.under(CPU).put(part("relu"))
     assert store.groups() == []

@@ -1,0 +1,126 @@
+"""Fields of stored measurements: the columns of the profile store, the keys of an exported profile, and their checks.
+
+A figure that comes from a file is checked before it is used, whether the file is the store's or an exported text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from math import isinf
+from typing import Any, Generic
+
+from parplan.cost_models.profile.records import Entry, LinkEntry, PartEntry
+from parplan.cost_models.sampling import Measurement
+from parplan.errors import ProfileError
+from parplan.fields import Field, count, number, read_fields, text
+
+__all__ = ["CONDITIONS", "LINKS", "PARTS", "Table"]
+
+_UNKNOWN_SPREAD = 1.0  # as sampling.Measurement has it
+
+
+@dataclass(frozen=True)
+class Table(Generic[Entry]):
+    """One kind of entry: its name, its fields and those that tell entries apart, and how a row becomes an entry."""
+
+    name: str
+    word: str
+    fields: Sequence[Field]
+    key: tuple[str, ...]
+    make: Callable[[dict[str, Any]], Entry]
+
+    def row(self, entry: Entry) -> dict[str, Any]:
+        """The entry as checked plain values, in the order of `fields`.
+
+        Raises:
+            ProfileError: a figure that no measurement gives (negative, not a number, beyond reason).
+        """
+        row = dict(vars(entry))
+        if isinstance(entry, PartEntry):
+            row |= vars(row.pop("measurement"))
+        if isinf(row["spread"]):  # relative to a median of 0 s
+            row["spread"] = _UNKNOWN_SPREAD
+        return read_fields(row, self.fields, f"{self.word} {' '.join(map(str, entry.key))[:80]!r}", ProfileError)
+
+    def entry(self, row: Mapping[str, Any], where: str) -> Entry:
+        """The entry in `row`, checked.
+
+        Raises:
+            ProfileError: a field is missing, unknown, of a wrong type or out of range.
+        """
+        return self.make(read_fields(row, self.fields, where, ProfileError))
+
+
+def _part(row: dict[str, Any]) -> PartEntry:
+    figures = {field.name: row.pop(field.name) for field in fields(Measurement)}
+    return PartEntry(**row, measurement=Measurement(**figures))
+
+
+def _name(name: str) -> Field:
+    return text(name, ".+", "text that is not empty")
+
+
+def _seconds(name: str) -> Field:
+    return number(name, 0, 1e6, "seconds")  # eleven days: no part of a step takes that long
+
+
+def _amount(name: str) -> Field:
+    return number(name, 0, 1e30)
+
+
+def _bytes_or_none(name: str) -> Field:
+    def read(value: Any) -> int | None:
+        return None if value is None else int(known.read(value))
+
+    known = count(name, 0)
+    return Field(name, "a whole number of bytes, or null where it was not measured", read)
+
+
+def _read_time(value: Any) -> str:
+    if value != "":
+        datetime.fromisoformat(_TIME.read(value)[:19])  # refuses the 31st of February
+    return str(value)
+
+
+_TIME = text("when", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|\+00:00)?")
+_WHEN = Field("when", "a time like 2025-01-31T12:00:00Z (UTC), or empty", _read_time)
+CONDITIONS = (_name("device"), count("busy"), _name("torch"), text("cuda"), text("flags"))
+_MEASURED = (_amount("spread"), count("runs"), _seconds("reference_s"))
+
+PARTS = Table(
+    "parts",
+    "part",
+    (
+        text("signature"),
+        text("family"),
+        _amount("flops"),
+        _amount("nbytes"),
+        _seconds("forward_s"),
+        _seconds("backward_s"),
+        *_MEASURED,
+        _bytes_or_none("saved_bytes"),
+        _bytes_or_none("peak_bytes"),
+        _WHEN,
+        text("origin").optional(),
+    ),
+    ("signature",),
+    _part,
+)
+LINKS = Table(
+    "links",
+    "link",
+    (
+        _name("backend"),
+        _name("kind"),
+        count("group"),
+        count("nbytes", 0),
+        _seconds("seconds"),
+        *_MEASURED,
+        _WHEN,
+        text("origin").optional(),
+    ),
+    ("backend", "kind", "group", "nbytes"),
+    lambda row: LinkEntry(**row),
+)

@@ -1,0 +1,232 @@
+"""Reads and checks what people write in files (TOML, JSON, text): one validator for all of parplan's formats.
+
+A format is a list of `Field`: name, value in words (type, unit, range) and a function that reads the value. Every error
+says file, table and field, what was found and what is expected; a name that is close to a known one is suggested.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from parplan.errors import ParplanError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "Field", "choice", "count", "did_you_mean", "flag", "number", "parse_json", "parse_toml", "read_field",
+    "read_fields", "read_file", "shown", "text", "word",
+]  # fmt: skip
+
+_MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a table.
+
+    Args:
+        name: as in the file.
+        expected: type, unit and range in words, for the error.
+        read: the value as parplan uses it.
+
+            Raises: ValueError or TypeError where the value is not as expected.
+        required: whether a table without it is refused.
+    """
+
+    name: str
+    expected: str
+    read: Callable[[Any], Any]
+    required: bool = True
+
+    def optional(self) -> Field:
+        """The same field, which a table may lack."""
+        return replace(self, required=False)
+
+
+def read_fields(
+    table: Any, fields: Sequence[Field], where: str, error: type[ParplanError], instead: str = ""
+) -> dict[str, Any]:
+    """The values of `table` in the order of `fields`, read and checked; optional fields that it lacks are left out.
+
+    Args:
+        where: file and table, for errors.
+        error: the class of the error.
+        instead: what would make up for missing fields, such as "or a preset".
+
+    Raises:
+        ParplanError (an `error`): no table, an unknown or missing field, a value that its field does not expect.
+    """
+    known = [field.name for field in fields]
+    if not isinstance(table, Mapping):
+        raise error(f"{where} is {shown(table)}; expected a table of {', '.join(known)}")
+    for name in table:
+        if name not in known:
+            raise error(f"{where}: unknown field {shown(name)}; {did_you_mean(str(name), known)}")
+    if missing := [field.name for field in fields if field.required and field.name not in table]:
+        them = "it" if len(missing) == 1 else "them"
+        raise error(f"{where}: missing field {', '.join(map(repr, missing))}; add {them}{' ' * bool(instead)}{instead}")
+    return {field.name: read_field(field, table[field.name], where, error) for field in fields if field.name in table}
+
+
+def read_field(field: Field, value: Any, where: str, error: type[ParplanError]) -> Any:
+    """One field's value, read and checked.
+
+    Raises:
+        ParplanError (an `error`): the field does not expect the value.
+    """
+    try:
+        return field.read(value)
+    except (ValueError, TypeError):
+        raise error(f"{where}: {field.name} is {shown(value)}; expected {field.expected}") from None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What may have been meant by an unknown `word`: the closest known one, and the first of all known ones."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    listed = f"{', '.join(known[:12])}{', ...' if len(known) > 12 else ''}"
+    return f"did you mean {close[0]}? Known: {listed}" if close else f"known: {listed}"
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut where it is long."""
+    if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+        return "a whole number beyond reason"  # Python refuses to print the longest
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+def text(name: str, pattern: str = "", expected: str = "text") -> Field:
+    """A text, all of which `pattern` matches; SQLite and UTF-8 files keep it as it is (no NUL, no lone surrogate)."""
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or re.search("[\0\ud800-\udfff]", value):
+            raise ValueError
+        if pattern and not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
+            raise ValueError
+        return value
+
+    return Field(name, expected, read)
+
+
+def word(name: str) -> Field:
+    """A text that is not blank."""
+    return text(name, r".*\S.*", "text that is not blank")
+
+
+def flag(name: str) -> Field:
+    """True or false."""
+
+    def read(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+
+    return Field(name, "true or false", read)
+
+
+def count(name: str, least: int = 1, most: int = _MOST_WHOLE, meaning: str = "a whole number") -> Field:
+    """A whole number from `least` to `most`."""
+
+    def read(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError
+        return value
+
+    return Field(name, f"{meaning} of at least {least}{'' if most == _MOST_WHOLE else f' and at most {most:,}'}", read)
+
+
+def number(name: str, least: float, most: float, meaning: str = "a number") -> Field:
+    """A finite number from `least` to `most`, read as a float; `meaning` says its unit."""
+
+    def read(value: Any) -> float:
+        if type(value) not in (int, float) or not least <= value <= most:  # refuses what is not a number, too
+            raise ValueError
+        return float(value)
+
+    return Field(name, f"{meaning} from {least:,.10g} to {most:,.10g}", read)
+
+
+def choice(name: str, options: Iterable[str] | type[Enum]) -> Field:
+    """One of some words; a member where they are the values of an enumeration."""
+    words: dict[Any, Any] = {option.value if isinstance(option, Enum) else option: option for option in options}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError
+        return words[value]
+
+    return Field(name, f"one of {', '.join(words)}", read)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: str | Path, kind: str, error: type[ParplanError], instead: str) -> str:
+    """The text of a file that a person named, without a byte order mark.
+
+    Args:
+        kind: noun for the file in errors, such as "plan".
+        instead: what to do about a file that is none, such as "name a TOML file".
+
+    Raises:
+        ParplanError (an `error`): no name, a folder, no such file, not text in UTF-8.
+    """
+    if not str(path):
+        raise error(f"the name of the {kind} is empty; {instead}")
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        raise error(f"cannot read the {kind} {path}: that is a folder; {instead}") from None
+    except OSError as problem:
+        raise error(f"cannot read the {kind} {path}: {problem.strerror or problem}") from problem
+    except UnicodeDecodeError as problem:
+        raise error(f"cannot read the {kind} {path}: it is not text in UTF-8; {instead}") from problem
+
+
+def parse_toml(source: str, where: str, error: type[ParplanError]) -> dict[str, Any]:
+    """The table that TOML text describes.
+
+    Raises:
+        ParplanError (an `error`): not TOML.
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(source)
+    except (tomllib.TOMLDecodeError, RecursionError) as problem:
+        raise error(f"{where} is not TOML: {problem}") from problem
+    return table
+
+
+def parse_json(source: str) -> Any:
+    """What JSON text describes.
+
+    Raises:
+        ValueError: not JSON, nested too deep, or a name that an object has twice.
+    """
+    try:
+        return json.loads(source, object_pairs_hook=_without_duplicates)
+    except RecursionError as problem:
+        raise ValueError(str(problem)) from problem
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in seen:
+            raise ValueError(f"{name!r} appears twice")
+        seen[name] = value
+    return seen
