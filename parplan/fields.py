@@ -24,8 +24,8 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Field", "choice", "count", "did_you_mean", "flag", "number", "parse_json", "parse_toml", "read_field",
-    "read_fields", "read_file", "shown", "text", "word",
+    "Field", "choice", "count", "did_you_mean", "flag", "list_of", "number", "parse_json", "parse_toml", "read_field",
+    "read_fields", "read_file", "shown", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -110,22 +110,15 @@ def shown(value: Any) -> str:
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
-def text(name: str, pattern: str = "", expected: str = "text") -> Field:
-    """A text, all of which `pattern` matches; SQLite and UTF-8 files keep it as it is (no NUL, no lone surrogate)."""
+def text(name: str, pattern: str = ".*", expected: str = "text") -> Field:
+    """A text, all of which the regular expression `pattern` matches."""
 
     def read(value: Any) -> str:
-        if not isinstance(value, str) or re.search("[\0\ud800-\udfff]", value):
-            raise ValueError
-        if pattern and not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
+        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
             raise ValueError
         return value
 
     return Field(name, expected, read)
-
-
-def word(name: str) -> Field:
-    """A text that is not blank."""
-    return text(name, r".*\S.*", "text that is not blank")
 
 
 def flag(name: str) -> Field:
@@ -171,6 +164,17 @@ def choice(name: str, options: Iterable[str] | type[Enum]) -> Field:
         return words[value]
 
     return Field(name, f"one of {', '.join(words)}", read)
+
+
+def list_of(name: str, item: Field | None = None) -> Field:
+    """A list, whose items are as `item` has it."""
+
+    def read(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise TypeError
+        return value if item is None else [item.read(each) for each in value]
+
+    return Field(name, "a list" if item is None else f"a list, each {item.expected}", read)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parplan.errors import PlanError
+from parplan.fields import Field, choice, count, list_of, parse_json, read_fields, read_file, text
 from parplan.layout import Grid
 
 __all__ = ["SCHEMA", "Plan", "Scheme", "Strategy"]
@@ -118,10 +119,20 @@ class Plan:
             PlanError: not JSON, another schema, an unknown or missing field, a wrong type.
         """
         try:
-            data = json.loads(text, object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise _no_plan(where, f"it is not JSON ({error})" if text.strip() else "it is empty") from error
-        return _plan_from(data, where)
+        if not isinstance(data, dict) or "schema" not in data:
+            raise _no_plan(where, 'it has no "schema"' if isinstance(data, dict) else "it is no object of JSON")
+        if data["schema"] != SCHEMA:
+            raise PlanError(f"{where} has schema {data['schema']!r}; this version of parplan reads {SCHEMA!r}")
+        found = read_fields(data, _PLAN, where, PlanError)
+        layers = {
+            name: Strategy(**read_fields(entry, _STRATEGY, f"{where}: {name}", PlanError))
+            for name, entry in found.pop("layers").items()
+        }
+        del found["schema"]
+        return Plan(**found, layers=layers)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -130,30 +141,12 @@ class Plan:
         Raises:
             PlanError: the file is missing or not a plan.
         """
-        if not str(path):
-            raise PlanError("the name of the plan is empty; name a file that `parplan analyze --out` wrote")
-        if Path(path).is_dir():
-            raise PlanError(f"cannot read the plan {path}: that is a folder; name a file in it")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise _no_plan(str(path), "it is not text in UTF-8") from error
+        text = read_file(path, "plan", PlanError, "name a file that `parplan analyze --out` wrote")
         return Plan.from_json(text, str(path))
 
 
 def _no_plan(where: str, why: str) -> PlanError:
     return PlanError(f"{where} is not a plan: {why}; write one with `parplan analyze --out`")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"{key!r} appears twice")
-        seen[key] = value
-    return seen
 
 
 def _to_dict(strategy: Strategy) -> dict[str, Any]:
@@ -166,59 +159,34 @@ def _to_dict(strategy: Strategy) -> dict[str, Any]:
     return fields if strategy.update_period is None else {**fields, "update_period": strategy.update_period}
 
 
-_PLAN_FIELDS = {"schema": str, "model": str, "fingerprint": str, "batch": int, "devices": int, "rules": str}
+def _read_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
 
 
-def _plan_from(data: Any, where: str) -> Plan:
-    if not isinstance(data, dict) or "schema" not in data:
-        raise _no_plan(where, 'it has no "schema"' if isinstance(data, dict) else "it is no object of JSON")
-    if data["schema"] != SCHEMA:
-        raise PlanError(f"{where} has schema {data['schema']!r}; this version of parplan reads {SCHEMA!r}")
-    _check_fields(data, {**_PLAN_FIELDS, "layers": dict, "scheme": str}, {"scheme"}, where)
-    if data["rules"] not in RULES:
-        raise PlanError(f"{where}: rules {data['rules']!r} is not one of {', '.join(RULES)}")
-    schemes = [scheme.value for scheme in Scheme]
-    if data.get("scheme", "gather") not in schemes:
-        raise PlanError(f"{where}: scheme {data['scheme']!r} is not one of {', '.join(schemes)}")
-    for key in ("batch", "devices"):
-        if data[key] < 1:
-            raise PlanError(f"{where}: {key} is {data[key]}; it must be at least 1")
-    layers = {name: _strategy_from(entry, f"{where}: {name}") for name, entry in data["layers"].items()}
-    return Plan(
-        data["model"],
-        data["fingerprint"],
-        data["batch"],
-        data["devices"],
-        layers,
-        data["rules"],
-        Scheme(data.get("scheme", "gather")),
-    )
+def _read_axis(value: Any) -> str | None:
+    return None if value is None else str(text("axis").read(value))
 
 
-def _strategy_from(entry: Any, where: str) -> Strategy:
-    if not isinstance(entry, dict):
-        raise PlanError(f"{where}: expected replicas, shards, axis and devices, found {type(entry).__name__}")
-    kinds = {"replicas": int, "shards": int, "axis": (str, type(None)), "devices": list, "update_period": int}
-    _check_fields(entry, kinds, {"update_period"}, where)
-    for key in ("replicas", "shards", "update_period"):
-        if entry.get(key, 1) < 1:
-            raise PlanError(f"{where}: {key} is {entry[key]}; it must be at least 1")
-    if not all(type(device) is int and device >= 0 for device in entry["devices"]):
-        raise PlanError(f"{where}: devices must be logical device numbers, found {entry['devices']}")
-    return Strategy(**{**entry, "devices": tuple(entry["devices"])})
+def _read_devices(value: Any) -> tuple[int, ...]:
+    return tuple(list_of("devices", count("device", 0)).read(value))
 
 
-def _check_fields(data: dict[str, Any], kinds: Mapping[str, Any], optional: set[str], where: str) -> None:
-    unknown = sorted(set(data) - set(kinds))
-    missing = sorted(set(kinds) - optional - set(data))
-    if unknown or missing:
-        parts = [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing]
-        raise PlanError(f"{where}: {', '.join(parts)}")
-    for key, value in data.items():
-        if not isinstance(value, kinds[key]) or isinstance(value, bool):
-            raise PlanError(f"{where}: {key} is {value!r}; expected {_kind_name(kinds[key])}")
-
-
-def _kind_name(kind: Any) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+_PLAN = (
+    text("schema"),
+    text("model"),
+    text("fingerprint"),
+    count("batch"),
+    count("devices"),
+    choice("rules", RULES),
+    choice("scheme", Scheme).optional(),
+    Field("layers", "an object with a strategy for every layer", _read_object),
+)
+_STRATEGY = (
+    count("replicas"),
+    count("shards"),
+    Field("axis", "text or null", _read_axis),
+    Field("devices", "a list of logical device numbers, from 0 on", _read_devices),
+    count("update_period").optional(),
+)

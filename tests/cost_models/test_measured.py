@@ -100,14 +100,9 @@ def test_times_follow_the_reference_kernel(then_s: float, now_s: float, factor: 
 
 
 def test_an_imported_figure_names_its_origin() -> None:
-    class Imported(SessionProfile):
-        def origin(self, signature: str) -> str | None:
-            return "theirs.json"
-
-    graph, profile = perceptron(), Imported()
+    graph, profile = perceptron(), SessionProfile()
     requests = all_requests(graph, cpus())
-    for entry in made_up_profile(graph, requests).all():
-        profile.put(entry)
+    profile.put(*(replace(entry, origin="theirs.json") for entry in made_up_profile(graph, requests).all()))
     costs = priced(graph, profile)
     assert {costs.layer(r.layer, r.strategy).source for r in requests} == {Source.SHIPPED}
 

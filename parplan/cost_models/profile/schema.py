@@ -18,6 +18,7 @@ from parplan.fields import Field, count, number, read_fields, text
 
 __all__ = ["CONDITIONS", "LINKS", "PARTS", "Table"]
 
+_CHARACTER = "[^\0\ud800-\udfff]"  # what SQLite and UTF-8 files keep as it is: no NUL, no half of a surrogate pair
 _UNKNOWN_SPREAD = 1.0  # as sampling.Measurement has it
 
 
@@ -59,7 +60,11 @@ def _part(row: dict[str, Any]) -> PartEntry:
 
 
 def _name(name: str) -> Field:
-    return text(name, ".+", "text that is not empty")
+    return text(name, f"{_CHARACTER}+", "text that is not empty")
+
+
+def _text(name: str) -> Field:
+    return text(name, f"{_CHARACTER}*")
 
 
 def _seconds(name: str) -> Field:
@@ -84,17 +89,17 @@ def _read_time(value: Any) -> str:
     return str(value)
 
 
-_TIME = text("when", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|\+00:00)?")
+_TIME = text("when", r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(Z|\+00:00)?")
 _WHEN = Field("when", "a time like 2025-01-31T12:00:00Z (UTC), or empty", _read_time)
-CONDITIONS = (_name("device"), count("busy"), _name("torch"), text("cuda"), text("flags"))
+CONDITIONS = (_name("device"), count("busy"), _name("torch"), _text("cuda"), _text("flags"))
 _MEASURED = (_amount("spread"), count("runs"), _seconds("reference_s"))
 
 PARTS = Table(
     "parts",
     "part",
     (
-        text("signature"),
-        text("family"),
+        _text("signature"),
+        _text("family"),
         _amount("flops"),
         _amount("nbytes"),
         _seconds("forward_s"),
@@ -103,7 +108,7 @@ PARTS = Table(
         _bytes_or_none("saved_bytes"),
         _bytes_or_none("peak_bytes"),
         _WHEN,
-        text("origin").optional(),
+        _text("origin").optional(),
     ),
     ("signature",),
     _part,
@@ -119,7 +124,7 @@ LINKS = Table(
         _seconds("seconds"),
         *_MEASURED,
         _WHEN,
-        text("origin").optional(),
+        _text("origin").optional(),
     ),
     ("backend", "kind", "group", "nbytes"),
     lambda row: LinkEntry(**row),

@@ -16,7 +16,7 @@ from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, Table
 from parplan.cost_models.profile.store import Merged, ProfileStore
 from parplan.errors import ProfileError
-from parplan.fields import Field, parse_json, read_fields, read_file
+from parplan.fields import Field, list_of, parse_json, read_fields, read_file
 from parplan.files import write_files
 
 __all__ = ["SCHEMA", "export_profile", "from_text", "import_profile", "to_text"]
@@ -79,7 +79,7 @@ def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ProfileError(f"{where} has schema {found!r:.60}; this version of parplan reads {SCHEMA!r}")
-    profiles = read_fields(data, (_anything("schema"), _list("profiles")), where, ProfileError)["profiles"]
+    profiles = read_fields(data, (_anything("schema"), list_of("profiles")), where, ProfileError)["profiles"]
     groups = [_group(item, f"{where}: profile {number}") for number, item in enumerate(profiles, start=1)]
     _check_once([group.conditions for group in groups], where, "conditions")
     return groups
@@ -117,15 +117,6 @@ def _anything(name: str) -> Field:
     return Field(name, "a value", lambda value: value)
 
 
-def _list(name: str) -> Field:
-    def read(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise TypeError
-        return value
-
-    return Field(name, "a list", read)
-
-
 def _read_lines(value: Any) -> str:
     if not (isinstance(value, list) and value and all(isinstance(line, str) and "\n" not in line for line in value)):
         raise ValueError
@@ -137,7 +128,7 @@ _PARTS = replace(PARTS, fields=(Field("signature", "a list of lines of text", _r
 
 
 def _group(item: Any, where: str) -> EntryGroup:
-    found = read_fields(item, (_anything("conditions"), _list("parts"), _list("links")), where, ProfileError)
+    found = read_fields(item, (_anything("conditions"), list_of("parts"), list_of("links")), where, ProfileError)
     conditions = Conditions(**read_fields(found["conditions"], CONDITIONS, where, ProfileError))
     named = f"{where} ({conditions.describe()})"
     return EntryGroup(conditions, _entries(_PARTS, found["parts"], named), _entries(LINKS, found["links"], named))
