@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,15 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from parplan.errors import PinError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from parplan.fields import Field, count, parse_toml, read_fields, read_file, text
 
 __all__ = ["WORDS", "Pin", "PinsLike", "parse_pin", "pins_from", "pins_from_toml", "read_pins"]
 
-WORDS = ("replicas", "shards", "axis", "gpu", "update")
 GRAMMAR = "words are replicas:4, shards:4, axis:out-features, gpu:0,1 and update:2"
 MOST = 10**6  # more replicas, shards, devices or passes are a slip
 
@@ -106,7 +100,7 @@ def pins_from(pins: Mapping[str, Any] | Sequence[str | Pin], origin: str = "pins
     """
     if isinstance(pins, Mapping):
         return tuple(_pin(pattern, words, origin, f"{origin}: {pattern!r}") for pattern, words in pins.items())
-    return tuple(pin if isinstance(pin, Pin) else parse_pin(_text(pin, origin), origin) for pin in pins)
+    return tuple(pin if isinstance(pin, Pin) else parse_pin(_as_text(pin, origin), origin) for pin in pins)
 
 
 def pins_from_toml(path: str | Path) -> tuple[Pin, ...]:
@@ -119,7 +113,7 @@ def pins_from_toml(path: str | Path) -> tuple[Pin, ...]:
     Raises:
         PinError: the file cannot be read, is not TOML, has no [pins] or anything else; or as `parse_pin`.
     """
-    data = _toml(path)
+    data = parse_toml(read_file(path, "pins", PinError, "name a TOML file with a table [pins]"), str(path), PinError)
     other = sorted(set(data) - {"pins"})
     if other:
         raise PinError(f"{path}: {other[0]!r} is not known here; a file of pins has one table, [pins]")
@@ -146,43 +140,34 @@ def read_pins(pins: PinsLike | None, *, with_plan: bool = False) -> tuple[Pin, .
     return pins_from_toml(pins) if isinstance(pins, (str, Path)) else pins_from(pins)
 
 
-def _toml(path: str | Path) -> dict[str, Any]:
-    if not str(path) or Path(path).is_dir():
-        raise PinError(f"--pins {str(path)!r} names no file; name a TOML file with a table [pins]")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
-        raise PinError(f"cannot read the pins {path}: {reason}") from error
-    try:
-        data: dict[str, Any] = tomllib.loads(text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PinError(f"{path} is not TOML: {error}") from error
-    return data
-
-
-def _text(value: Any, where: str) -> str:
+def _as_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     raise PinError(f"{where}: {value!r} is no pin; write a text such as 'fc6=shards:4'")
 
 
 def _pin(pattern: Any, words: Any, origin: str, where: str) -> Pin:
-    pattern = _text(pattern, where).strip()
+    pattern = _as_text(pattern, where).strip()
     if not pattern:
         raise PinError(f"{where}: it names no layer; put a name or a pattern before the words: 'fc6=shards:4'")
-    found = dict(words) if isinstance(words, Mapping) else _split(_text(words, where), where)
+    found = dict(words) if isinstance(words, Mapping) else _split(_as_text(words, where), where)
     if not found:
         raise PinError(f"{where}: it decides nothing; {GRAMMAR}")
     for word, value in found.items():
-        _check_word(word, value, where)
+        if word not in WORDS:
+            if isinstance(value, Mapping) or (isinstance(value, str) and ":" in value):
+                quotes = 'a name with dots needs quotes: "features.0" = ...'
+                raise PinError(f"{where}: {word!r} has words of its own; {quotes}")
+            near = difflib.get_close_matches(str(word), WORDS, 1)
+            raise PinError(f"{where}: {word!r} is not known{f', did you mean {near[0]}' if near else ''}; {GRAMMAR}")
+    read = read_fields(found, _FIELDS, where, PinError)
     return Pin(
         pattern=pattern,
-        replicas=_count(found, "replicas", where),
-        shards=_count(found, "shards", where),
-        axis=_axis(found.get("axis"), where),
-        devices=_devices(found.get("gpu"), where),
-        update_period=_count(found, "update", where),
+        replicas=read.get("replicas"),
+        shards=read.get("shards"),
+        axis=read.get("axis"),
+        devices=read.get("gpu"),
+        update_period=read.get("update"),
         origin=origin,
     )
 
@@ -203,46 +188,33 @@ def _split(text: str, where: str) -> dict[str, str]:
     return found
 
 
-def _check_word(word: Any, value: Any, where: str) -> None:
-    if word in WORDS:
-        return
-    if isinstance(value, Mapping) or (isinstance(value, str) and ":" in value):
-        raise PinError(f'{where}: {word!r} has words of its own; a name with dots needs quotes: "features.0" = ...')
-    near = difflib.get_close_matches(str(word), WORDS, 1)
-    raise PinError(f"{where}: {word!r} is not known{f', did you mean {near[0]}' if near else ''}; {GRAMMAR}")
+# ---- values, as numbers and lists in code and TOML or as text --------------------------------------------------------
 
 
-def _count(found: Mapping[str, Any], word: str, where: str) -> int | None:
-    """A whole number of at least 1, as a number or as text."""
-    if word not in found:
-        return None
-    number = _whole(found[word])
-    if number is None or not 1 <= number <= MOST:
-        wanted = f"it must be a whole number from 1 to {MOST}, such as {word}:2"
-        raise PinError(f"{where}: {word} is {found[word]!r}; {wanted}")
-    return number
+def _counted(word: str) -> Field:
+    whole = count(word, 1, MOST)
+    expected = f"a whole number from 1 to {MOST}, such as {word}:2"
+    return Field(word, expected, lambda value: whole.read(_whole(value)), required=False)
 
 
-def _whole(value: Any) -> int | None:
-    """The number that a value or its text is, None for anything else."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 9:
-        return int(value)
-    return value if type(value) is int else None
+def _whole(value: Any) -> Any:
+    """The whole number that a text is; any other value as it is."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
 
 
-def _axis(value: Any, where: str) -> str | None:
-    if value is None or (isinstance(value, str) and value):
-        return value
-    raise PinError(f"{where}: axis is {value!r}; it must be an axis of the layer, such as axis:out-features")
-
-
-def _devices(value: Any, where: str) -> tuple[int, ...] | None:
-    """Logical devices: `0,1`, one number, or a list of numbers."""
-    if value is None:
-        return None
+def _read_devices(value: Any) -> tuple[int, ...]:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
-    numbers = [_whole(part) for part in parts]
-    known = [number for number in numbers if number is not None and 0 <= number < MOST]
-    if not known or len(known) != len(numbers):
-        raise PinError(f"{where}: gpu is {value!r}; it must be numbers of logical devices, such as gpu:0,1")
-    return tuple(known)
+    if not parts:
+        raise ValueError
+    return tuple(_DEVICE.read(_whole(part)) for part in parts)
+
+
+_DEVICE = count("gpu", 0, MOST - 1)
+_FIELDS = (
+    _counted("replicas"),
+    _counted("shards"),
+    text("axis", ".+", "an axis of the layer, such as axis:out-features").optional(),
+    Field("gpu", "numbers of logical devices, such as gpu:0,1", _read_devices, required=False),
+    _counted("update"),
+)
+WORDS = tuple(field.name for field in _FIELDS)

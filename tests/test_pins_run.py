@@ -114,8 +114,8 @@ BAD = {
     "device": (["--pin", "fc=gpu:7"], "device 7 does not exist"),
     "loss": (["--pin", "loss=shards:2"], "(R7)"),
     "file": (["--pins", "none.toml"], "cannot read the pins none.toml"),
-    "folder": (["--pins", "."], "names no file"),
-    "empty name": (["--pins", ""], "names no file"),
+    "folder": (["--pins", "."], "that is a folder; name a TOML file"),
+    "empty name": (["--pins", ""], "the name of the pins is empty; name a TOML file"),
 }
 
 
