@@ -24,11 +24,16 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Field", "choice", "count", "did_you_mean", "flag", "list_of", "number", "parse_json", "parse_toml", "read_field",
-    "read_fields", "read_file", "shown", "text",
+    "Field", "FieldError", "choice", "count", "did_you_mean", "flag", "list_of", "number", "parse_json", "parse_toml",
+    "read_field", "read_fields", "read_file", "shown", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
+_MOST_BYTES = 2**28  # of a file: none that a person or parplan writes is that long
+
+
+class FieldError(ValueError):
+    """Raised by a field's reader that can say more than what it expects; the text follows the field's name."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Field:
         expected: type, unit and range in words, for the error.
         read: the value as parplan uses it.
 
-            Raises: ValueError or TypeError where the value is not as expected.
+            Raises: ValueError or TypeError where the value is not as expected; FieldError to say more.
         required: whether a table without it is refused.
     """
 
@@ -87,7 +92,9 @@ def read_field(field: Field, value: Any, where: str, error: type[ParplanError]) 
     """
     try:
         return field.read(value)
-    except (ValueError, TypeError):
+    except FieldError as problem:
+        raise error(f"{where}: {field.name} {problem}") from None
+    except (ValueError, TypeError, OverflowError):
         raise error(f"{where}: {field.name} is {shown(value)}; expected {field.expected}") from None
 
 
@@ -188,18 +195,25 @@ def read_file(path: str | Path, kind: str, error: type[ParplanError], instead: s
         instead: what to do about a file that is none, such as "name a TOML file".
 
     Raises:
-        ParplanError (an `error`): no name, a folder, no such file, not text in UTF-8.
+        ParplanError (an `error`): no name, a folder, no such file, too long, not text in UTF-8.
     """
     if not str(path):
         raise error(f"the name of the {kind} is empty; {instead}")
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        source = data.decode("utf-8-sig")
     except IsADirectoryError:
         raise error(f"cannot read the {kind} {path}: that is a folder; {instead}") from None
     except OSError as problem:
         raise error(f"cannot read the {kind} {path}: {problem.strerror or problem}") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"cannot read the {kind} {path}: it is not text in UTF-8; {instead}") from problem
+        why = f"it is not text in UTF-8 (byte {problem.start})"
+        raise error(f"cannot read the {kind} {path}: {why}; {instead}") from problem
+    if len(data) > _MOST_BYTES or "\0" in source:
+        why = f"it is longer than {_MOST_BYTES >> 20} MiB" if len(data) > _MOST_BYTES else "it is binary, not text"
+        raise error(f"cannot read the {kind} {path}: {why}; {instead}")
+    return source
 
 
 def parse_toml(source: str, where: str, error: type[ParplanError]) -> dict[str, Any]:

@@ -205,7 +205,7 @@ NO_PLANS = [
     pytest.param(b"", "my.json is not a plan: it is empty; write one with", id="empty"),
     pytest.param(
         b"\xff\xfe\x00",
-        "cannot read the plan my.json: it is not text in UTF-8; name a file that `parplan analyze --out` wrote",
+        "cannot read the plan my.json: it is not text in UTF-8 (byte 0); name a file that `parplan",
         id="binary",
     ),
     pytest.param(b'{"schema": ', "my.json is not a plan: it is not JSON (Expecting value: line 1", id="broken"),

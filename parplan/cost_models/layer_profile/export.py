@@ -20,8 +20,8 @@ from parplan.cost_models.layer_profile.records import (
     ProfileEdge,
     Samples,
     Times,
-    format_layer_profile,
 )
+from parplan.cost_models.layer_profile.text import format_layer_profile
 from parplan.errors import ProfileError
 from parplan.files import write_files
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph

@@ -24,9 +24,8 @@ from parplan.cost_models.layer_profile.records import (
     ProfileEdge,
     Samples,
     Times,
-    format_layer_profile,
 )
-from parplan.cost_models.layer_profile.text import load_layer_profile
+from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile
 from parplan.errors import ClusterError, InfeasiblePlan, ParplanError
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide

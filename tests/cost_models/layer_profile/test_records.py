@@ -20,9 +20,8 @@ from parplan.cost_models.layer_profile.records import (
     ProfileEdge,
     Samples,
     Times,
-    format_layer_profile,
 )
-from parplan.cost_models.layer_profile.text import load_layer_profile, parse_layer_profile
+from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile, parse_layer_profile
 from parplan.errors import ProfileError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,45 +163,66 @@ REFUSED = [
     (f"parplan-layer-profile 1\ndevice x\nper batch\nlayer a {SIZES}", "p: no line for batch; add `batch 256`"),
     (f"parplan-layer-profile 1\nbatch 8\nper batch\nlayer a {SIZES}", "p: no line for device"),
     (f"parplan-layer-profile 1\nbatch 8\ndevice x\nlayer a {SIZES}", "p: no line for per"),
-    ("parplan-layer-profile 1\nbatch 0", "p:2: batch is '0'; give a whole number from 1"),
+    ("parplan-layer-profile 1\nbatch 0", "p:2: batch is '0'; expected a whole number of at least 1"),
     ("parplan-layer-profile 1\nbatch 1.5", "p:2: batch is '1.5'"),
     ("parplan-layer-profile 1\nbatch 99999999999999999999", "p:2: batch is '99999999999999999999'"),
     ("parplan-layer-profile 1\nbatch", "p:2: batch is empty; write `batch 256`"),
     (f"{HEAD}batch 9", "p:5: a second batch; keep one"),
-    ("parplan-layer-profile 1\nper step", "p:2: per is 'step'; write `per batch` or `per sample`"),
+    ("parplan-layer-profile 1\nper step", "p:2: per is 'step'; expected one of batch, sample"),
     (f"{HEAD}layers a", "p:5: 'layers' begins no line; did you mean layer?"),
     (f"{HEAD}layer", "p:5: a name is missing; write `layer NAME"),
     (f"{HEAD}layer {SIZES}", "p:5: a name is missing"),
     (with_layer(SIZES, "a\x07"), "p:5: name 'a\\x07' has characters that cannot be shown"),
-    (f"{with_layer(SIZES)}\nlayer a {SIZES}", "p:6: layer a is there already (p:5); names are unique"),
-    (with_layer(SIZES.replace("forward-s=1 ", "")), "p:5: layer a: forward-s is missing; add forward-s=VALUE"),
-    (with_layer(f"{SIZES} forward=1"), "p:5: layer a: 'forward=1' is no field of it; did you mean forward-s?"),
+    (f"{with_layer(SIZES)}\nlayer a {SIZES}", "p:6: layer a is there already (p:5); keep one"),
+    (with_layer(SIZES.replace("forward-s=1 ", "")), "p:5: layer a: missing field 'forward-s'; add it"),
+    (with_layer(f"{SIZES} forward=1"), "p:5: layer a: unknown field 'forward'; did you mean forward-s?"),
     (with_layer(f"{SIZES} forward-s=1"), "p:5: layer a: forward-s is given twice"),
     (with_layer(f"{SIZES} kind="), "p:5: layer a: kind has no value; write kind=VALUE"),
     (with_layer(f"{SIZES} kind"), "p:5: layer a: kind has no value"),
-    (with_layer(SIZES.replace("forward-s=1", "forward-s=-1")), "p:5: forward-s is '-1'; give seconds, from 0"),
-    (with_layer(SIZES.replace("forward-s=1", "forward-s=nan")), "p:5: forward-s is 'nan'; give what was measured"),
-    (with_layer(SIZES.replace("forward-s=1", "forward-s=inf")), "p:5: forward-s is 'inf'"),
-    (with_layer(SIZES.replace("forward-s=1", "forward-s=2e6")), "p:5: forward-s is '2e6'; give seconds, from 0 to 1,0"),
-    (with_layer(SIZES.replace("forward-s=1", "forward-s=1ms")), "p:5: forward-s is '1ms', not a number; write digits"),
+    (
+        with_layer(SIZES.replace("forward-s=1", "forward-s=-1")),
+        "p:5: layer a: forward-s is '-1'; expected seconds from 0",
+    ),
+    (with_layer(SIZES.replace("forward-s=1", "forward-s=nan")), "p:5: layer a: forward-s is 'nan'; expected seconds"),
+    (with_layer(SIZES.replace("forward-s=1", "forward-s=inf")), "p:5: layer a: forward-s is 'inf'"),
+    (
+        with_layer(SIZES.replace("forward-s=1", "forward-s=2e6")),
+        "p:5: layer a: forward-s is '2e6'; expected seconds from 0 to 1,0",
+    ),
+    (
+        with_layer(SIZES.replace("forward-s=1", "forward-s=1ms")),
+        "p:5: layer a: forward-s is '1ms'; expected seconds from",
+    ),
     (
         with_layer(SIZES.replace("bytes=10", "bytes=1.5")),
-        "p:5: activation-bytes is '1.5'; give a whole number of bytes",
+        "p:5: layer a: activation-bytes is '1.5'; expected a whole number of bytes",
     ),
-    (with_layer(SIZES.replace("bytes=10", "bytes=1e99")), "p:5: activation-bytes is '1e99'; give a whole number"),
-    (with_layer(SIZES.replace("bytes=10", f"bytes={'9' * 5000}")), "p:5: activation-bytes is '9999"),
-    (with_layer(SIZES.replace("bytes=20", "bytes=-2")), "p:5: parameter-bytes is '-2'"),
-    (with_layer(f"{SIZES} saved-bytes=x"), "p:5: saved-bytes is 'x', not a number"),
-    (with_layer(f"{SIZES} samples=some"), "p:5: samples is 'some'; use one of split, together, none"),
-    (with_layer(f"{SIZES} kind=\x07"), "p:5: kind '\\x07' has characters that cannot be shown"),
-    (with_layer(f"{SIZES} cut=heads"), "p:5: cut is 'heads'; write AXIS:UNITS or"),
-    (with_layer(f"{SIZES} cut=heads:0"), "p:5: cut heads: units is '0'"),
-    (with_layer(f"{SIZES} cut=experts:8"), "p:5: cut experts: what cutting it does is not known; say experts:8:output"),
-    (with_layer(f"{SIZES} cut=heads:8:half"), "p:5: cut heads: effect is 'half'; use one of output, input, both"),
-    (with_layer(f"{SIZES} cut=heads:8:both@0"), "p:5: cut heads: dimension is '0'"),
-    (with_layer(f"{SIZES} cut=heads:8:both@1>x"), "p:5: cut heads: dimension is 'x'"),
-    (with_layer(f"{SIZES} cut=heads:8:input@1>2"), "p:5: cut heads: input cuts one dimension, found '1>2'"),
-    (with_layer(f"{SIZES} cut=heads:8,heads:4"), "p:5: cut: axis 'heads' is given twice"),
+    (
+        with_layer(SIZES.replace("bytes=10", "bytes=1e99")),
+        "p:5: layer a: activation-bytes is '1e99'; expected a whole number",
+    ),
+    (with_layer(SIZES.replace("bytes=10", f"bytes={'9' * 5000}")), "p:5: layer a: activation-bytes is '9999"),
+    (with_layer(SIZES.replace("bytes=20", "bytes=-2")), "p:5: layer a: parameter-bytes is '-2'"),
+    (with_layer(f"{SIZES} saved-bytes=x"), "p:5: layer a: saved-bytes is 'x'; expected a whole number of bytes"),
+    (with_layer(f"{SIZES} samples=some"), "p:5: layer a: samples is 'some'; expected one of split, together, none"),
+    (
+        with_layer(f"{SIZES} kind=\x07"),
+        "p:5: layer a: kind is '\\x07'; expected a word without characters that cannot be shown",
+    ),
+    (with_layer(f"{SIZES} cut=heads"), "p:5: layer a: cut is 'heads'; expected axes as AXIS:UNITS or"),
+    (with_layer(f"{SIZES} cut=heads:0"), "p:5: layer a: cut heads: units is '0'"),
+    (
+        with_layer(f"{SIZES} cut=experts:8"),
+        "p:5: layer a: cut experts: the effect of cutting it is not known; say experts:8:output",
+    ),
+    (
+        with_layer(f"{SIZES} cut=heads:8:half"),
+        "p:5: layer a: cut heads: effect is 'half'; expected one of output, input, both",
+    ),
+    (with_layer(f"{SIZES} cut=heads:8:both@0"), "p:5: layer a: cut heads: dimension is '0'"),
+    (with_layer(f"{SIZES} cut=heads:8:both@1>x"), "p:5: layer a: cut heads: dimension is 'x'"),
+    (with_layer(f"{SIZES} cut=heads:8:input@1>2"), "p:5: layer a: cut heads: input cuts one dimension, found '1>2'"),
+    (with_layer(f"{SIZES} cut=heads:8,heads:4"), "p:5: layer a: cut heads is given twice"),
     (f"{with_layer(SIZES)}\ntimes b batch=2 forward-s=1 backward-s=1", "p:6: no layer is called 'b'; known: a"),
     (
         f"{with_layer(SIZES)}\ntimes a batch=8 forward-s=1 backward-s=1",
@@ -210,9 +230,9 @@ REFUSED = [
     ),
     (
         f"{with_layer(SIZES)}\n" + "times a batch=2 forward-s=1 backward-s=1\n" * 2,
-        "p:7: times of a at batch 2 are there",
+        "p:7: times a batch=2 is there already (p:6)",
     ),
-    (f"{with_layer(SIZES)}\ntimes a forward-s=1 backward-s=1", "p:6: times of a: batch is missing"),
+    (f"{with_layer(SIZES)}\ntimes a forward-s=1 backward-s=1", "p:6: times a: missing field 'batch'"),
     (f"{with_layer(SIZES)}\nedge a", "p:6: a name is missing; write `edge FROM TO`"),
     (f"{with_layer(SIZES)}\nedge a conv", "p:6: no layer is called 'conv'; known: a"),
     (f"{with_layer(SIZES, 'conv1')}\nedge conv1 conv2", "p:6: no layer is called 'conv2'; did you mean conv1?"),
@@ -235,15 +255,16 @@ def test_what_is_wrong_is_named_with_its_line(text: str, words: str) -> None:
     assert len(str(caught.value)) < 250
 
 
-def test_files_that_are_no_profiles(tmp_path: Path) -> None:
+def test_files_that_are_no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "binary").write_bytes(b"\x00\x01\x02")
     (tmp_path / "latin").write_bytes(b"parplan-layer-profile 1\nmodel \xe9\n")
-    (tmp_path / "long").write_bytes(b" " * (64 * 2**20 + 1))
+    (tmp_path / "long").write_bytes(b" " * 1001)
+    monkeypatch.setattr("parplan.fields._MOST_BYTES", 1000)
     for name, words in (
-        ("binary", "a binary file, not text"),
+        ("binary", "it is binary, not text; a layer profile is text that begins"),
         ("latin", "not text in UTF-8 (byte 30)"),
-        ("long", "longer than 64 MiB"),
-        ("", "that is a folder; name a file in it"),
+        ("long", "it is longer than"),
+        ("", "that is a folder; a layer profile is text"),
         ("none", "No such file"),
     ):
         with pytest.raises(ProfileError, match=re.escape(words)):
