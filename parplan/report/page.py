@@ -1,7 +1,7 @@
-"""A page of text as wide as the console: lines are laid out here, rich adds colour where there is a terminal.
+"""A page of text as wide as the console: paragraphs, and tables that rich aligns; colour where there is a terminal.
 
-Laying out lines by hand keeps them the same on a terminal and in a pipe, and lets a test say how long they may be.
-Nothing here draws boxes. Where the stream cannot show a character, a plain one is written.
+The text is the same on a terminal and in a pipe, without boxes and without blanks at the end of a line. Where the
+stream cannot show a character, a plain one is written.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Column", "Page", "Span", "Table"]
+__all__ = ["Column", "Page", "Row", "Styled"]
 
-NARROWEST, WIDEST, PROSE = 60, 150, 100
+NARROWEST, WIDEST, PROSE = 50, 150, 100
+NARROW = 60  # columns of a page below which a table that is too wide is set more closely
+REMARKS = 36  # columns that wrapped remarks need beside the figures, else they go below
 PLAIN = str.maketrans({
     "µ": "u", "\N{GREEK SMALL LETTER MU}": "u", "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
     "\N{MINUS SIGN}": "-", "\N{HORIZONTAL ELLIPSIS}": "...", "\N{RIGHTWARDS ARROW}": "->",
@@ -24,8 +27,8 @@ PLAIN = str.maketrans({
 
 
 @dataclass(frozen=True)
-class Span:
-    """A piece of a line in one style (a rich style name, such as "bold" or "dim")."""
+class Styled:
+    """Text in one style (a rich style name, such as "bold" or "dim")."""
 
     text: str
     style: str = ""
@@ -33,25 +36,29 @@ class Span:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of cells under a heading (of several lines, if need be), at its right edge or (`words`) at its left."""
+    """A heading with its cells below it, aligned right (figures) or left (`words`)."""
 
     heading: str
-    cells: tuple[str, ...]
     words: bool = False
 
-    @property
-    def width(self) -> int:
-        """Columns on the page, with the gap on the left."""
-        return 2 + max(map(len, (*self.heading.split("\n"), *self.cells)))
 
-    @property
-    def stacked(self) -> Column:
-        """The same with a heading as narrow as its longest word."""
-        return replace(self, heading=self.heading.replace(" ", "\n"))
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
 
-    def place(self, text: str) -> str:
-        """The text where it belongs in the column."""
-        return f"  {text}".ljust(self.width) if self.words else text.rjust(self.width)
+    Args:
+        name: stands left of the figures, on a line of its own where it is too long.
+        figures: a cell for every column.
+        remarks: stand beside the figures where there is room, else below.
+        style: of name and figures.
+        heading: a paragraph above the row: its first words, in bold, and the rest.
+    """
+
+    name: str
+    figures: Sequence[str | Styled]
+    remarks: Sequence[Styled] = ()
+    style: str = ""
+    heading: tuple[str, str] | None = None
 
 
 class Page:
@@ -62,12 +69,15 @@ class Page:
         self.width = max(NARROWEST, min(WIDEST, console.width))
         self.prose = min(PROSE, self.width)
 
-    def line(self, *spans: Span | str) -> None:
+    def line(self, *parts: Styled | Text | str) -> None:
         """One line as it stands."""
         text = Text()
-        for span in spans:
-            piece = Span(span) if isinstance(span, str) else span
-            text.append(self.plain(piece.text), piece.style)
+        for part in parts:
+            if isinstance(part, Text):
+                text.append_text(part)
+            else:
+                styled = Styled(part) if isinstance(part, str) else part
+                text.append(self.plain(styled.text), styled.style)
         text.rstrip()
         self._console.print(text, no_wrap=True, overflow="ignore", crop=False)
 
@@ -79,8 +89,8 @@ class Page:
         """A title with a rule below it, after an empty line; the detail follows where there is room."""
         self.blank()
         fits = len(title) + 2 + len(detail) <= self.width
-        self.line(Span(title, "bold"), Span(f"  {detail}" if fits and detail else "", "dim"))
-        self.line(Span("-" * self.width, "dim"))
+        self.line(Styled(title, "bold"), Styled(f"  {detail}" if fits and detail else "", "dim"))
+        self.line(Styled("-" * self.width, "dim"))
         if detail and not fits:
             self.paragraph(detail, style="dim")
 
@@ -89,7 +99,7 @@ class Page:
         lines = self.wrap(f"{first}{text}", self.prose - indent)
         for index, line in enumerate(lines):
             lead = first if index == 0 and line.startswith(first) else ""
-            self.line(" " * indent, Span(lead, first_style), Span(line[len(lead) :], style))
+            self.line(" " * indent, Styled(lead, first_style), Styled(line[len(lead) :], style))
 
     def wrap(self, text: str, width: int) -> list[str]:
         """Lines of at most `width`, broken at spaces, inside a word only if it is longer than a line."""
@@ -105,42 +115,55 @@ class Page:
             return shown.translate(PLAIN).encode(encoding, "replace").decode(encoding)
         return shown
 
-    def headings(self, indent: int, columns: Sequence[Column]) -> None:
-        """The line above a table; several where a heading has several."""
-        lines = [column.heading.split("\n") for column in columns]
-        most = max(map(len, lines), default=1)
-        for row in zip(*([""] * (most - len(own)) + own for own in lines), strict=True):
-            cells = (column.place(text) for column, text in zip(columns, row, strict=True))
-            self.line(Span(" " * indent + "".join(cells), "dim"))
+    def table(self, columns: Sequence[Column], rows: Sequence[Row], longest: int = WIDEST, indent: int = 2) -> None:
+        """Print names with aligned figures and remarks.
 
+        Args:
+            longest: columns of a name; a longer one has a line to itself, as one that leaves its figures no room.
+            indent: blanks in front of names.
+        """
+        names = [" " * indent + self.plain(row.name) if row.name else "" for row in rows]
+        head, figures = self._aligned(columns, rows)
+        if max(map(len, names), default=0) + max(map(len, figures), default=0) > self.width:
+            stacked = [replace(column, heading=column.heading.replace(" ", "\n")) for column in columns]
+            head, figures = self._aligned(stacked, rows, 2 if self.width >= NARROW else 1)
+        room = min(longest, self.width - max(map(len, figures), default=0))
+        width = max((len(name) for name in names if len(name) <= room), default=0)
+        for line in head:
+            self.line(" " * width, line)
+        for index, (row, name, cells) in enumerate(zip(rows, names, figures, strict=True)):
+            if row.heading is not None:
+                if index:
+                    self.blank()
+                self.paragraph(row.heading[1], first=row.heading[0], first_style="bold cyan")
+            if len(name) > width:
+                self.line(Styled(name, row.style))
+                name = ""
+            self._print_row(Styled(name.ljust(width), row.style), cells, [one for one in row.remarks if one.text])
 
-class Table:
-    """Names with columns of figures beside them.
+    def _print_row(self, name: Styled, figures: Text, remarks: Sequence[Styled]) -> None:
+        """Remarks beside the figures where there is room to wrap them, or for a short one alone; else below."""
+        indent = len(name.text) + len(figures) + 2
+        room = self.width - indent
+        beside = room >= REMARKS or (len(remarks) == 1 and len(remarks[0].text) <= room)
+        if not beside:
+            indent, room = 4, self.prose - 4
+        lines = [Styled(line, remark.style) for remark in remarks for line in self.wrap(remark.text, room)]
+        self.line(name, figures, "  ", *lines[: int(beside)])
+        for line in lines[int(beside) :]:
+            self.line(" " * indent, line)
 
-    Where the page is too narrow, headings are stacked, and a name that leaves its figures no room, or is longer than
-    `longest`, has a line to itself.
-    """
-
-    def __init__(self, page: Page, names: Sequence[str], columns: Sequence[Column], longest: int = WIDEST) -> None:
-        self._page, self._names = page, [f"  {page.plain(name)}" for name in names]
-        wide = max(map(len, self._names), default=0) + sum(column.width for column in columns) > page.width
-        self._columns = [column.stacked for column in columns] if wide else columns
-        room = min(longest, page.width - sum(column.width for column in self._columns))
-        self.name_width = max((len(name) for name in self._names if len(name) <= room), default=0)
-        page.headings(self.name_width, self._columns)
-
-    def figures(self, index: int) -> str:
-        """A line's cells."""
-        return "".join(column.place(column.cells[index]) for column in self._columns)
-
-    def room(self, index: int) -> int:
-        """Columns left of a line for what stands behind its figures, two blanks between."""
-        return self._page.width - self.name_width - len(self.figures(index)) - 2
-
-    def line(self, index: int, style: str = "", behind: Span | str = "") -> None:
-        """Print one line; `behind` stands behind its figures."""
-        name = self._names[index]
-        if len(name) > self.name_width:
-            self._page.line(Span(name, style))
-            name = ""
-        self._page.line(Span(name.ljust(self.name_width), style), Span(self.figures(index), style), "  ", behind)
+    def _aligned(self, columns: Sequence[Column], rows: Sequence[Row], gap: int = 2) -> tuple[list[Text], list[Text]]:
+        """The lines of the headings, and the figures of every row on one line, as rich aligns them."""
+        headed = any(column.heading for column in columns)
+        table = Table(box=None, padding=(0, 0, 0, gap), header_style="dim", show_header=headed)
+        for column in columns:
+            table.add_column(Text(column.heading), justify="left" if column.words else "right", vertical="bottom")
+        for row in rows:
+            cells = (cell if isinstance(cell, Styled) else Styled(cell) for cell in row.figures)
+            table.add_row(*(Text(self.plain(cell.text), cell.style) for cell in cells), style=row.style)
+        options = self._console.options.update(width=10 * WIDEST)
+        drawn = self._console.render_lines(table, options, pad=False)
+        lines = [Text.assemble(*((part.text, part.style or "") for part in line)) for line in drawn]
+        heads = len(lines) - len(rows)
+        return lines[:heads], lines[heads:]

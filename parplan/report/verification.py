@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 
 from parplan.plan import Plan
-from parplan.report.page import Column, Page, Span
+from parplan.report.page import Column, Page, Row
 
 __all__ = ["DifferenceRow", "Verified", "render_verification"]
 
@@ -54,19 +54,24 @@ def render_verification(found: Verified, console: Console) -> None:
     for note in found.notes:
         page.paragraph(note)
     page.blank()
-    columns = [
-        Column("tensors", tuple(str(row.count) for row in found.rows)),
-        Column("relative difference", tuple(_difference(row) for row in found.rows)),
-        Column("largest in", tuple(row.worst for row in found.rows), words=True),
+    rows = [
+        Row(
+            row.group,
+            [str(row.count), _difference(row), row.worst],
+            style="bold red" if _fails(row, found.tolerance) else "",
+        )
+        for row in found.rows
     ]
-    width = 2 + max((len(row.group) for row in found.rows), default=0)
-    page.headings(width, columns)
-    for index, row in enumerate(found.rows):
-        figures = "".join(column.place(column.cells[index]) for column in columns)
-        style = "bold red" if _fails(row, found.tolerance) else ""
-        page.line(f"  {row.group}".ljust(width), Span(figures, style))
+    page.table([Column("tensors"), Column("relative difference"), Column("largest in", words=True)], rows)
     page.blank()
-    _print_verdict(page, found)
+    limit = f"{found.tolerance:.0e}"
+    if found.passed:
+        agrees = f": every tensor agrees to {limit}, which is rounding."
+        page.paragraph(agrees, first="PASSED", first_style="bold green")
+        return
+    failing = [row.group for row in found.rows if _fails(row, found.tolerance)]
+    verb = "differs" if len(failing) == 1 else "differ"
+    page.paragraph(f": {', '.join(failing)} {verb} by more than {limit}.", first="FAILED", first_style="bold red")
 
 
 def _difference(row: DifferenceRow) -> str:
@@ -74,18 +79,6 @@ def _difference(row: DifferenceRow) -> str:
         return "-"
     value = row.max_relative_difference
     return "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
-
-
-def _print_verdict(page: Page, found: Verified) -> None:
-    limit = f"{found.tolerance:.0e}"
-    if found.passed:
-        page.paragraph(
-            f": every tensor agrees to {limit}, which is rounding.", first="PASSED", first_style="bold green"
-        )
-        return
-    failing = [row.group for row in found.rows if _fails(row, found.tolerance)]
-    verb = "differs" if len(failing) == 1 else "differ"
-    page.paragraph(f": {', '.join(failing)} {verb} by more than {limit}.", first="FAILED", first_style="bold red")
 
 
 def _fails(row: DifferenceRow, tolerance: float) -> bool:

@@ -12,7 +12,7 @@ from parplan.report.terminal import render
 from tests.report.decisions import DECISIONS
 
 FOLDER = Path(__file__).parent / "golden"
-WIDTHS = (80, 120)
+WIDTHS = (50, 80, 120)
 CASES = [(name, width) for name in DECISIONS for width in WIDTHS]
 
 

@@ -16,14 +16,14 @@ from parplan.plan import Strategy
 from parplan.planner.decision import LayerFacts
 from parplan.report.units import devices
 
-__all__ = ["LIMIT", "Group", "Row", "group_layers"]
+__all__ = ["LIMIT", "Group", "Line", "group_layers"]
 
 LIMIT = 50  # lines of layers that a person still reads; AlexNet has 21, the two-tower net 48
 _RULE = re.compile(r"\bR[1-8]\b")
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     """One line: a layer, or the layers of a module, or those of `repeats` equal modules in a row.
 
     `prefix` is what the names in the (first) module have in common.
@@ -85,7 +85,7 @@ class Group:
     """Adjacent layers of one strategy on the same devices."""
 
     strategy: Strategy
-    rows: tuple[Row, ...]
+    rows: tuple[Line, ...]
 
     @property
     def pinned(self) -> str:
@@ -106,7 +106,7 @@ def group_layers(layers: Sequence[LayerFacts], limit: int | None = LIMIT) -> tup
     """The table's lines, as detailed as `limit` lines allow; None gives every layer its own line."""
     runs = [tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy)]
     if limit is None or len(layers) <= limit:
-        return tuple(Group(run[0].strategy, tuple(Row(layer.name, (layer,)) for layer in run)) for run in runs)
+        return tuple(Group(run[0].strategy, tuple(Line(layer.name, (layer,)) for layer in run)) for run in runs)
     deepest = max(layer.name.count(".") + 1 for layer in layers)
     finer: tuple[Group, ...] = ()
     for depth in range(deepest, -1, -1):
@@ -127,11 +127,11 @@ def _joined(groups: Sequence[Group], limit: int) -> tuple[Group, ...]:
     """Adjacent lines made one, so many that about `limit` are left: names gave no place to cut."""
     size = math.ceil(_line_count(groups) / limit)
 
-    def join(rows: Sequence[Row]) -> Row:
+    def join(rows: Sequence[Line]) -> Line:
         layers = tuple(layer for row in rows for layer in row.layers)
-        return rows[0] if len(rows) == 1 else Row(_span(layers[0].name, layers[-1].name), layers)
+        return rows[0] if len(rows) == 1 else Line(_span(layers[0].name, layers[-1].name), layers)
 
-    def joined(rows: Sequence[Row]) -> tuple[Row, ...]:
+    def joined(rows: Sequence[Line]) -> tuple[Line, ...]:
         return tuple(join(rows[start : start + size]) for start in range(0, len(rows), size))
 
     return tuple(Group(group.strategy, joined(group.rows)) for group in groups)
@@ -161,13 +161,13 @@ def _prefix(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def _rows(run: Sequence[LayerFacts], depth: int) -> Iterator[Row]:
+def _rows(run: Sequence[LayerFacts], depth: int) -> Iterator[Line]:
     by_prefix = groupby(run, key=lambda layer: _prefix(layer.name, depth))
     blocks = [_Block(prefix, tuple(layers)) for prefix, layers in by_prefix]
     for _, equal in groupby(blocks, key=lambda block: block.signature):
         same = list(equal)
         layers = tuple(layer for block in same for layer in block.layers)
-        yield Row(_label(same), layers, len(same), same[0].prefix)
+        yield Line(_label(same), layers, len(same), same[0].prefix)
 
 
 def _label(blocks: Sequence[_Block]) -> str:
@@ -193,7 +193,7 @@ def _with_distinct_labels(groups: Sequence[Group]) -> tuple[Group, ...]:
     labels = [row.label for group in groups for row in group.rows]
     twice = {label for label in labels if labels.count(label) > 1}
 
-    def renamed(row: Row) -> Row:
+    def renamed(row: Line) -> Line:
         if row.label not in twice or len(row.layers) == 1:
             return row
         return replace(row, label=_span(row.layers[0].name, row.layers[-1].name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parplan.planner.decision import PinPrice, Pins
 from parplan.report import units
-from parplan.report.page import Column, Page, Span, Table
+from parplan.report.page import Column, Page, Row, Styled
 
 __all__ = ["print_pins"]
 
@@ -14,25 +14,20 @@ LONGEST = 40  # columns of pins; a longer one has a line to itself
 
 def print_pins(page: Page, pins: Pins) -> None:
     """Print one line per pin, and one for all of them."""
-    detail = "price: the best step with it less the best step without it, the others kept"
-    page.section("Pins", detail)
+    page.section("Pins", "price: the best step with it less the best step without it, the others kept")
     scale = units.step(pins.step_s)
-    without = [*(one.without_s for one in pins.each), pins.free_s]
-    columns = [
-        Column("layers", (*(str(one.layers) for one in pins.each), "")),
-        Column("without", tuple("" if value is None else scale.text(value) for value in without)),
-        Column("price", tuple("" if value is None else _signed(scale, pins.step_s - value) for value in without)),
-        Column("", tuple("" if value is None else _share(pins.step_s, value) for value in without)),
-    ]
     nothing = not pins.proven and not any(one.proven or one.why_not for one in pins.each)
-    remarks = [*(_remark(one) for one in pins.each), "" if pins.proven else NOT_PROVEN]
-    table = Table(page, [*(one.pin for one in pins.each), "all pins"], columns, LONGEST)
-    for index, remark in enumerate(remarks):
-        said = "" if nothing else remark  # once, below
-        beside = len(said) <= table.room(index)
-        table.line(index, "bold" if index == len(pins.each) else "", Span(said if beside else "", "dim"))
-        if not beside:
-            page.paragraph(said, 4, "dim")
+
+    def row(name: str, layers: str, without_s: float | None, remark: str, style: str = "") -> Row:
+        figures = ["", "", ""]
+        if without_s is not None:
+            price = _signed(scale, pins.step_s - without_s)
+            figures = [scale.text(without_s), price, _share(pins.step_s, without_s)]
+        return Row(name, (layers, *figures), [Styled("" if nothing else remark, "dim")], style)
+
+    rows = [row(one.pin, str(one.layers), one.without_s, _remark(one)) for one in pins.each]
+    rows.append(row("all pins", "", pins.free_s, "" if pins.proven else NOT_PROVEN, "bold"))
+    page.table([Column("layers"), Column("without"), Column("price"), Column("")], rows, LONGEST)
     if nothing:
         page.paragraph("Prices are differences of the plans found; none is proven.", style="dim")
 

@@ -7,11 +7,11 @@ from itertools import groupby
 
 from parplan.planner.decision import Decision, Prediction
 from parplan.report import units
-from parplan.report.page import Page, Span
+from parplan.report.page import Column, Page, Row, Styled
 
 __all__ = ["print_prediction"]
 
-ON_THE_CLOCK = "of the device done last; lines above need not add up to it"
+SIMULATED = "of the device done last; lines above need not add up to it"
 LEAST = 1e-3  # part of the step below which what is in no layer's line goes without saying
 
 ROUNDING = 0.005  # shares are printed in percent
@@ -21,23 +21,18 @@ def print_prediction(page: Page, decision: Decision) -> None:
     """Print step time, parts, speedup and memory."""
     step = decision.prediction
     scale = units.step(step.step_s)
-    page.section("Predicted step", ON_THE_CLOCK if decision.proof.one_pass else "")
-    _print_line(page, "step", scale.text(step.step_s), "", _headline(decision), "bold")
+    rows = [_row("step", scale.text(step.step_s), "", _headline(decision), "bold")]
     for name, value, remark in _parts(step, _delivered(decision)):
-        share = units.percent(value / step.step_s) if value > 0 else ""
-        _print_line(page, name, scale.text(value), share, remark)
+        rows.append(_row(name, scale.text(value), units.percent(value / step.step_s) if value > 0 else "", remark))
     if step.high_s > step.low_s:
         ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
-        _print_line(page, "range", "", "", f"{ends}, if no figure is off by more than its own doubt")
-    _print_memory(page, decision)
+        rows.append(_row("range", "", "", f"{ends}, if no figure is off by more than its own doubt"))
+    page.section("Predicted step", SIMULATED if decision.proof.one_pass else "")
+    page.table([Column(""), Column("")], [*rows, *_memory_rows(decision)])
 
 
-def _print_line(page: Page, name: str, figure: str, share: str, remark: str, style: str = "") -> None:
-    lead = f"  {name:<10}{figure:>10}"
-    first, *rest = page.wrap(remark, page.prose - len(lead) - 10)
-    page.line(f"  {name:<10}", Span(f"{figure:>10}", style), Span(f"{share:>8}  {first}", style or "dim"))
-    for line in rest:
-        page.line(" " * (len(lead) + 10), Span(line, style or "dim"))
+def _row(name: str, figure: str, share: str, remark: str, style: str = "") -> Row:
+    return Row(name, (Styled(figure, style), share), [Styled(remark, style or "dim")])
 
 
 def _headline(decision: Decision) -> str:
@@ -45,7 +40,7 @@ def _headline(decision: Decision) -> str:
     if step_s > 0:
         parts.append(f"{decision.plan.batch / step_s:,.0f} samples/s")
     if decision.speedup and decision.cluster.count > 1:
-        fits = next(rival.fits for rival in decision.baselines if rival.name == "one device")
+        fits = next(one.fits for one in decision.baselines if one.name == "one device")
         parts.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
     if decision.passes is not None and decision.passes.count > 1:
         parts.append(f"{decision.passes.count} passes")
@@ -85,7 +80,7 @@ def _hidden(step: Prediction) -> str:
     return f"of {links} on the links; {units.percent(share)} is hidden behind {behind}{most}"
 
 
-def _print_memory(page: Page, decision: Decision) -> None:
+def _memory_rows(decision: Decision) -> Iterator[Row]:
     """One line per run of devices whose figures read the same."""
     used, limits = decision.prediction.memory_bytes, [device.memory_bytes for device in decision.cluster.devices]
     scale = units.size(used)
@@ -96,5 +91,5 @@ def _print_memory(page: Page, decision: Decision) -> None:
         excess = max(members.values()) - limit
         over = f": {scale.text(excess)} TOO MUCH" if excess > 0 else ""
         remark = f"of {most}{f' {where}' if len(used) > 1 else ''}{over}"
-        _print_line(page, name, text, units.percent(max(members.values()) / limit), remark, "bold red" if over else "")
+        yield _row(name, text, units.percent(max(members.values()) / limit), remark, "bold red" if over else "")
         name = ""

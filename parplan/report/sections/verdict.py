@@ -7,21 +7,38 @@ from dataclasses import dataclass
 
 from parplan.planner.decision import Baseline, Decision, Proof, Seconds
 from parplan.report import units
-from parplan.report.page import Column, Page, Span, Table
+from parplan.report.page import Column, Page, Row, Styled
 
 __all__ = ["print_baselines", "print_proof", "print_seconds"]
 
 
 def print_baselines(page: Page, decision: Decision) -> None:
-    """Print the plan and its rivals under the same costs, then the advice."""
-    step = decision.prediction
-    plan = Baseline("this plan", step.step_s, fullest(decision).used_bytes, True)
-    rivals = (plan, *decision.baselines)
-    page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
-    table = Table(page, [_label(rival) for rival in rivals], _columns(rivals))
+    """Print the plan and the baselines under the same costs, then the advice."""
+    plan_s = decision.prediction.step_s
+    rows = (Baseline("this plan", plan_s, fullest(decision).used_bytes, True), *decision.baselines)
+    sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
+    times = units.step(plan_s)
     least = min(device.memory_bytes for device in decision.cluster.devices)
-    for index, rival in enumerate(rivals):
-        _print_rival(page, table, index, f"  {_label(rival)}", _verdict(rival, rival.limit_bytes or least))
+
+    def row(one: Baseline) -> Row:
+        figures = (
+            "" if one.step_s is None else times.text(one.step_s),
+            "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
+            "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
+        )
+        if one.step_s is None:
+            verdict = f"not legal: {one.why_not}" if one.why_not else "not legal"
+        elif not one.fits:
+            limit = one.limit_bytes or least
+            verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
+        else:
+            verdict = one.why_not
+        # The devices, where a baseline uses some kinds only.
+        name = f"{one.name} ({one.on})" if one.on else one.name
+        return Row(name, figures, [Styled(verdict, "red")], "bold" if one is rows[0] else "")
+
+    page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
+    page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
     page.blank()
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
@@ -39,50 +56,6 @@ def fullest(decision: Decision) -> Fullest:
     limits = [device.memory_bytes for device in decision.cluster.devices]
     pairs = [Fullest(*pair) for pair in zip(decision.prediction.memory_bytes, limits, strict=False)]
     return max(pairs, key=lambda one: one.used_bytes / one.limit_bytes, default=Fullest(0, limits[0]))
-
-
-def _label(rival: Baseline) -> str:
-    """A rival's name, with its devices where it uses some kinds only."""
-    return f"{rival.name} ({rival.on})" if rival.on else rival.name
-
-
-def _columns(rivals: tuple[Baseline, ...]) -> list[Column]:
-    sizes = units.size([rival.memory_bytes for rival in rivals if rival.memory_bytes is not None])
-    plan_s = rivals[0].step_s or 0.0
-    times = units.step(plan_s)
-
-    def ratio(rival: Baseline) -> str:
-        return f"{rival.step_s / plan_s:.2f} x" if rival.step_s is not None and plan_s > 0 else ""
-
-    return [
-        Column("step", tuple("" if r.step_s is None else times.text(r.step_s) for r in rivals)),
-        Column("vs this", tuple(ratio(rival) for rival in rivals)),
-        Column("memory", tuple("" if r.memory_bytes is None else sizes.text(r.memory_bytes) for r in rivals)),
-    ]
-
-
-def _verdict(rival: Baseline, limit_bytes: int) -> str:
-    if rival.step_s is None:
-        return f"not legal: {rival.why_not}" if rival.why_not else "not legal"
-    if not rival.fits:
-        reason = f": {rival.why_not}" if rival.why_not else f" in {units.size(limit_bytes).text(limit_bytes)}"
-        return f"does not fit{reason}"
-    return rival.why_not
-
-
-def _print_rival(page: Page, table: Table, index: int, name: str, verdict: str) -> None:
-    """Figures with the verdict beside them where there is room, else below; without figures the verdict alone."""
-    style = "bold" if index == 0 else ""
-    if len(verdict) <= table.room(index):
-        table.line(index, style, Span(verdict, "red"))
-    elif table.figures(index).strip():
-        table.line(index, style)
-        page.paragraph(verdict, 4, "red")
-    else:
-        lead = name.ljust(table.name_width)
-        for line in page.wrap(verdict, page.prose - len(lead) - 2):
-            page.line(lead, "  ", Span(line, "red"))
-            lead = " " * len(lead)
 
 
 def print_proof(page: Page, decision: Decision) -> None:
