@@ -27,20 +27,20 @@ __all__ = ["Task", "Workers"]
 
 Task = Callable[..., Outcome]
 
-TIMEOUT_S = 30.0  # of one collective: a rank that waits for another one which has failed
-
 
 class Workers:
     """`ranks` processes.
 
     Args:
-        ranks: how many; one process runs its tasks without a group.
+        ranks: number of processes; one process runs its tasks without a group.
         limit_s: a task that takes longer has hung: its processes are killed and replaced.
+        collective_s: timeout of one collective: of a rank that waits for another one which has failed.
     """
 
-    def __init__(self, ranks: int, limit_s: float = 120.0) -> None:
+    def __init__(self, ranks: int, limit_s: float = 120.0, collective_s: float = 30.0) -> None:
         self.ranks = ranks
         self._limit_s = limit_s
+        self._collective_s = collective_s
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: object | None = None
@@ -48,27 +48,37 @@ class Workers:
 
     def run(self, task: Task, *args: Any) -> Outcome:
         """Call `task(rank, ranks, *args)` in every process; the worst of the outcomes."""
+        outcomes = self.outcomes(task, *args)
+        return replace(worst(outcomes), cpu_s=sum(outcome.cpu_s for outcome in outcomes))
+
+    def outcomes(self, task: Task, *args: Any) -> list[Outcome]:
+        """Call `task(rank, ranks, *args)` in every process, in this process's environment; the outcomes by rank."""
         if not self._processes:
             self._start()
         self._tasks += 1
-        waiting = dict(zip(self._pipes, self._processes, strict=True))
-        for pipe in waiting:
-            pipe.send((task, args, self._tasks))
-        outcomes: list[Outcome] = []
-        while waiting:
-            ready = wait(list(waiting), self._limit_s)
-            if not ready:
-                outcomes.append(Outcome(Verdict.HUNG, f"no result within {self._limit_s:.0f} s"))
-                break
-            for pipe in [pipe for pipe in waiting if pipe in ready]:
-                del waiting[pipe]
-                try:
-                    outcomes.append(pipe.recv())
-                except EOFError:
-                    outcomes.append(Outcome(Verdict.CRASHED, "the process ended"))
-        if waiting or any(outcome.text == "the process ended" for outcome in outcomes):
+        try:
+            for pipe in self._pipes:
+                pipe.send((task, args, self._tasks, dict(os.environ)))
+            found = self._received()
+        except BaseException:  # an interruption, a test's timeout: the processes are still at it
             self.close()
-        return replace(worst(outcomes), cpu_s=sum(outcome.cpu_s for outcome in outcomes))
+            raise
+        if any(outcome is None or outcome.text == "the process ended" for outcome in found.values()):
+            self.close()
+        return [found[rank] or Outcome(Verdict.HUNG, f"no result within {self._limit_s:.0f} s") for rank in found]
+
+    def _received(self) -> dict[int, Outcome | None]:
+        """The outcomes by rank; None for the ranks that have not answered when nobody did for `limit_s`."""
+        found: dict[int, Outcome | None] = dict.fromkeys(range(self.ranks))
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while ready := wait(list(waiting), self._limit_s) if waiting else []:
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                rank = waiting.pop(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except EOFError:
+                    found[rank] = Outcome(Verdict.CRASHED, "the process ended")
+        return found
 
     def close(self) -> None:
         """End the processes."""
@@ -96,7 +106,7 @@ class Workers:
             port, self._store = store.port, store
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            given = (rank, self.ranks, port, theirs, dict(os.environ))
+            given = (rank, self.ranks, port, theirs, self._collective_s)
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -104,21 +114,23 @@ class Workers:
             self._pipes.append(ours)
 
 
-def _serve(rank: int, ranks: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+def _serve(rank: int, ranks: int, port: int, pipe: Connection, collective_s: float) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, is_master=False) if ranks > 1 else None  # type: ignore[attr-defined]
+    folder = os.getcwd()
     while True:
         try:
-            task, args, number = pipe.recv()
+            task, args, number, environment = pipe.recv()
         except EOFError:
             return
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
         began = time.process_time()
         try:
             if store is not None:
                 own = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
-                patience = timedelta(seconds=TIMEOUT_S)
+                patience = timedelta(seconds=collective_s)
                 dist.init_process_group("gloo", store=own, timeout=patience, rank=rank, world_size=ranks)
             outcome = task(rank, ranks, *args)
         except Exception:

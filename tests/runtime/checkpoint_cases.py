@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,8 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import conv_net, mlp
-from tests.runtime.ranks import Case
 
-__all__ = ["ALONE", "WITH_FILES", "cases"]
+__all__ = ["ALONE", "WITH_FILES"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -339,13 +337,3 @@ ALONE = (whole_and_plain, other_states, assigned, full_states, on_one_rank_alone
 WITH_FILES = (
     damaged_places, resumed_with_a_scheduler, sharded, buffers_by_channels, flat_states, saved_meanwhile, page,
 )  # fmt: skip
-
-
-def cases(folder: Path) -> Mapping[str, Case]:
-    """By name; those that write do so in folders of their own."""
-    found: dict[str, Case] = {}
-    for case in WITH_FILES:
-        own = folder / case.__name__
-        own.mkdir()
-        found[case.__name__] = partial(case, own)
-    return found | {case.__name__: case for case in ALONE}

@@ -21,7 +21,7 @@ from parplan.errors import ParplanError
 from parplan.plan import Plan, Strategy
 from parplan.runtime.data import PlanSampler, Share, shard_dataset, share_of
 from parplan.runtime.module.compiled import Compiled
-from tests.runtime.ranks import run_cases
+from tests.runtime.ranks import run_case
 
 
 def plan(replicas: int, shards: int = 1, devices: tuple[int, ...] | None = None) -> Plan:
@@ -278,12 +278,7 @@ def parts_of_the_process_group(rank: int, ranks: int) -> None:
 CASES = {case.__name__: case for case in (model_parallel, the_same_in_a_group, parts_of_the_process_group)}
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_cases(CASES, 2, tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_training_on_two_processes(failures: dict[str, str], case: str) -> None:
-    assert failures[case] == "", failures[case]
+def test_training_on_two_processes(case: str) -> None:
+    run_case(CASES[case], 2)

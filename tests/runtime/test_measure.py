@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, planner, spread
 from tests.runtime.nets import conv_net, mlp
-from tests.runtime.ranks import run_cases
+from tests.runtime.ranks import run_case
 
 SLEEP_S = 0.02
 
@@ -282,14 +281,7 @@ def first_call_ranks(rank: int, ranks: int) -> None:
 CASES = {"hybrid": hybrid_ranks, "first call": first_call_ranks}
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What failed, by case."""
-    folder: Path = tmp_path_factory.mktemp("measured")
-    return run_cases(CASES, 2, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_measure_together(reports: dict[str, str], case: str) -> None:
-    assert reports[case] == "", reports[case]
+def test_ranks_measure_together(case: str) -> None:
+    run_case(CASES[case], 2)

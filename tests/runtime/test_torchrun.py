@@ -15,25 +15,14 @@ from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
-from tests.runtime.ranks import free_port, run_cases
-
-# The first test waits for all cases of two groups of processes.
-pytestmark = pytest.mark.timeout(900)
-
-Reports = dict[int, dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What failed, by number of ranks and case."""
-    return {ranks: run_cases(CASES, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in (2, 4)}
+from tests.runtime.ranks import free_port, run_case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_agree_with_the_plain_model(reports: Reports, ranks: int, case: str) -> None:
-    assert reports[ranks][case] == "", reports[ranks][case]
+def test_ranks_agree_with_the_plain_model(ranks: int, case: str) -> None:
+    run_case(CASES[case], ranks)
 
 
 def _dying(rank: int, port: int, folder: str) -> None:

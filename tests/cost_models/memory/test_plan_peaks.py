@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks.memory import Case, peaks
 from benchmarks.memory_networks import NETWORKS
-from tests.runtime.ranks import run_cases
+from tests.runtime.ranks import run_case
 
 BY_NAME = {network.name: network for network in NETWORKS}
 
@@ -29,13 +28,15 @@ def test_one_device(name: str, optimizer: str) -> None:
     check(name, "one device", optimizer)
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    chosen = [
+@pytest.mark.parametrize(
+    ("name", "plan", "optimizer"),
+    [
         ("convnet, batch norm", "data-parallel", "sgd"),
         ("mlp, deep", "sharded", "momentum"),
         ("alexnet-like", "hybrid", "adam"),
         ("tied words", "sharded", "adam"),  # both cut the table, each along its own axis: it stays whole
         ("tied words", "hybrid", "momentum"),
-    ]
-    cases = {f"{name}, {plan}": partial(check, name, plan, optimizer) for name, plan, optimizer in chosen}
-    assert run_cases(cases, 2, tmp_path) == dict.fromkeys(cases, "")
+    ],
+)
+def test_two_processes(name: str, plan: str, optimizer: str) -> None:
+    run_case(partial(check, name, plan, optimizer), 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from parplan.plan import Scheme
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.module.train_step import SampleAxis, sample_axes
 from tests.runtime.helpers import compiled, differences, outcome, planner, random_passes, random_strategies, spread
-from tests.runtime.ranks import run_cases
+from tests.runtime.ranks import Case, run_case
 
 WORDS, WIDTH = 12, 4
 
@@ -221,6 +220,6 @@ def shared(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_processes_get_their_own_results(tmp_path: Path) -> None:
-    reports = run_cases({case.__name__: case for case in (merged, words, refused, shared)}, 2, tmp_path)
-    assert not any(reports.values()), "\n".join(reports.values())
+@pytest.mark.parametrize("case", [merged, words, refused, shared])
+def test_processes_get_their_own_results(case: Case) -> None:
+    run_case(case, 2)

@@ -17,27 +17,16 @@ from tests.processes import forkserver
 from tests.runtime import sharded_cases, sharded_model_cases, sharded_op_cases
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
-from tests.runtime.ranks import free_port, run_cases
+from tests.runtime.ranks import free_port, run_case
 
 CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
-
-# The first test waits for all cases of two groups of processes.
-pytestmark = pytest.mark.timeout(900)
-
-Reports = dict[int, dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """Failures, by number of ranks and case."""
-    return {ranks: run_cases(CASES, ranks, tmp_path_factory.mktemp(f"sharded{ranks}")) for ranks in (2, 4)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_agree_with_plain_training(reports: Reports, ranks: int, case: str) -> None:
-    assert reports[ranks][case] == "", reports[ranks][case]
+def test_ranks_agree_with_plain_training(ranks: int, case: str) -> None:
+    run_case(CASES[case], ranks)
 
 
 def _alone(rank: int, port: int, folder: str) -> None:
