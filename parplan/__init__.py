@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parplan.api import analyze, compile, verify
-    from parplan.checkpoints import load_checkpoint, save_checkpoint
     from parplan.cluster import Cluster
     from parplan.errors import ParplanError
     from parplan.plan import Plan
     from parplan.runtime.data import PlanSampler, shard_dataset
+    from parplan.runtime.module.checkpoints import load_checkpoint, save_checkpoint
     from parplan.runtime.module.data_parallel import data_parallel
 
 __all__ = [
@@ -33,8 +33,8 @@ _HOMES = {
     "analyze": "parplan.api",
     "compile": "parplan.api",
     "data_parallel": "parplan.runtime.module.data_parallel",
-    "load_checkpoint": "parplan.checkpoints",
-    "save_checkpoint": "parplan.checkpoints",
+    "load_checkpoint": "parplan.runtime.module.checkpoints",
+    "save_checkpoint": "parplan.runtime.module.checkpoints",
     "shard_dataset": "parplan.runtime.data",
     "verify": "parplan.api",
 }

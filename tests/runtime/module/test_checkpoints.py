@@ -19,7 +19,7 @@ from torch import nn
 import parplan
 from parplan.errors import CheckpointError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -109,7 +109,9 @@ def test_what_would_run_code_is_neither_saved_nor_loaded(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match=r"rest cannot be saved: loading .*functools.partial.* would run code"):
         parplan.save_checkpoint(path, epoch=2, rest=[functools.partial(int)])
     assert parplan.load_checkpoint(path) == {"epoch": 1}
-    monkeypatch.setattr("parplan.checkpoints._unsafe", lambda file: [])  # a file that somebody made with other tools
+    monkeypatch.setattr(
+        "parplan.runtime.module.checkpoints._unsafe", lambda file: []
+    )  # a file that somebody made with other tools
     parplan.save_checkpoint(path, rest=_Runs(str(tmp_path / "made")))
     with pytest.raises(CheckpointError, match="holds more than data, and nothing of it is loaded"):
         parplan.load_checkpoint(path)
