@@ -66,11 +66,7 @@ def data_layers(
             raise section.error("type", "no layer takes it; leave it out")
         gives = None if costs else _extent(section, shapes.get(place), sections, takers)
         found[name] = Data(name, place, gives)
-    return _in_order(found, sections)
-
-
-def _in_order(found: dict[str, Data], sections: Mapping[str, Section]) -> dict[str, Data]:
-    """By dataIdx, which has to count from 0 without a gap; labels last, so that they can be left out."""
+    # Labels come last, so that they can be left out.
     ordered = sorted(found.values(), key=lambda data: data.place)
     for wanted, data in enumerate(ordered):
         section = sections[data.name]
@@ -90,7 +86,12 @@ def _extent(
 ) -> Extent:
     """From the caller, else from `end` and the channels that a layer that takes it says."""
     if shape is not None:
-        return _of_shape(section, tuple(shape))
+        if len(shape) == 1:
+            return Extent(shape[0])
+        if len(shape) == 3 and shape[1] == shape[2]:
+            return Extent(shape[0], shape[1])
+        raise section.error("type", f"a sample of shape {'x'.join(map(str, shape)) or 'one number'} is no square "
+                            "image; give channels x side x side, or how many numbers")  # fmt: skip
     end = section.integer("end") if section.has("end") else None
     wire = next((wire for wire in takers if sections[wire.layer].has("channels")), None)
     if wire is None:
@@ -105,15 +106,6 @@ def _extent(
     if channels * side * side != end:
         raise section.error("end", f"{end} are no square maps of {channels} channels; use channels x side x side")
     return Extent(channels, side)
-
-
-def _of_shape(section: Section, shape: tuple[int, ...]) -> Extent:
-    if len(shape) == 1:
-        return Extent(shape[0])
-    if len(shape) == 3 and shape[1] == shape[2]:
-        return Extent(shape[0], shape[1])
-    raise section.error("type", f"a sample of shape {'x'.join(map(str, shape)) or 'one number'} is no square "
-                        "image; give channels x side x side, or how many numbers")  # fmt: skip
 
 
 def examples(data: Mapping[str, Data], batch: int, classes: int) -> tuple[Tensor, ...]:

@@ -47,11 +47,23 @@ class ConvNet(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.costs = tuple(name for name, layer in layers.items() if isinstance(layer, LogisticCost))
-        self.predictions = self._predictions()
+        taken = {name for wire in wires for name in wire.inputs}
+        for_costs = {name for wire in wires if wire.layer in self.costs for name in wire.inputs}
+        # Inputs of costs beside labels; without costs, layers that no layer takes.
+        self.predictions = tuple(
+            wire.layer for wire in wires if (wire.layer in for_costs if self.costs else wire.layer not in taken)
+        )
 
     def forward(self, *data: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Costs with labels, predictions without."""
-        values = self._given(data)
+        values = {name: data[place] for name, place in self.data.items() if place < len(data)}
+        missing = [name for name in self.data if name not in values and name not in self.labels]
+        if missing or len(data) > 1 + max(self.data.values(), default=-1):
+            labels = ", ".join(self.labels) or "none"
+            raise TypeError(
+                f"{len(data)} tensors for the data layers {', '.join(self.data)}; give one for each, in order of "
+                f"dataIdx; labels ({labels}) may be left out"
+            )
         train = self.labels <= values.keys()
         for wire in self.wires:
             if wire.layer not in self.costs or train:
@@ -62,25 +74,6 @@ class ConvNet(nn.Module):
             found = tuple(self._shown(name, values[name]) for name in self.predictions)
         return found[0] if len(found) == 1 else found
 
-    def _given(self, data: Sequence[Tensor]) -> dict[str, Tensor]:
-        values = {name: data[place] for name, place in self.data.items() if place < len(data)}
-        missing = [name for name in self.data if name not in values and name not in self.labels]
-        if missing or len(data) > 1 + max(self.data.values(), default=-1):
-            labels = ", ".join(self.labels) or "none"
-            raise TypeError(
-                f"{len(data)} tensors for the data layers {', '.join(self.data)}; give one for each, in order of "
-                f"dataIdx; labels ({labels}) may be left out"
-            )
-        return values
-
     def _shown(self, name: str, value: Tensor) -> Tensor:
         layer = self.get_submodule(name)
         return torch.exp(value) if isinstance(layer, Softmax) and layer.logarithms else value
-
-    def _predictions(self) -> tuple[str, ...]:
-        """What costs take beside labels; without costs, what no layer takes."""
-        taken = {name for wire in self.wires for name in wire.inputs}
-        if not self.costs:
-            return tuple(wire.layer for wire in self.wires if wire.layer not in taken)
-        for_costs = {name for wire in self.wires if wire.layer in self.costs for name in wire.inputs}
-        return tuple(wire.layer for wire in self.wires if wire.layer in for_costs)

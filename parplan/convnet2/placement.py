@@ -34,18 +34,13 @@ def devices_of(sections: Mapping[str, Section], wires: Sequence[Wire]) -> dict[s
         section = sections[wire.layer]
         first = next((name for name in wire.inputs if sections[name].text("type") != "data"), "")
         if section.has("gpu"):
-            found[wire.layer] = _devices(section)
+            own = found[wire.layer] = section.integers("gpu", len(section.names("gpu")), least=0)
+            if max(own) > MOST:
+                raise section.error("gpu", f"devices are counted from 0; {max(own)} is not plausible")
+            if len(set(own)) < len(own):
+                raise section.error("gpu", "replicas have to be on different devices; name each once")
         elif first in found:
             found[wire.layer] = found[first]
-    return found
-
-
-def _devices(section: Section) -> Devices:
-    found = section.integers("gpu", len(section.names("gpu")), least=0)
-    if max(found) > MOST:
-        raise section.error("gpu", f"devices are counted from 0; {max(found)} is not plausible")
-    if len(set(found)) < len(found):
-        raise section.error("gpu", "replicas have to be on different devices; name each once")
     return found
 
 

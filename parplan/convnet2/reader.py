@@ -101,7 +101,8 @@ def read(
     data = data_layers(sections, wires, dict(shapes or {}))
     network, gives = _network(sections, params, wires, data)
     devices = devices_of(sections, wires)
-    rates = {name: rates_of(params[name]) for name in _weighted(network) if name in params and params[name].values}
+    weighted = [name for name, layer in network.named_children() if isinstance(layer, (Conv, FullyConnected))]
+    rates = {name: rates_of(params[name]) for name in weighted if name in params and params[name].values}
     costs = [wire for wire in wires if wire.layer in network.costs]
     return LayerFile(
         path=str(path),
@@ -145,10 +146,6 @@ def _network(
         layers[wire.layer], gives[wire.layer] = made.module, made.gives
     labels = frozenset(name for name, each in data.items() if each.gives is None)
     return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives
-
-
-def _weighted(network: ConvNet) -> list[str]:
-    return [name for name, layer in network.named_children() if isinstance(layer, (Conv, FullyConnected))]
 
 
 def _pins(

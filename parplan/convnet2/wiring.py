@@ -30,14 +30,22 @@ def wires_of(sections: Mapping[str, Section]) -> list[Wire]:
         check_type(section)
     for name, section in sections.items():
         if section.text("type") != "data":
+            if "." in name or hasattr(nn.Module, name) or name in RESERVED:
+                raise LayerFileError(f"{section.where}: a torch module cannot have a layer of this name; rename it")
             wires.append(Wire(name, section.names("inputs")))
-            _check_name(section)
             for source in wires[-1].inputs:
                 _check_above(section, source, above, sections)
-            if section.text("type") == COST:
-                _check_cost(section, sections)
+            kinds = [sections[source].text("type") for source in wires[-1].inputs]
+            if section.text("type") == COST and kinds != ["data", "softmax"]:
+                raise section.error(
+                    "inputs", "a logistic cost takes a data layer of labels and a layer of type softmax, in this order"
+                )
         above.append(name)
-    _check_used(sections, wires)
+    if any(section.text("type") == COST for section in sections.values()):
+        taken = {name for wire in wires for name in wire.inputs}
+        for name, section in sections.items():
+            if name not in taken and section.text("type") not in (COST, "data"):
+                raise section.error("type", "no layer takes what it gives; leave it out, or name it in some inputs=")
     return wires
 
 
@@ -53,27 +61,3 @@ def _check_above(section: Section, source: str, above: Sequence[str], sections: 
     close = difflib.get_close_matches(source, above, n=1)
     hint = f"did you mean {close[0]}?" if close else f"above are {', '.join(above) or 'none'}"
     raise section.error("inputs", f"there is no layer {source}; {hint}")
-
-
-def _check_used(sections: Mapping[str, Section], wires: Sequence[Wire]) -> None:
-    """With a cost, every layer leads somewhere."""
-    taken = {name for wire in wires for name in wire.inputs}
-    if not any(section.text("type") == COST for section in sections.values()):
-        return
-    for name, section in sections.items():
-        if name not in taken and section.text("type") not in (COST, "data"):
-            raise section.error("type", "no layer takes what it gives; leave it out, or name it in some inputs=")
-
-
-def _check_name(section: Section) -> None:
-    """A layer's name is a submodule's name."""
-    if "." in section.name or hasattr(nn.Module, section.name) or section.name in RESERVED:
-        raise LayerFileError(f"{section.where}: a torch module cannot have a layer of this name; rename it")
-
-
-def _check_cost(section: Section, sections: Mapping[str, Section]) -> None:
-    kinds = [sections[name].text("type") for name in section.names("inputs")]
-    if kinds != ["data", "softmax"]:
-        raise section.error(
-            "inputs", "a logistic cost takes a data layer of labels and a layer of type softmax, in this order"
-        )
