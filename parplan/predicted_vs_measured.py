@@ -26,9 +26,8 @@ from parplan.planner.decision import LayerFacts, Prediction
 from parplan.planner.search_space.formulation import Option, formulate
 from parplan.planner.simulation.step_work import LayerWork, Work, work_of
 from parplan.report import units
-from parplan.runtime.measurement.measured_step import Line, MeasuredStep
-from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer
-from parplan.runtime.measurement.summary import INPUTS, RESULTS
+from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep
+from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
 
 __all__ = ["Foreseen", "Learned", "LookBack", "Replan", "devices_at_work", "foresee", "learn", "replan"]
 
@@ -69,7 +68,7 @@ class LookBack:
         return self.foreseen.facts
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[ComparedLine, ...]:
         """Predicted beside measured: layers, transfers, the rest, and the step."""
         return replace(self.measured, expected=self.foreseen.expected).lines
 
@@ -141,7 +140,7 @@ def foresee(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -
     statistics = {name: option.statistics_s for name, option in options.items() if option.statistics_s > 0}
     expected = Expected(
         layers={name: _expected_layer(work.layers[name], work.times(name), own) for name, own in options.items()},
-        transfers={**_transfers(work), **{f"{name}.statistics": Both(s, s) for name, s in statistics.items()}},
+        transfers={**_transfers(work), **{f"{name}.statistics": BothTimes(s, s) for name, s in statistics.items()}},
         labels=_labels(work),
         reduce_s=prediction.exposed_reduce_s,
         update_s=prediction.update_s,
@@ -160,15 +159,15 @@ def _without_period(strategy: Strategy) -> Strategy:
 
 def _expected_layer(layer: LayerWork, times: int, option: Option) -> ExpectedLayer:
     """A layer in all its passes."""
-    return ExpectedLayer(Both(times * layer.forward_s, times * layer.backward_s), option.cost.source.value)
+    return ExpectedLayer(BothTimes(times * layer.forward_s, times * layer.backward_s), option.cost.source.value)
 
 
-def _transfers(work: Work) -> dict[str, Both]:
+def _transfers(work: Work) -> dict[str, BothTimes]:
     """Per value what its moves to all who read it were priced at."""
-    found: dict[str, Both] = defaultdict(Both)
+    found: dict[str, BothTimes] = defaultdict(BothTimes)
     for move in work.moves:
         legs = [leg for part in move.legs for leg in part]
-        found[move.value] += Both(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
+        found[move.value] += BothTimes(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
     return dict(found)
 
 

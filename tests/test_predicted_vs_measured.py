@@ -22,7 +22,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import Request, decide
 from parplan.predicted_vs_measured import LookBack, Replan, devices_at_work, foresee, learn, replan
-from parplan.runtime.measurement.measured_step import Figure, MeasuredLayer, MeasuredStep, Part
+from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
 from tests.plans import plan_by
 
 SLOW_S, FAST_S = 1.0, 1e-3
@@ -47,8 +47,7 @@ def cluster() -> Cluster:
 
 def measured(graph: LayerGraph, seconds: Mapping[str, float], turns: bool = False) -> MeasuredStep:
     """A step in which every layer took so long, and twice as long backward."""
-    none = Figure(0.0)
-    layers = tuple(MeasuredLayer(n, Figure(s, 0.01), Figure(2 * s, 0.02)) for n, s in seconds.items())
+    layers = (MeasuredPart(StepPart.LAYER, Figure(s, 0.01), Figure(2 * s, 0.02), n) for n, s in seconds.items())
     total = Figure(sum(3 * s for s in seconds.values()))
     return MeasuredStep(
         model=graph.model,
@@ -57,16 +56,9 @@ def measured(graph: LayerGraph, seconds: Mapping[str, float], turns: bool = Fals
         processes=1 if turns else 2,
         turns=turns,
         steps=7,
-        layers=layers,
-        transfers=(),
-        sends=none,
-        reductions=none,
-        loss=none,
-        update=none,
         updated=True,
-        others=none,
-        step=total,
         slowest_step_s=total.seconds,
+        parts=(*layers, MeasuredPart(StepPart.STEP, total)),
     )
 
 
@@ -115,7 +107,7 @@ def _delivery(found: object, graph: LayerGraph) -> float:
 
 def test_lines_have_the_predictions_and_their_source(graph: LayerGraph, cluster: Cluster) -> None:
     back = looked_back(graph, cluster, plan_by("data parallel", 2, graph), dict.fromkeys(graph.layers, FAST_S))
-    lines = [line for line in back.lines if line.part is Part.LAYER]
+    lines = [line for line in back.lines if line.part is StepPart.LAYER]
     assert [line.label for line in lines] == list(graph.layers)
     assert {line.source for line in lines} == {"estimated"}
     assert lines[0].ratio == pytest.approx(3 * FAST_S / (back.facts[0].forward_s + back.facts[0].backward_s))
@@ -174,7 +166,7 @@ def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph
 def test_what_moves_is_named_by_layers(graph: LayerGraph, cluster: Cluster) -> None:
     """Also where nothing was measured: names of the captured graph say nothing to a person."""
     plan = plan_by("model parallel", 2, graph)
-    labels = [line.label for line in looked_back(graph, cluster, plan, {}).lines if line.part is Part.TRANSFER]
+    labels = [line.label for line in looked_back(graph, cluster, plan, {}).lines if line.part is StepPart.TRANSFER]
     assert labels
     for label in labels:
         source, readers = label.removesuffix(" (not moved)").split(" -> ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme
-from parplan.runtime.measurement.measured_step import MeasuredStep, Part, slowest_of
-from parplan.runtime.measurement.predicted import Both, Expected, ExpectedLayer
+from parplan.runtime.measurement.measured_step import Figure, MeasuredStep, StepPart, slowest_of
+from parplan.runtime.measurement.predicted import BothTimes, Expected, ExpectedLayer
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, planner, spread
 from tests.runtime.nets import conv_net, mlp
@@ -72,7 +73,7 @@ def flat(*figures: float, source: str = "estimated") -> Callable[[LayerGraph, Pl
     """A prediction of the same for every layer."""
 
     def foresee(graph: LayerGraph, plan: Plan) -> Expected:
-        each = ExpectedLayer(Both(*figures), source)
+        each = ExpectedLayer(BothTimes(*figures), source)
         return Expected(dict.fromkeys(graph.layers, each), step_s=1.0, update_s=0.25, overhead_s=0.5)
 
     return foresee
@@ -81,7 +82,7 @@ def flat(*figures: float, source: str = "estimated") -> Callable[[LayerGraph, Pl
 def test_lines_add_up_to_the_step() -> None:
     found = conv_case().measure(steps=3, warmup=1)
     *lines, step = found.lines
-    assert step.part is Part.STEP
+    assert step.part is StepPart.STEP
     assert sum(line.measured.forward_s + line.measured.backward_s for line in lines) == pytest.approx(
         step.measured.forward_s, rel=1e-9
     )
@@ -163,7 +164,7 @@ def test_a_slow_layer_shows(kind: str) -> None:
     model.prepare(torch.randn(4, 6, dtype=torch.float64))
     model.foresee = flat(1e-4, 1e-4)
     found = model.measure(steps=3, warmup=1)
-    ratios = {line.label: line.ratio or 0.0 for line in found.lines if line.part is Part.LAYER}
+    ratios = {line.label: line.ratio or 0.0 for line in found.lines if line.part is StepPart.LAYER}
     slowest = max(found.layers, key=lambda layer: layer.forward.seconds)
     assert slowest.name == "1"
     assert slowest.forward.seconds >= SLEEP_S  # a sleep is never shorter
@@ -198,20 +199,20 @@ def test_predictions_stand_beside_the_measured_figures() -> None:
     model.foresee = flat(0.25, 0.5)
     found = model.measure(steps=2, warmup=0)
     by_label = {line.label: line for line in found.lines}
-    assert by_label["conv"].predicted == Both(0.25, 0.5)
+    assert by_label["conv"].predicted == BothTimes(0.25, 0.5)
     assert by_label["conv"].ratio == pytest.approx(
         (by_label["conv"].measured.forward_s + by_label["conv"].measured.backward_s) / 0.75
     )
-    assert by_label["step"].predicted == Both(0.75)  # without an optimizer there is no update
+    assert by_label["step"].predicted == BothTimes(0.75)  # without an optimizer there is no update
     assert by_label["step"].ratio is None  # two devices took turns
-    assert by_label["runtime"].predicted == Both(0.5)
+    assert by_label["runtime"].predicted == BothTimes(0.5)
     assert by_label["flatten -> fc1"].predicted is None
 
 
 def test_what_was_priced_and_did_not_move_is_listed() -> None:
     model = conv_case("one")
-    model.foresee = lambda graph, plan: Expected(transfers={"conv2d": Both(1.0, 2.0), "relu": Both()})
-    labels = [line.label for line in model.measure(steps=1, warmup=0).lines if line.part is Part.TRANSFER]
+    model.foresee = lambda graph, plan: Expected(transfers={"conv2d": BothTimes(1.0, 2.0), "relu": BothTimes()})
+    labels = [line.label for line in model.measure(steps=1, warmup=0).lines if line.part is StepPart.TRANSFER]
     assert labels[-1] == "conv2d (not moved)"
     assert "relu (not moved)" not in labels
 
@@ -244,6 +245,21 @@ def test_of_several_processes_the_slowest_layer_and_the_shortest_wait_count() ->
     for moved, x, y in zip(both.transfers, first.transfers, second.transfers, strict=True):
         assert moved.forward.seconds == min(x.forward.seconds, y.forward.seconds)
     assert both.step.seconds == max(first.step.seconds, second.step.seconds)
+
+
+def test_time_that_no_part_has_taken_does_not_count_to_the_runtime() -> None:
+    found = conv_case().measure(steps=3, warmup=1)
+    (runtime,) = found.of(StepPart.RUNTIME)
+    longer = [
+        replace(row, forward=Figure(row.forward.seconds + 1.0)) if row.part is StepPart.STEP else row
+        for row in found.parts
+    ]
+    lost = replace(found, parts=tuple(longer))
+    lines = {line.part: line.measured.forward_s for line in lost.lines}
+    assert lines[StepPart.RUNTIME] == runtime.forward.seconds > 0
+    assert lines[StepPart.UNACCOUNTED] == pytest.approx(1.0 + found.unaccounted_s)
+    assert "leave" in " ".join(str(lost).split())
+    assert "ms of the step's" in " ".join(str(lost).split())
 
 
 # -- two gloo processes --

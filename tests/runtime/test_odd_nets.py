@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme, Strategy
+from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import compiled, differences, executor, outcome, planner, spread
 
@@ -131,7 +132,7 @@ def test_a_value_of_the_whole_batch_is_read_in_passes(scheme: Scheme) -> None:
     table = {n: Strategy(2, devices=(0, 1)) if n in wide else Strategy(devices=(1,)) for n in graph.layers}
     other, plain = copy.deepcopy(net), copy.deepcopy(net)
     run = executor(other, graph, table, 2, 4, scheme)
-    assert differences(outcome(other, lambda t: run({"x": t}), x), outcome(plain, plain, x)) == {}
+    assert differences(outcome(other, lambda t: run_program(run, {"x": t}), x), outcome(plain, plain, x)) == {}
 
 
 class NormedTwice(nn.Module):

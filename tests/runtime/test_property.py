@@ -18,6 +18,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
 from parplan.plan import Scheme, Strategy
+from parplan.runtime.execution.program_function import run_program
 from tests.runtime.helpers import differences, executor, outcome, random_passes, random_strategies
 from tests.runtime.nets import RandomNet
 
@@ -56,7 +57,7 @@ def check(known: Drawn, strategies: Mapping[str, Strategy], devices: int, batch:
     run = executor(other, known.graph, strategies, devices, batch, scheme)
     (name,) = [value for value in known.graph.user_inputs if value]
     wanted = outcome(plain, plain, x)
-    found = outcome(other, lambda t: run({name: t}), x)
+    found = outcome(other, lambda t: run_program(run, {name: t}), x)
     counters = {f"buffer {known.graph.buffers[c]}" for c in known.graph.counters}  # kept by Compiled
     off = {tensor: error for tensor, error in differences(found, wanted).items() if tensor not in counters}
     told = f"{scheme.value} on {devices} devices with {batch} samples: {strategies}\n{run.program.text()}"

@@ -14,6 +14,7 @@ from torch.nn import functional
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Scheme, Strategy
+from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import differences, executor, outcome
 from tests.runtime.module.test_train_step import Case, plain_step, same_parameters
@@ -142,7 +143,7 @@ def test_a_part_is_brought_to_the_rows_that_the_pass_wants() -> None:
     plain, other = copy.deepcopy(net), copy.deepcopy(net)
     run = executor(other, case.graph, case.plan.layers, 2, 8, Scheme.BROADCAST)
     (name,) = run.program.inputs
-    assert differences(outcome(other, lambda t: run({name: t}), x), outcome(plain, plain, x)) == {}
+    assert differences(outcome(other, lambda t: run_program(run, {name: t}), x), outcome(plain, plain, x)) == {}
 
 
 @SCHEMES

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Region
 from parplan.lowering.program import Compute, Program, State
-from parplan.runtime.execution.code_cache import written_buffers
 from parplan.runtime.execution.parameter_store import Store
-from parplan.runtime.transport.base import block
-from parplan.runtime.transport.distributed import DistributedTransport
+from parplan.runtime.execution.segment_cache import written_buffers
+from parplan.runtime.transport.base import Transport, block
 
-__all__ = ["BufferSync", "Handover", "fresh_buffers"]
+__all__ = ["BufferBroadcast", "BufferSync", "fresh_buffers"]
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ReplicatedBlock:
     """A block of a buffer, by dotted name, that several replicas keep."""
 
     name: str
@@ -35,15 +34,15 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Blocks that travel together."""
+class _Message:
+    """The ranks and the type that blocks of one message have in common."""
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenBlock:
     """A block of a buffer, by placeholder, and the rank that writes it, or the first of those that do."""
 
     name: str
@@ -52,39 +51,37 @@ class _Written:
 
 
 class BufferSync:
-    """Brings the first replica's batch-norm statistics to the other replicas.
+    """Broadcast of the first replica's batch-norm statistics to the other replicas, before the next forward.
 
     Args:
         module: whose buffers they are.
     """
 
-    def __init__(self, module: nn.Module, transport: DistributedTransport) -> None:
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
         self._module = module
         self._transport = transport
-        self._blocks: dict[_Block, None] = {}
-        self._groups: Mapping[_Kind, list[Tensor]] | None = None
+        self._blocks: dict[_ReplicatedBlock, None] = {}
+        self._messages: Mapping[_Message, list[Tensor]] | None = None
         self._stale = False
 
     def know(self, graph: LayerGraph, program: Program) -> None:
         """A program writes buffers; every rank has to call this."""
+        rank = self._transport.rank
         for step in program.forward:
-            if isinstance(step, Compute) and step.grid.replicas > 1:
-                for column in range(step.grid.shards):
-                    self._collect(graph, step, step.grid.column(column))
+            written = written_buffers(graph, step)
+            if not isinstance(step, Compute) or step.grid.replicas == 1 or not written:
+                continue
+            for column in range(step.grid.shards):
+                ranks = step.grid.column(column)
+                self._transport.group(ranks)
+                own = [state for state in step.states if state.name in written and rank in ranks]
+                found = (_ReplicatedBlock(graph.buffers[s.name], s.blocks[rank], ranks) for s in own)
+                self._blocks |= dict.fromkeys(found)
         self.forget()
-
-    def _collect(self, graph: LayerGraph, step: Compute, ranks: tuple[int, ...]) -> None:
-        written = written_buffers(graph, step)
-        own = [state for state in step.states if state.name in written]
-        if own:
-            self._transport.group(ranks)
-        if self._transport.rank in ranks:
-            found = (_Block(graph.buffers[s.name], s.blocks[self._transport.rank], ranks) for s in own)
-            self._blocks |= dict.fromkeys(found)
 
     def forget(self) -> None:
         """The module's tensors may be others from here on (`.double()`); which are to be shared stays known."""
-        self._groups = None
+        self._messages = None
 
     def written(self) -> None:
         """A training forward has changed the statistics."""
@@ -96,35 +93,33 @@ class BufferSync:
         if not self._stale:
             return
         self._stale = False
-        self._groups = self._tensors() if self._groups is None else self._groups
-        for kind, tensors in self._groups.items():
+        if self._messages is None:
+            messages: dict[_Message, list[Tensor]] = defaultdict(list)
+            for known in self._blocks:
+                tensor = block(self._module.get_buffer(known.name), known.region)
+                messages[_Message(known.ranks, tensor.dtype)].append(tensor)
+            self._messages = messages
+        for message, tensors in self._messages.items():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self._transport.broadcast("sharing batch norm statistics", flat, kind.ranks[0], kind.ranks)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-    def _tensors(self) -> Mapping[_Kind, list[Tensor]]:
-        groups: dict[_Kind, list[Tensor]] = defaultdict(list)
-        for known in self._blocks:
-            tensor = block(self._module.get_buffer(known.name), known.region)
-            groups[_Kind(known.ranks, tensor.dtype)].append(tensor)
-        return groups
+            self._transport.broadcast("sharing batch norm statistics", flat, message.ranks[0], message.ranks)
+            for tensor, part in zip(tensors, _pieces(flat, tensors), strict=True):
+                tensor.copy_(part)
 
 
-class Handover:
-    """Gives all ranks the statistics that a step wrote: at once where steps on other ranks use the same buffer, else
-    at the end of the forward, so that the module's buffers are the plain model's on every rank.
+class BufferBroadcast:
+    """Broadcast of the statistics that a step wrote to all ranks: at once where steps on other ranks use the same
+    buffer, else at the end of the forward, so that the module's buffers are the plain model's on every rank.
 
     Args:
         graph, program: which steps use which buffers, and where.
         store: the module's buffers.
     """
 
-    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: DistributedTransport) -> None:
+    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: Transport) -> None:
         self._transport = transport
         self._store = store
         self._states: dict[int, list[State]] = {}
-        self._at_end: dict[_Written, None] = {}
+        self._at_end: dict[_WrittenBlock, None] = {}
         steps = [step for step in program.forward if isinstance(step, Compute)]
         places: dict[str, set[Grid]] = defaultdict(set)
         for step in steps:
@@ -138,23 +133,30 @@ class Handover:
                 self._states[id(step)] = shared
             if step.grid.shards > 1 or len(step.grid.devices) < transport.processes:
                 alone = [state for state in found if len(places[state.name]) == 1]
-                ends = (_Written(s.name, s.blocks[rank], rank) for s in alone for rank in step.grid.row(0))
+                ends = (_WrittenBlock(s.name, s.blocks[rank], rank) for s in alone for rank in step.grid.row(0))
                 self._at_end |= dict.fromkeys(ends)
 
     @torch.no_grad()
     def after(self, step: Compute) -> None:
         """Every rank has to call this when a step has run, also those that the step is not on."""
+        rank, everyone = self._transport.rank, range(self._transport.processes)
         for state in self._states.get(id(step), ()):
-            for device in step.grid.row(0):
-                self._give(state, device)
+            for source in step.grid.row(0):
+                with self._transport.on(rank):
+                    # As batch norm itself does, without a trace in autograd: the backward's saved values are others.
+                    held = block(self._store.original(state.name).data, state.blocks[source])
+                    moving = held.contiguous()
+                    self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
+                    if rank != source:
+                        held.copy_(moving)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Every rank has to call this when the forward's steps have run."""
-        kinds: dict[torch.dtype, list[_Written]] = defaultdict(list)
+        by_dtype: dict[torch.dtype, list[_WrittenBlock]] = defaultdict(list)
         for written in self._at_end:
-            kinds[self._store.original(written.name).dtype].append(written)
-        for group in kinds.values():
+            by_dtype[self._store.original(written.name).dtype].append(written)
+        for group in by_dtype.values():
             blocks: dict[int, list[Tensor]] = {rank: [] for rank in range(self._transport.processes)}
             for written in group:
                 blocks[written.rank].append(block(self._store.original(written.name).data, written.region))
@@ -168,25 +170,15 @@ class Handover:
                     for tensor, part in zip(blocks[rank], _pieces(received, blocks[rank]), strict=True):
                         tensor.copy_(part)
 
-    def _give(self, state: State, source: int) -> None:
-        rank, everyone = self._transport.rank, range(self._transport.processes)
-        with self._transport.on(rank):
-            # As batch norm itself does, without a trace in autograd: what was saved for the backward is not these.
-            held = block(self._store.original(state.name).data, state.blocks[source])
-            moving = held.contiguous()
-            self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
-            if rank != source:
-                held.copy_(moving)
-
 
 def _pieces(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pieces of a flat message, from its start, with the shapes of `tensors`."""
+    """Parts of a flat message, from its start, with the shapes of `tensors`."""
     sizes = [tensor.numel() for tensor in tensors]
     return [p.view(t.shape) for p, t in zip(message[: sum(sizes)].split(sizes), tensors, strict=True)]
 
 
 def fresh_buffers(graph: LayerGraph, program: Program, global_statistics: bool) -> dict[str, dict[int, Region]]:
-    """Where batch norm writes statistics, by dotted name: block per device.
+    """Blocks of the buffers that batch norm writes, by dotted name and device.
 
     All replicas have the same global statistics; of local ones the first replica's are the model's.
     """

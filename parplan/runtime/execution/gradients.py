@@ -1,4 +1,4 @@
-"""Where parameter gradients come together: terms of one device, sums over devices, the user's own parameter.
+"""Accumulation of parameter gradients: terms of one device, sums over devices, the user's own parameter.
 
 A gradient that travels alone is summed where autograd left it; those of a bucket are copied to one message and back.
 """
@@ -6,7 +6,7 @@ A gradient that travels alone is summed where autograd left it; those of a bucke
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from parplan.layout import Range, Region
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.program import State
 from parplan.runtime.execution.parameter_store import Store
+from parplan.runtime.execution.recorder import Recorder
 from parplan.runtime.transport.base import Pending, Transport, block
 
 __all__ = ["Gradients"]
@@ -31,19 +32,17 @@ class _Term:
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """A bucket's sum over one group, on its way to the first device that is here."""
+class _BucketSum:
+    """A bucket's all-reduce over one group, on its way to the first device that is here.
+
+    Args:
+        totals: per parameter the sum of that device's terms, which the result replaces.
+    """
 
     parameters: Sequence[str]
     device: int
-    homes: list[Tensor]
+    totals: list[Tensor]
     pending: Pending
-
-
-def _base(*terms: _Term) -> _Term | None:
-    """The term that the other is added to: ours to write to, contiguous if one is."""
-    usable = [term for term in terms if term.own and _dense(term.gradient)]
-    return min(usable, key=lambda term: not term.gradient.is_contiguous(), default=None)
 
 
 def _dense(gradient: Tensor) -> bool:
@@ -57,21 +56,25 @@ class Gradients:
     Args:
         store: what each device holds of each parameter.
         transport: sums over devices.
+        recorder: told of the sums.
     """
 
-    def __init__(self, store: Store, transport: Transport) -> None:
+    def __init__(self, store: Store, transport: Transport, recorder: Recorder) -> None:
         self._store = store
         self._transport = transport
+        self._recorder = recorder
         self._terms: dict[str, dict[int, list[_Term]]] = defaultdict(lambda: defaultdict(list))
-        self._sums: list[_Sum] = []
+        self._sums: list[_BucketSum] = []
 
     def add(self, state: State, device: int, gradient: Tensor, own: bool) -> None:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
         terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
-        base = _base(terms[-1], term) if terms and terms[-1].block == term.block else None
-        if base is None:
+        pair = [terms[-1], term] if terms and terms[-1].block == term.block else []
+        usable = [one for one in pair if one.own and _dense(one.gradient)]
+        if not usable:
             terms.append(term)
             return
+        base = min(usable, key=lambda one: not one.gradient.is_contiguous())
         # Steps that use a block one after another (passes, shared weights) need no more memory than two of them.
         with self._transport.on(device):
             base.gradient.add_(gradient if base is terms[-1] else terms[-1].gradient)
@@ -80,17 +83,18 @@ class Gradients:
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""
         name = f"the gradient sum of {', '.join(bucket.parameters)}"
-        for group in bucket.groups:
-            here = [device for device in group if device in self._transport.owned]
-            if not here or len(group) == 1:
-                continue
-            flats, homes = {}, {}
-            for device in here:
-                with self._transport.on(device):
-                    homes[device] = [self._total_on(name, device) for name in bucket.parameters]
-                    flats[device] = self._transport.message(bucket.parameters, homes[device])
-            pending = self._transport.reduce(name, group, flats)
-            self._sums.append(_Sum(bucket.parameters, here[0], homes[here[0]], pending))
+        with self._recorder.sums:
+            for group in bucket.groups:
+                here = [device for device in group if device in self._transport.owned]
+                if not here or len(group) == 1:
+                    continue
+                flats, totals = {}, {}
+                for device in here:
+                    with self._transport.on(device):
+                        totals[device] = [self._total_on(name, device) for name in bucket.parameters]
+                        flats[device] = self._transport.message(bucket.parameters, totals[device])
+                pending = self._transport.reduce(name, group, flats)
+                self._sums.append(_BucketSum(bucket.parameters, here[0], totals[here[0]], pending))
 
     def _total_on(self, name: str, device: int) -> Tensor:
         """The sum of one device's terms, in the shape of what it holds, contiguous and ours to write to."""
@@ -108,24 +112,29 @@ class Gradients:
 
     def arrive(self) -> None:
         """Wait for the sums that were started."""
-        for entry in self._sums:
-            flat = entry.pending.wait()[entry.device]
-            if flat.data_ptr() != entry.homes[0].data_ptr():
-                parts = flat.split([home.numel() for home in entry.homes])
-                with self._transport.on(entry.device):
-                    torch._foreach_copy_(entry.homes, [p.view_as(h) for p, h in zip(parts, entry.homes, strict=True)])
-            for name, home in zip(entry.parameters, entry.homes, strict=True):
-                whole = tuple(Range(0, size) for size in home.shape)
-                self._terms[name][entry.device] = [_Term(whole, home, True)]
-        self._sums.clear()
+        with self._recorder.sums:
+            for entry in self._sums:
+                flat, totals = entry.pending.wait()[entry.device], entry.totals
+                if flat.data_ptr() != totals[0].data_ptr():
+                    parts = flat.split([total.numel() for total in totals])
+                    with self._transport.on(entry.device):
+                        torch._foreach_copy_(totals, [p.view_as(t) for p, t in zip(parts, totals, strict=True)])
+                for name, total in zip(entry.parameters, totals, strict=True):
+                    whole = tuple(Range(0, size) for size in total.shape)
+                    self._terms[name][entry.device] = [_Term(whole, total, True)]
+            self._sums.clear()
 
-    def totals(self, names: Iterable[str], own: bool = False) -> dict[str, Tensor | None]:
+    def totals(
+        self, names: Iterable[str], own: bool = False, touched: Set[str] | None = None
+    ) -> dict[str, Tensor | None]:
         """The gradients of the module's own parameters; None for one that no step has used. All ranks call this.
 
         Args:
-            own: nobody else may read their memory, as whoever takes them may write to it.
+            own: nobody else may read their memory, as the caller may write to it.
+            touched: parameters that this process's losses depend on, where those of all leave some out; default: all.
         """
-        return self._store.as_gradients({name: self._total(name, own) for name in names})
+        with self._recorder.totals:
+            return self._store.as_gradients({name: self._total(name, own) for name in names}, touched)
 
     def _total(self, name: str, own: bool) -> Tensor | None:
         original = self._store.original(name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from parplan.compat import BackwardHook
 from parplan.errors import PlanError, RuntimeFailure
@@ -34,7 +34,7 @@ class _Visit:
 
     site: str
     row: int
-    turn: int | None
+    micro_batch: int | None
 
 
 class HookCalls:
@@ -68,30 +68,18 @@ class HookCalls:
         if self._sites:
             _check(graph, strategies, program, processes)
 
-    def apply(self, code: fx.GraphModule, row: int, turn: int | None = None) -> None:
-        """Let the marks in one device's code call hooks, as the replica `row` in the pass `turn`."""
+    def apply(self, code: fx.GraphModule, row: int, micro_batch: int | None = None) -> None:
+        """Let the marks in one device's code call hooks, as the replica `row` in one micro-batch."""
         own = [node for node in code.graph.nodes if node.target is GRADIENT_HOOK] if self._tensors else []
         for node in own:
-            node.target, node.args = self._attaching(self._tensors[str(node.args[-1])]), node.args[:-1]
+            node.target, node.args = _bound(HookSite.attach, self._tensors[str(node.args[-1])]), node.args[:-1]
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
-            visit = _Visit(str(node.args[-1]), row, turn)
-            node.target = self._calling(self._before if node.target is _PRE else self._after, visit)
+            visit = _Visit(str(node.args[-1]), row, micro_batch)
+            node.target = _bound(self._before if node.target is _PRE else self._after, visit)
             node.args = node.args[:-1]
         if marks or own:
             code.recompile()
-
-    def _attaching(self, site: HookSite) -> Callable[..., Tensor]:
-        def gradient_hook(tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
-            return site.attach(tensor, values)
-
-        return gradient_hook
-
-    def _calling(self, mark: Callable[..., list[Tensor]], visit: _Visit) -> Callable[..., list[Tensor]]:
-        def call_hooks(*tensors: Sequence[Tensor]) -> list[Tensor]:
-            return mark(visit, *tensors)
-
-        return call_hooks
 
     def guard(self, leaves: Sequence[Tensor]) -> None:
         """Refuse a backward that begins at what a hook has kept: it would end at these tensors, and not go on."""
@@ -133,6 +121,15 @@ class HookCalls:
         return _tensors(site, "a forward hook", template, result, outputs)
 
 
+def _bound(function: Callable[..., Any], first: object) -> Callable[..., Any]:
+    """A function of the other arguments; generated code calls it by its name, which `partial` has none of."""
+
+    def call_hooks(*tensors: Any) -> Any:
+        return function(first, *tensors)
+
+    return call_hooks
+
+
 def _known(template: Template | None) -> Template:
     assert template is not None  # a site's two marks are made in one capture
     return template
@@ -156,37 +153,33 @@ def _tensors(site: Site, who: str, wanted: Template, values: Any, before: Sequen
 
 @dataclass(frozen=True)
 class _Calls:
-    """How often a mark is passed."""
+    """How often, and where, a mark is passed."""
 
     replicas: int
-    trips: int
+    passes: int
     devices: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        where = f" on devices {', '.join(map(str, self.devices))}" if self.devices is not None else ""
+        return f"{self.replicas} replicas" + where + (f" in {self.passes} passes" if self.passes > 1 else "")
 
 
 def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
     """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
-    trips = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
+    passes = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
     begins: dict[str, _Calls] = {}
     for name, layer in graph.layers.items():
         for node in layer.nodes:
-            if node.target in MARKS and _goes_back(graph.sites[str(node.args[-1])].module):
+            module = graph.sites[str(node.args[-1])].module if node.target in MARKS else None
+            if module is not None and (module._backward_hooks or module._backward_pre_hooks):
                 strategy = strategies[name]
-                own = _Calls(strategy.replicas, trips[name], strategy.devices if processes > 1 else None)
+                own = _Calls(strategy.replicas, passes[name], strategy.devices if processes > 1 else None)
                 first = begins.setdefault(str(node.args[-1]), own)
                 if own != first:
                     raise PlanError(
-                        f"{name}: {_told(own)}, but {_told(first)} where this module with backward hooks begins; give "
+                        f"{name}: {own}, but {first} where this module with backward hooks begins; give "
                         "both ends the same, so that a hook sees one replica's gradients"
                     )
-
-
-def _told(calls: _Calls) -> str:
-    where = f" on devices {', '.join(map(str, calls.devices))}" if calls.devices is not None else ""
-    return f"{calls.replicas} replicas" + where + (f" in {calls.trips} passes" if calls.trips > 1 else "")
-
-
-def _goes_back(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _refuse(leaf: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What each device holds of the module's parameters and buffers.
+"""The blocks of the module's parameters and buffers that each device works on.
 
 In one process the user's module keeps its tensors: a device in the same memory works on views of them, a device in
 another memory on copies that are refreshed, all in one message, when the originals were written. Writes through
@@ -9,7 +9,7 @@ torchrun each process's module holds just what its rank needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -88,8 +88,8 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """Copies that travel together."""
+class _Route:
+    """Source, target and type of copies that travel in one message."""
 
     source: torch.device
     target: torch.device
@@ -126,7 +126,6 @@ class Store:
             name: graph.constants[name] if name in graph.constants else module.get_buffer(path)
             for name, path in {**dict.fromkeys(graph.constants, ""), **graph.buffers}.items()
         }
-        self._program = program
         self._holdings = program.holdings
         self.shapes = {name: {d: shape_of(b) for d, b in held.items()} for name, held in program.holdings.items()}
         self._transport = transport
@@ -141,6 +140,15 @@ class Store:
             for state in step.states
         }
 
+    def _want(self, state: State, device: int) -> _Wanted:
+        blocks = state.blocks[device]
+        if not self._sharded and state.name in self._holdings:
+            held = self._holdings[state.name][device]
+            blocks = tuple(inner.shifted(outer.start) for inner, outer in zip(blocks, held, strict=True))
+        # A constant belongs to its graph alone.
+        path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
+        return _Wanted(state.name, path, self._transport.physical(device), blocks, shape_of(blocks))
+
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that take gradients, by placeholder."""
@@ -150,22 +158,31 @@ class Store:
         """The module's own tensor; this process's block of a parameter that is cut over processes."""
         return local_tensor(self._parameters[name] if name in self._parameters else self._buffers[name])
 
-    def as_gradients(self, found: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Gradients of what this process holds as gradients of the module's parameters, by placeholder.
+    def as_gradients(
+        self, found: Mapping[str, Tensor | None], touched: Set[str] | None = None
+    ) -> dict[str, Tensor | None]:
+        """Gradients of the blocks that this process holds as gradients of the module's parameters, by placeholder.
 
         Every rank gets a gradient of a parameter that one of them has one of, as what a user does with gradients
         (norms above all) has to be the same on all.
+
+        Args:
+            touched: parameters that this process has a gradient of, where zeros may have been summed for others; of
+                those that no process has touched there is no gradient.
         """
-        whole, sharded = dict(found), {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
+        sharded = {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
-        used = self._transport.any(found[name] is not None for name in partial) if partial else []
-        for name, one in zip(partial, used, strict=True):
-            if one and found[name] is None:
-                whole[name] = torch.zeros_like(sharded[name].local)
-        for name, parameter in sharded.items():
-            own = whole[name]
-            whole[name] = parameter.like(own) if own is not None else None
-        return whole
+        asked = partial if touched is None else list(found)
+        known = touched if touched is not None else {name for name in partial if found[name] is not None}
+        used = dict(zip(asked, self._transport.any(name in known for name in asked) if asked else (), strict=True))
+        gradients: dict[str, Tensor | None] = {}
+        for name, own in found.items():
+            if not used.get(name, own is not None):
+                own = None
+            elif own is None and name in partial:
+                own = torch.zeros_like(sharded[name].local)
+            gradients[name] = sharded[name].like(own) if own is not None and name in sharded else own
+        return gradients
 
     def get(self, state: State, device: int) -> Tensor:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
@@ -183,20 +200,20 @@ class Store:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
         copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.place]
-        stale: dict[_Way, dict[_Wanted, None]] = defaultdict(dict)
+        stale: dict[_Route, dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
         for _, wanted in copied:
             original, known = self.original(wanted.name), self._copies.get(wanted)
             if known is None or known.version != version(original):
-                stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
+                stale[_Route(original.device, wanted.place, original.dtype)][wanted] = None
             else:
                 unwritten[wanted] = known
         for wanted in self._changed(unwritten):
             original = self.original(wanted.name)
-            stale[_Way(original.device, wanted.place, original.dtype)][wanted] = None
-        for way, group in stale.items():
+            stale[_Route(original.device, wanted.place, original.dtype)][wanted] = None
+        for route, group in stale.items():
             blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
-            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), way.target)
+            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), route.target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
@@ -227,7 +244,7 @@ class Store:
         ]
 
     def write_back(self, state: State, device: int) -> None:
-        """Bring a buffer that `device` wrote home to the module, or tell its copies that it was written there."""
+        """Copy a buffer that `device` wrote to the module, or tell its copies that it was written there."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name)
         if original.device != wanted.place:
@@ -237,14 +254,6 @@ class Store:
             self._copies.put(wanted, _Copy(copy.tensor, version(original), users=copy.users))
         else:
             increment_version(original)
-
-    def _want(self, state: State, device: int) -> _Wanted:
-        blocks = state.blocks[device]
-        if not self._sharded and state.name in self._holdings:
-            blocks = _absolute(blocks, self._holdings[state.name][device])
-        # A constant belongs to its graph alone.
-        path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
-        return _Wanted(state.name, path, self._transport.physical(device), blocks, shape_of(blocks))
 
     def place(self, name: str, device: int) -> Region:
         """Where the block that `device` holds of a parameter lies in the module's own tensor."""
@@ -260,7 +269,3 @@ def _checksum(tensor: Tensor) -> Tensor:
         weights = (torch.arange(chunk.numel(), device=tensor.device) + number * CHUNK) * _SCATTER
         total += (chunk.to(torch.int64) * (weights ^ (weights >> 31) | 1)).sum()
     return total
-
-
-def _absolute(inner: Region, outer: Region) -> Region:
-    return tuple(extent.shifted(start.start) for extent, start in zip(inner, outer, strict=True))

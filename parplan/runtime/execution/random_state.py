@@ -23,7 +23,7 @@ from parplan.graph.sites import site_of
 from parplan.lowering.program import Compute
 from parplan.plan import Strategy
 
-__all__ = ["Draws", "draws_any", "draws_numbers"]
+__all__ = ["SeededOps", "draws_any", "draws_numbers"]
 
 aten = torch.ops.aten
 
@@ -44,12 +44,12 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd, so that seeds of different places differ
 _SEEDS = 1 << 63
 
 
-class Draws:
-    """The ops of a program that draw from a generator of their own.
+class SeededOps:
+    """The ops of a program that draw from a generator seeded for each call, device and micro-batch.
 
     Attributes:
         seed: of this call; the same in every process.
-        turn: the pass that is running, so that passes draw different numbers.
+        micro_batch: number of the one that is running, so that all draw different numbers.
     """
 
     def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
@@ -61,7 +61,7 @@ class Draws:
             name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
         }
         self.seed = 0
-        self.turn = 0
+        self.micro_batch = 0
 
     @property
     def any(self) -> bool:
@@ -76,20 +76,21 @@ class Draws:
         for made in code.graph.nodes:
             node = nodes.get(made.name)
             if made.op == "call_function" and node is not None and _joint(part.layer, part.strategy, node):
-                made.target = self._seeded(made.target, self._place(part, node, row))
+                # The result differs by the op, and by these rows and columns of the grid.
+                own_row = row if _by_row(part.layer, part.strategy, node) else 0
+                axis = part.layer.axis(part.strategy.axis) if part.strategy.shards > 1 else None
+                own_column = part.column if axis is not None and not _results(node).isdisjoint(axis.dims) else 0
+                place = (self._index[node.name] * self._most + own_row) * self._most + own_column
+                made.target = self._seeded(made.target, place)
         code.recompile()
-
-    def _place(self, part: LocalLayer, node: fx.Node, row: int) -> int:
-        """A number for the op and for the row and column that its result differs by."""
-        own_row = row if _by_row(part.layer, part.strategy, node) else 0
-        own_column = part.column if _by_column(part.layer, part.strategy, node) else 0
-        return (self._index[node.name] * self._most + own_row) * self._most + own_column
 
     def _seeded(self, op: Callable[..., Any], place: int) -> Callable[..., Any]:
         def seeded(*args: Any, **kwargs: Any) -> Any:
-            generator = _generator(next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu")))
+            device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+            cuda = device.type == "cuda"
+            generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
             state = generator.get_state()
-            own = self.turn * self._places + place + 1
+            own = self.micro_batch * self._places + place + 1
             generator.manual_seed((self.seed + own * _STRIDE) % _SEEDS)
             try:
                 return op(*args, **kwargs)
@@ -107,10 +108,6 @@ def draws_any(graph: LayerGraph, step: Compute) -> bool:
 def draws_numbers(graph: LayerGraph) -> bool:
     """Whether any op of a graph draws random numbers."""
     return any(_is_random(node) for layer in graph.layers.values() for node in layer.nodes)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 def _joint(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
@@ -132,11 +129,6 @@ def _is_random(node: fx.Node) -> bool:
 
 def _by_row(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
     return strategy.replicas > 1 and layer.batch is not None and not _results(node).isdisjoint(layer.batch.dims)
-
-
-def _by_column(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
-    axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
-    return axis is not None and not _results(node).isdisjoint(axis.dims)
 
 
 def _results(node: fx.Node) -> set[str]:

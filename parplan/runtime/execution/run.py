@@ -1,4 +1,4 @@
-"""One call of a program: its forward, and what that leaves for its backward.
+"""One call of a program: its forward steps, and the autograd graphs that they leave for its backward steps.
 
 Each compute step records its own small graph, with its inputs cut off from what came before. The backward takes the
 program's backward steps one by one, and asks autograd only for the gradients of one such graph at a time.
@@ -10,31 +10,39 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, State, Step, Transfer
+from parplan.lowering.program import Code, Compute, Exchange, Forward, Join, Reduce, Slot, Split, Step, Transfer
 from parplan.runtime.compat import keeps_graph
+from parplan.runtime.execution.executor import Executor, memory
 from parplan.runtime.execution.gradients import Gradients
+from parplan.runtime.execution.recorder import Recorder, Span
+from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-if TYPE_CHECKING:
-    from parplan.runtime.execution.executor import Executor
+__all__ = ["Parts", "Run"]
 
-__all__ = ["Parts", "Run", "memory"]
+
+@dataclass(frozen=True)
+class _Moving:
+    """A movement that was started; waiting for it is recorded under its span."""
+
+    pending: Pending
+    span: Span
 
 
 class Parts:
-    """The parts of every slot that are here, and what is on its way to it."""
+    """The parts of every slot that are in this process, and those that are on their way to it."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, recorder: Recorder) -> None:
         self._transport = transport
+        self._recorder = recorder
         self._parts: dict[str, Held] = defaultdict(dict)
-        self._coming: dict[str, list[Pending]] = defaultdict(list)
+        self._coming: dict[str, list[_Moving]] = defaultdict(list)
 
     def add(self, slot: str, device: int, tensor: Tensor) -> None:
         """Put a part, or add to it; never in place, as it may be shared."""
@@ -46,14 +54,18 @@ class Parts:
         known = self._parts[slot].get(device)
         self._parts[slot][device] = tensor if known is None else known + tensor
 
-    def expect(self, slot: str, pending: Pending) -> None:
-        """More for this slot is on its way."""
-        self._coming[slot].append(pending)
+    def start(self, slot: str, exchange: Exchange, tensors: Held) -> None:
+        """Start a movement whose results are added to this slot when it is read."""
+        span = self._recorder.moving(exchange)
+        with span:
+            self._coming[slot].append(_Moving(self._transport.start(exchange, tensors), span))
 
     def get(self, slot: str) -> Held:
-        """What is here of a slot, after what is on its way has arrived."""
-        for pending in self._coming.pop(slot, ()):
-            for device, tensor in pending.wait().items():
+        """The parts of a slot, after those on their way have arrived."""
+        for moving in self._coming.pop(slot, ()):
+            with moving.span:
+                arrived = moving.pending.wait()
+            for device, tensor in arrived.items():
                 self.add(slot, device, tensor)
         return self._parts[slot]
 
@@ -69,45 +81,62 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What one compute step left on one device for its backward; `inputs` are leaves, or do not need gradients."""
+    """The autograd graph of one compute step on one device; `inputs` are leaves, or do not need gradients."""
 
     inputs: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
 
 class Run:
-    """One call: its forward, and what that left for the backward."""
+    """One call of a program, forward and backward.
 
-    def __init__(self, executor: Executor, inputs: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+    Args:
+        executor: whose program runs.
+        inputs: names of the user's inputs.
+        parameters: those that take gradients, by placeholder.
+        kept: slots that are not dropped after their last reader.
+        once: graphs are freed by the first backward, whatever autograd is asked for.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        inputs: tuple[str, ...],
+        parameters: tuple[str, ...],
+        kept: Set[str] = frozenset(),
+        once: bool = False,
+    ) -> None:
+        self.inputs = inputs
+        self.parameters = parameters
         self._executor = executor
         self._program = executor.program
         self._transport = executor.transport
-        self._inputs = inputs
+        self._recorder = executor.recorder
         self._input_devices: list[torch.device] = []
-        self._parameters = parameters
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self.aliases: list[Tensor] = []  # of the parameters, where other processes train them too
-        self._done = False
+        self.aliases: ParameterAliases | None = None  # shared with calls as long as the backward may still come
+        self._frees = once
         self._reached: Set[str] | None = None  # slots that have a gradient in some process; None: all
         self._touched: set[str] = set()  # parameters that this process has a gradient of
-        self._kept: frozenset[str] = frozenset()  # slots that are still wanted after their last reader
+        self._kept = kept
         self._late: dict[str, Tensor] = {}  # values of buffers that are assigned when the call is over
 
     @property
     def wanting(self) -> list[bool]:
         """Which results take a gradient; inputs that are handed back do, so that autograd refuses writes into them."""
         slots = (self._program.slots[name] for name in self._program.outputs)
-        return [slot.requires_grad or slot.value in self._inputs for slot in slots]
+        return [slot.requires_grad or slot.value in self.inputs for slot in slots]
 
     # -- forward --
 
     def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
-        parts = self._begin(tensors)
-        self._go(self._program.forward, parts, record)
+        """The results for the user's inputs; `record` keeps the graphs that a backward needs."""
+        self._recorder.runtime()
+        parts = self.begin(tensors)
+        self.go_forward(self._program.forward, parts, record)
         results = [parts.get(slot)[self._executor.deliver_from] for slot in self._program.outputs]
-        self._update_buffers(parts)
-        parts.settle()
-        self._transport.end()
+        self.update_buffers(parts)
+        self.finish(parts)
         for tensor in results:
             self._transport.used_here(tensor)
         # The caller may write into results of their own memory. Autograd would not follow a write into a shared one, so
@@ -116,33 +145,33 @@ class Run:
         shared = [counts[memory(tensor)] > 1 or number in states for number, tensor in enumerate(results)]
         return [t.view_as(t) if one else t.detach() for t, one in zip(results, shared, strict=True)]
 
-    def _begin(self, tensors: Sequence[Tensor]) -> Parts:
+    def begin(self, tensors: Sequence[Tensor]) -> Parts:
         """The user's inputs, where they arrive."""
-        parts = Parts(self._transport)
+        parts = Parts(self._transport, self._recorder)
         self._input_devices = [tensor.device for tensor in tensors]
         self._executor.store.refresh()
-        for name, tensor in zip(self._inputs, tensors, strict=True):
+        for name, tensor in zip(self.inputs, tensors, strict=True):
             device = self._arrival(self._program.slots[name])
             parts.put(name, device, tensor.detach().to(self._transport.physical(device)))
         self._transport.begin()
-        for name in self._inputs:
+        for name in self.inputs:
             for device, tensor in parts.get(name).items():
                 with self._transport.on(device):
                     self._transport.used_here(tensor)  # a graph may be the last to hold it
         return parts
 
-    def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
+    def go_forward(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
         """Take forward steps."""
         executor = self._executor
         for step in steps:
             if isinstance(step, Transfer):
-                parts.expect(step.target, self._transport.start(step.exchange, parts.get(step.source)))
+                parts.start(step.target, step.exchange, parts.get(step.source))
             elif isinstance(step, Split):
                 self._split(step, parts)
             elif isinstance(step, Join):
                 self._join(step, parts)
             else:
-                executor.draws.turn = step.turn or 0
+                executor.seeded.micro_batch = step.turn or 0
                 executor.each(step, partial(self._compute, step, parts=parts, record=record))
                 executor.done(step)
             for slot in executor.last_reads(step):
@@ -171,48 +200,39 @@ class Run:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
 
     def _compute(self, step: Compute, device: int, parts: Parts, record: bool) -> None:
-        slots = self._program.slots
-        if step.batch(device) == 0 and self._is_empty(step, device):
-            self._nothing(step, device, parts)
+        executor, slots = self._executor, self._program.slots
+        made = [slots[result.slot] for result in step.results]
+        # Without samples a device takes part in a normalisation alone, for the running statistics.
+        idle = step.batch(device) == 0 and step.code is not Code.NORMALISE
+        if idle and all(0 in slot.local_shape(device) for slot in made):
+            for slot in made:
+                place = self._transport.physical(device)
+                parts.add(slot.name, device, torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place))
             return
         with self._transport.on(device), torch.set_grad_enabled(record):
             values = [parts.get(operand.slot)[device] for operand in step.operands]
             needed = [record and slots[operand.slot].requires_grad for operand in step.operands]
-            states = self._executor.states(step, device)
-            needed += [record and self._takes_gradient(state) for state in step.states]
-            inputs = tuple(_leaf(t) if n else t for t, n in zip((*values, *states), needed, strict=True))
-            self._executor.hooks.guard(inputs)
-            results = self._executor.dispatch.apart(self._executor.codes.get(step, device), *inputs)
-            self._executor.write_back(step, device)
-        for result, tensor in zip(step.results, results, strict=True):
-            self._check(step, slots[result.slot], device, tensor)
-            parts.add(result.slot, device, tensor.detach())
+            states = executor.states(step, device)
+            needed += [record and state.name in self.parameters for state in step.states]
+            inputs = tuple(
+                t.detach().requires_grad_() if n else t for t, n in zip((*values, *states), needed, strict=True)
+            )
+            executor.hooks.guard(inputs)
+            self._recorder.computing(device)
+            results = executor.dispatch.apart(executor.code.get(step, device), *inputs)
+            executor.write_back(step, device)
+        for slot, tensor in zip(made, results, strict=True):
+            if tuple(tensor.shape) != slot.local_shape(device):
+                raise RuntimeFailure(
+                    f"{' + '.join(step.layers)}: {slot.name} has shape {tuple(tensor.shape)} on device {device} where "
+                    f"{slot.local_shape(device)} was planned; give these layers one replica and one shard"
+                )
+            parts.add(slot.name, device, tensor.detach())
         if record:
             self._recorded[id(step), device] = _Recorded(inputs, results)
 
-    def _is_empty(self, step: Compute, device: int) -> bool:
-        """Whether the device has nothing to compute; it takes part in a normalisation for the running statistics."""
-        results = (self._program.slots[result.slot] for result in step.results)
-        return step.code is not Code.NORMALISE and all(0 in slot.local_shape(device) for slot in results)
-
-    def _takes_gradient(self, state: State) -> bool:
-        return state.name in self._parameters
-
-    def _nothing(self, step: Compute, device: int, parts: Parts) -> None:
-        """A device without samples has empty results, and no gradient to give."""
-        for result in step.results:
-            slot = self._program.slots[result.slot]
-            place = self._transport.physical(device)
-            parts.add(result.slot, device, torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place))
-
-    def _check(self, step: Compute, slot: Slot, device: int, tensor: Tensor) -> None:
-        if tuple(tensor.shape) != slot.local_shape(device):
-            raise RuntimeFailure(
-                f"{' + '.join(step.layers)}: {slot.name} has shape {tuple(tensor.shape)} on device {device} where "
-                f"{slot.local_shape(device)} was planned; give these layers one replica and one shard"
-            )
-
-    def _update_buffers(self, parts: Parts) -> None:
+    def update_buffers(self, parts: Parts) -> None:
+        """Assign buffers that the forward writes; those that the model writes last wait for `end`."""
         found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
         if found:
             self._transport.show()
@@ -223,6 +243,12 @@ class Run:
         self._late = {buffer: value for buffer, value in values.items() if buffer in late}
         self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
         self._executor.share_buffers()
+
+    def finish(self, parts: Parts) -> None:
+        """Wait for movements that nothing has read, and until all messages have left."""
+        parts.settle()
+        with self._recorder.sends:
+            self._transport.end()
 
     def end(self) -> None:
         """Assign the buffers that the model writes last: not where a checkpoint that runs again has ended before."""
@@ -242,29 +268,27 @@ class Run:
 
     def backward(self, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs and of the parameters, from those of the results (None counts as zero)."""
-        self._done = not keeps_graph()
+        self._recorder.runtime()
+        self._frees = not keeps_graph()
         self._reached, self._touched = self._reached_slots(outputs), set()
-        grads = Parts(self._transport)
-        sums = self._sums()
-        self._take_outputs(self._program.outputs, outputs, grads)
+        grads = Parts(self._transport, self._recorder)
+        sums = Gradients(self._executor.store, self._transport, self._recorder)
+        self.take_outputs(self._program.outputs, outputs, grads)
         self._transport.begin()
-        self._go_back(self._program.backward, grads, sums)
+        self.go_backward(self._program.backward, grads, sums)
         sums.arrive()
-        given = [self._input_gradient(name, grads) for name in self._inputs]
-        self._transport.end()
+        given = [self._input_gradient(name, grads) for name in self.inputs]
+        with self._recorder.sends:
+            self._transport.end()
         # From here on the caller's streams work, which wait for all others.
-        home = [t if t is None else self._home(t, d) for t, d in zip(given, self._input_devices, strict=True)]
-        totals = list(sums.totals(self._parameters).values())
-        if self._reached is not None:
-            # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
-            used = self._transport.any(name in self._touched for name in self._parameters)
-            totals = [total if one else None for total, one in zip(totals, used, strict=True)]
+        for number, (gradient, place) in enumerate(zip(given, self._input_devices, strict=True)):
+            if gradient is not None:
+                self._transport.used_here(gradient)
+                given[number] = gradient.to(place)
+        # In sums over processes nothing counts as zero; a parameter that no process's loss depends on has none.
+        totals = sums.totals(self.parameters, touched=self._touched if self._reached is not None else None)
         self._transport.ready_on(self._executor.deliver_from)
-        return [*home, *totals]
-
-    def _home(self, gradient: Tensor, place: torch.device) -> Tensor:
-        self._transport.used_here(gradient)
-        return gradient.to(place)
+        return [*given, *totals.values()]
 
     def _reached_slots(self, outputs: Sequence[Tensor | None]) -> Set[str] | None:
         """Slots that have a gradient in some process, where the losses of all leave a result out; None: all slots."""
@@ -278,21 +302,26 @@ class Run:
             return None
         reached = {name for name, one in zip(wanted, used, strict=True) if one}
         for step in self._program.backward:
-            if isinstance(step, Transfer):
-                targets, sources = [step.target], [step.source]
-            elif isinstance(step, Split):
-                targets, sources = list(step.targets), [step.source]
-            elif isinstance(step, Join):
-                targets, sources = [step.target], list(step.sources)
-            elif isinstance(step, Compute):
-                targets, sources = [r.slot for r in step.results], [operand.slot for operand in step.operands]
-            else:
+            if isinstance(step, Reduce):
                 continue
+            if isinstance(step, Compute):
+                targets = [result.slot for result in step.results]
+            else:
+                targets = list(step.targets) if isinstance(step, Split) else [step.target]
             if not reached.isdisjoint(targets):
-                reached.update(sources)
+                reached.update(step.reads)
         return reached
 
-    def _go_back(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
+    def take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: Parts) -> None:
+        """Put the gradients that the caller gives for results."""
+        for slot, gradient in zip(slots, outputs, strict=True):
+            if gradient is not None and self._program.slots[slot].requires_grad:
+                place = self._transport.physical(self._executor.deliver_from)
+                # The mean over processes, taken once and here, makes every later reduction a plain sum.
+                share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
+                grads.put(slot, self._executor.deliver_from, share.to(place))
+
+    def go_backward(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
         """Take backward steps."""
         for step in steps:
             if isinstance(step, Transfer):
@@ -334,14 +363,6 @@ class Run:
                     grads.add(source, device, own)
         grads.drop(step.target)
 
-    def _take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: Parts) -> None:
-        for slot, gradient in zip(slots, outputs, strict=True):
-            if gradient is not None and self._program.slots[slot].requires_grad:
-                place = self._transport.physical(self._executor.deliver_from)
-                # The mean over processes, taken once and here, makes every later reduction a plain sum.
-                share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
-                grads.put(slot, self._executor.deliver_from, share.to(place))
-
     def _send_back(self, step: Transfer, grads: Parts) -> None:
         target = self._program.slots[step.target]
         if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
@@ -351,7 +372,7 @@ class Run:
             return
         here = self._executor.owned(target.devices)
         whole = {device: held[device] if device in held else self._zeros(target, device) for device in here}
-        grads.expect(step.source, self._transport.start(step.transposed, whole))
+        grads.start(step.source, step.transposed, whole)
         grads.drop(step.target)
 
     def _zeros(self, slot: Slot, device: int) -> Tensor:
@@ -360,57 +381,36 @@ class Run:
             return torch.zeros(slot.local_shape(device), dtype=slot.dtype, device=place)
 
     def _through_layers(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
+        """Gradients of one compute step on one device: to the slots of its operands, and to the sums over devices."""
         recorded = self._recorded.get((id(step), device))
-        if self._done:
+        if self._frees:
             self._recorded.pop((id(step), device), None)
         if recorded is None:
             return
         known = {result.slot: grads.get(result.slot).get(device) for result in step.results}
-        pairs = [
-            (tensor, known[result.slot])
-            for result, tensor in zip(step.results, recorded.results, strict=True)
-            if tensor.requires_grad and known[result.slot] is not None
-        ]
+        ends, pulls = [], []
+        for result, tensor in zip(step.results, recorded.results, strict=True):
+            gradient = known[result.slot]
+            if tensor.requires_grad and gradient is not None:
+                ends.append(tensor)
+                pulls.append(gradient)
         leaves = [tensor for tensor in recorded.inputs if tensor.requires_grad]
-        if not pairs or not leaves:
+        if not ends or not leaves:
             return
+        differentiate = partial(torch.autograd.grad, allow_unused=True, retain_graph=not self._frees)
         with self._transport.on(device):
-            pulls = [gradient for _, gradient in pairs]
-            ends = [tensor for tensor, _ in pairs]
-            given = self._executor.backward_dispatch.apart(self._through, ends, leaves, pulls, device)
+            given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
+        self._recorder.runtime((device,))
+        shared = _shared(pulls, given) if self._frees else None
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
-        shared = _shared([g for _, g in pairs if g is not None], given) if self._done else None
-        self._hand_on(step, device, [found.get(id(tensor)) for tensor in recorded.inputs], shared, grads, sums)
-
-    def _sums(self) -> Gradients:
-        return Gradients(self._executor.store, self._transport)
-
-    def _through(
-        self, ends: Sequence[Tensor], leaves: Sequence[Tensor], pulls: Sequence[Tensor | None], device: int
-    ) -> Sequence[Tensor | None]:
-        """Gradients of one compute step on one device."""
-        kept = not self._done
-        found: Sequence[Tensor | None] = torch.autograd.grad(ends, leaves, pulls, allow_unused=True, retain_graph=kept)
-        return found
-
-    def _hand_on(
-        self,
-        step: Compute,
-        device: int,
-        given: Sequence[Tensor | None],
-        shared: Set[int] | None,
-        grads: Parts,
-        sums: Gradients,
-    ) -> None:
-        count = len(step.operands)
-        for operand, gradient in zip(step.operands, given[:count], strict=True):
+        gradients = [found.get(id(tensor)) for tensor in recorded.inputs]
+        for operand, gradient in zip(step.operands, gradients, strict=False):
             if gradient is not None:
                 grads.add(operand.slot, device, gradient)
-        for state, gradient in zip(step.states, given[count:], strict=True):
+        for state, gradient in zip(step.states, gradients[len(step.operands) :], strict=True):
             if gradient is not None:
                 self._touched.add(state.name)
-                own = shared is not None and memory(gradient) not in shared
-                sums.add(state, device, gradient, own)
+                sums.add(state, device, gradient, own=shared is not None and memory(gradient) not in shared)
 
     def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
         slot = self._program.slots[name]
@@ -429,12 +429,3 @@ def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]
     counts = Counter(memory(gradient) for gradient in given if gradient is not None)
     counts.update(memory(gradient) for gradient in taken for _ in range(2))
     return {memory for memory, count in counts.items() if count > 1}
-
-
-def memory(tensor: Tensor) -> int:
-    """Where a tensor's storage begins: the same for views of one another."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()

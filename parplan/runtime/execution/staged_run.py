@@ -18,10 +18,10 @@ from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.run import Parts, Run
 
-__all__ = ["Moment", "Pull", "StagedRun"]
+__all__ = ["LossGradients", "Moment", "StagedRun"]
 
 
-class Pull(Protocol):
+class LossGradients(Protocol):
     """The caller's loss."""
 
     def __call__(self, number: int, results: list[Tensor]) -> list[Tensor | None]:
@@ -31,7 +31,7 @@ class Pull(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """What is updated after a pass, other passes or the layers in front being still to come.
+    """The parameters that are updated after a pass, other passes or the layers in front being still to come.
 
     Args:
         scales: per parameter (placeholder), a factor on its gradient, which is the sum since its last update.
@@ -48,7 +48,7 @@ class Update(Protocol):
         ...
 
 
-class StagedRun(Run):
+class StagedRun:
     """One training step of a program with passes.
 
     Args:
@@ -58,54 +58,51 @@ class StagedRun(Run):
     """
 
     def __init__(self, executor: Executor, inputs: tuple[str, ...], staged: Staged) -> None:
-        super().__init__(executor, inputs, tuple(executor.store.trainable))
+        kept = frozenset(slot for one in staged.passes for slot in one.outputs)
+        self._run = Run(executor, inputs, tuple(executor.store.trainable), kept, once=True)
+        self._executor = executor
+        self._transport = executor.transport
         self._staged = staged
-        self._done = True  # every graph is gone through once
-        self._kept = frozenset(slot for one in staged.passes for slot in one.outputs)
 
     @torch.no_grad()
-    def step(self, tensors: Sequence[Tensor], pull: Pull, moments: Sequence[Moment], update: Update) -> None:
+    def step(self, tensors: Sequence[Tensor], loss: LossGradients, moments: Sequence[Moment], update: Update) -> None:
         """Forward and backward of the whole step.
 
         Args:
             tensors: the user's inputs.
-            pull: gives the gradients of each pass's results.
-            moments: what is updated after each pass; the other parameters are at the end.
+            loss: gives the gradients of each pass's results.
+            moments: the parameters that are updated after each pass; the others are at the end.
             update: updates parameters.
         """
-        parts, grads, sums = self._begin(tensors), Parts(self._transport), self._sums()
-        self._go(self._staged.before, parts, record=True)
-        self._update_buffers(parts)
-        self.end()
-        for number, moment in enumerate(moments):
-            self._pass(number, parts, grads, sums, pull)
+        run, staged, executor = self._run, self._staged, self._executor
+        parts, grads = run.begin(tensors), Parts(self._transport, executor.recorder)
+        sums = Gradients(executor.store, self._transport, executor.recorder)
+        run.go_forward(staged.before, parts, record=True)
+        run.update_buffers(parts)
+        run.end()
+        for number, (one, moment) in enumerate(zip(staged.passes, moments, strict=True)):
+            run.go_forward(one.forward, parts, record=True)
+            results = [parts.get(slot)[executor.deliver_from] for slot in one.outputs]
+            self._transport.show()
+            run.take_outputs(one.outputs, loss(number, results), grads)
+            self._transport.begin()
+            for slot in one.outputs:
+                parts.drop(slot)
+            run.go_backward(one.backward, grads, sums)
             if moment.scales:
                 self._sum(moment.scales.keys(), sums)
                 self._update(moment, sums, update, last=False)
-        rest = {name for name in self._parameters if not any(name in moment.scales for moment in moments)}
+        rest = {name for name in run.parameters if not any(name in moment.scales for moment in moments)}
         self._sum(rest, sums)
-        self._go_back(self._staged.after, grads, sums)
-        self._update(Moment({name: 1.0 for name in self._parameters if name in rest}), sums, update, last=True)
-        parts.settle()
-        self._transport.end()
-
-    def _pass(self, number: int, parts: Parts, grads: Parts, sums: Gradients, pull: Pull) -> None:
-        one = self._staged.passes[number]
-        self._go(one.forward, parts, record=True)
-        results = [parts.get(slot)[self._executor.deliver_from] for slot in one.outputs]
-        self._transport.show()
-        pulls = pull(number, results)
-        self._take_outputs(one.outputs, pulls, grads)
-        self._transport.begin()
-        for slot in one.outputs:
-            parts.drop(slot)
-        self._go_back(one.backward, grads, sums)
+        run.go_backward(staged.after, grads, sums)
+        self._update(Moment({name: 1.0 for name in run.parameters if name in rest}), sums, update, last=True)
+        run.finish(parts)
 
     def _sum(self, parameters: Set[str], sums: Gradients) -> None:
         """Start the sums over devices that an update of these parameters needs, of gradients that passes gave."""
         for reduce in self._staged.sums:
             if set(reduce.parameters) <= parameters:
-                sums.launch(self._program.buckets[reduce.bucket])
+                sums.launch(self._executor.program.buckets[reduce.bucket])
 
     def _update(self, moment: Moment, sums: Gradients, update: Update, last: bool) -> None:
         sums.arrive()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +14,32 @@ from torch import Tensor, nn
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.program import Compute, Join, Program
 from parplan.runtime.calls import Call
-from parplan.runtime.execution.timeline import Activity, Kind, StepTimes, Timeline
-from parplan.runtime.measurement.measured_step import Figure, MeasuredStep
-from parplan.runtime.measurement.peak_memory import StepPeak, step_peak
-from parplan.runtime.measurement.predicted import Expected
-from parplan.runtime.measurement.summary import Summary
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
+from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
+from parplan.runtime.measurement.peak_memory import step_peak
+from parplan.runtime.measurement.predicted import INPUTS, RESULTS, Expected
 from parplan.runtime.preserve_state import preserved
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from parplan.runtime.transport.base import Transport
-from parplan.runtime.transport.distributed import DistributedTransport
 
-if TYPE_CHECKING:
-    from parplan.runtime.execution.executor import Executor
+__all__ = ["MeasuredModel", "StepRecorder", "StepsToRun", "measure"]
 
-__all__ = ["Effort", "Recorder", "Subject", "measure"]
-
-_LOSS, _UPDATE = Activity(Kind.LOSS), Activity(Kind.UPDATE)
+_LOSS, _UPDATE = StepActivity(ActivityKind.LOSS), StepActivity(ActivityKind.UPDATE)
 
 
-class Recorder:
+class StepRecorder:
     """A timeline, and the executors that write on it."""
 
     def __init__(self, transport: Transport) -> None:
-        self.timeline = Timeline(transport)
+        self.timeline = StepTimeline(transport)
         self._of: dict[Executor, Executor] = {}
         self.last: Executor | None = None
 
     def executor(self, plain: Executor) -> Executor:
-        """What runs the same program and records it."""
+        """The executor that runs the same program and records it."""
         if plain not in self._of:
             self._of[plain] = plain.recorded(self.timeline)
         self.last = self._of[plain]
@@ -49,8 +47,8 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is measured.
+class MeasuredModel:
+    """The model that is measured, and one call of it.
 
     Args:
         module: whose parameters and buffers are put back.
@@ -58,19 +56,19 @@ class Subject:
         graph: the captured graph.
         call: the arguments of a step.
         forward: calls the model with them, recorded if a recorder is given.
-        expected: what was predicted.
+        expected: the prediction.
     """
 
     module: nn.Module
     transport: Transport
     graph: LayerGraph
     call: Call
-    forward: Callable[[Call, Recorder | None], Any]
+    forward: Callable[[Call, StepRecorder | None], Any]
     expected: Expected | None
 
 
 @dataclass(frozen=True)
-class Effort:
+class StepsToRun:
     """What a step consists of, and how many are run; `between` is called after each, and is not timed."""
 
     steps: int
@@ -87,101 +85,148 @@ class Effort:
             )
 
 
-def measure(subject: Subject, effort: Effort) -> MeasuredStep:
+def measure(subject: MeasuredModel, wanted: StepsToRun) -> MeasuredStep:
     """Run and record training steps; every rank has to call this.
 
     Raises:
         RuntimeFailure: no result needs a gradient, or another process failed.
     """
-    with preserved(subject.module, effort.optimizer), torch.inference_mode(False), torch.enable_grad():
-        recorder = Recorder(subject.transport)
-        for _ in range(effort.warmup + effort.steps):
-            _run(subject, effort, recorder)
-            if effort.between is not None:
-                effort.between()
-        steps = recorder.timeline.steps()[effort.warmup :]
-        peak = _peak(subject, effort) if effort.memory else None
-        return _measured(subject, effort, recorder, steps, peak)
+    transport, optimizer = subject.transport, wanted.optimizer
+    places = [transport.physical(device) for device in transport.owned]
+    with preserved(subject.module, optimizer), torch.inference_mode(False), torch.enable_grad():
+        recorder = StepRecorder(transport)
+        for _ in range(wanted.warmup + wanted.steps):
+            recorder.timeline.begin()
+            _run(subject, wanted, recorder)
+            recorder.timeline.end()
+            if wanted.between is not None:
+                wanted.between()
+        steps = recorder.timeline.steps()[wanted.warmup :]
+        peak = None
+        if wanted.memory:
+            held = [*subject.module.parameters(), *subject.module.buffers(), *subject.call.tensors]
+            states = optimizer.state.values() if optimizer is not None else ()
+            held += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            peak = step_peak(lambda: _run(subject, wanted, None), map(local_tensor, held), places[0])
+    turns = len(set(places)) < len(places)
+    parts = _parts(subject.graph, recorder, steps, turns)
+    told = transport.gather(round(parts[-1].forward.seconds * 1e9), subject.call.batch or 1)
+    return MeasuredStep(
+        model=subject.graph.model,
+        batch=sum(size for _, size in told),
+        devices=max(transport.processes, len(places)),
+        processes=transport.processes,
+        turns=turns,
+        steps=wanted.steps,
+        updated=optimizer is not None,
+        slowest_step_s=max(ns for ns, _ in told) / 1e9,
+        parts=parts,
+        peak=peak,
+        expected=subject.expected,
+    )
 
 
-def _run(subject: Subject, effort: Effort, recorder: Recorder | None) -> None:
-    """One training step."""
-    timeline = recorder.timeline if recorder is not None else None
-    with _recorded(timeline):
-        result = subject.forward(subject.call, recorder)
-        _enter(timeline, _LOSS)
-        _backward(result, effort.loss_fn)
-        _enter(timeline, _UPDATE)
-        if effort.optimizer is not None:
-            effort.optimizer.step()
-        for parameter in subject.module.parameters():
-            parameter.grad = None
-        for tensor in subject.call.tensors:
-            tensor.grad = None
-
-
-@contextmanager
-def _recorded(timeline: Timeline | None) -> Iterator[None]:
-    if timeline is not None:
-        timeline.begin()
-    yield
-    if timeline is not None:
-        timeline.end()
-
-
-def _enter(timeline: Timeline | None, activity: Activity) -> None:
-    if timeline is not None:
-        timeline.enter(activity)
-
-
-def _backward(result: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
-    """The gradients of a loss, or of the mean over every result."""
-    ends = [loss_fn(result)] if loss_fn is not None else pytree.tree_leaves(result)
+def _run(subject: MeasuredModel, wanted: StepsToRun, recorder: StepRecorder | None) -> None:
+    """One training step, of a loss or of the mean over every result."""
+    result = subject.forward(subject.call, recorder)
+    if recorder is not None:
+        recorder.timeline.enter(_LOSS)
+    ends = [wanted.loss_fn(result)] if wanted.loss_fn is not None else pytree.tree_leaves(result)
     tensors = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
     if not tensors:
         raise RuntimeFailure("no result of the model needs a gradient, so there is no training step to measure")
     torch.autograd.backward(tensors, [torch.full_like(end, 1 / max(1, end.numel())) for end in tensors])
+    if recorder is not None:
+        recorder.timeline.enter(_UPDATE)
+    if wanted.optimizer is not None:
+        wanted.optimizer.step()
+    for tensor in (*subject.module.parameters(), *subject.call.tensors):
+        tensor.grad = None
 
 
-def _peak(subject: Subject, effort: Effort) -> StepPeak:
-    """Of one more step."""
-    place = subject.transport.physical(subject.transport.owned[0])
-    held = [*subject.module.parameters(), *subject.module.buffers(), *subject.call.tensors]
-    states = effort.optimizer.state.values() if effort.optimizer is not None else ()
-    held += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return step_peak(lambda: _run(subject, effort, None), map(local_tensor, held), place)
+@dataclass(frozen=True)
+class _Direction:
+    """A layer in one direction."""
+
+    layer: str
+    backward: bool
 
 
-def _measured(
-    subject: Subject, effort: Effort, recorder: Recorder, steps: list[StepTimes], peak: StepPeak | None
-) -> MeasuredStep:
-    assert recorder.last is not None
-    transport, found = subject.transport, Summary(subject.graph, recorder.last.program, steps)
-    step, batch = found.step(), subject.call.batch or 1
-    slowest_ns, whole_batch = round(step.seconds * 1e9), batch
-    if isinstance(transport, DistributedTransport):
-        told = transport.gather(slowest_ns, batch)
-        slowest_ns, whole_batch = max(ns for ns, _ in told), sum(size for _, size in told)
-    places = [transport.physical(device) for device in transport.owned]
-    turns = len(set(places)) < len(places)
-    on_one_clock = turns and places[0].type == "cpu" and len(set(places)) == 1
-    return MeasuredStep(
-        model=subject.graph.model,
-        batch=whole_batch,
-        devices=max(transport.processes, len(places)),
-        processes=transport.processes,
-        turns=turns,
-        steps=effort.steps,
-        layers=found.layers(),
-        transfers=found.transfers(),
-        sends=found.sends(),
-        reductions=found.of(Kind.REDUCTION),
-        loss=found.of(Kind.LOSS),
-        update=found.of(Kind.UPDATE),
-        updated=effort.optimizer is not None,
-        others=found.others() if on_one_clock else Figure(0.0),
-        step=step,
-        slowest_step_s=slowest_ns / 1e9,
-        peak=peak,
-        expected=subject.expected,
-    )
+def _parts(
+    graph: LayerGraph, recorder: StepRecorder, steps: Sequence[StepTimes], turns: bool
+) -> tuple[MeasuredPart, ...]:
+    """The rows of the measured table, the step last."""
+    assert recorder.last is not None  # a step has run
+    program = recorder.last.program
+    by_device: list[dict[_Direction, dict[int, int]]] = []  # nanoseconds of every layer and direction, per step
+    for step in steps:
+        own: dict[_Direction, dict[int, int]] = defaultdict(dict)
+        for activity, ns in step.spent_ns.items():
+            if activity.kind is ActivityKind.LAYER and activity.device is not None:
+                own[_Direction(activity.name, activity.backward)][activity.device] = ns
+        by_device.append(own)
+
+    def slowest(name: str, backward: bool) -> Figure:
+        return _figure([max(own.get(_Direction(name, backward), {0: 0}).values()) for own in by_device])
+
+    def total(kind: ActivityKind, chosen: Callable[[StepActivity], bool] = lambda activity: True) -> Figure:
+        return _figure([sum(ns for a, ns in s.spent_ns.items() if a.kind is kind and chosen(a)) for s in steps])
+
+    def moving(value: str, backward: bool) -> Figure:
+        return total(ActivityKind.TRANSFER, lambda a: a.name in slots[value] and a.backward is backward)
+
+    present = {key.layer for own in by_device for key in own}
+    parts = [
+        MeasuredPart(StepPart.LAYER, slowest(name, False), slowest(name, True), name)
+        for name in graph.layers
+        if name in present
+    ]
+    slots: dict[str, set[str]] = defaultdict(set)
+    for transfer in program.transfers:
+        slots[program.slots[transfer.target].value].add(transfer.target)
+    for value, label in _labels(graph, program, slots).items():
+        parts.append(MeasuredPart(StepPart.TRANSFER, moving(value, False), moving(value, True), value, label))
+    parts += [
+        MeasuredPart(StepPart.SENDS, total(ActivityKind.TRANSFER, lambda activity: not activity.name)),
+        MeasuredPart(StepPart.REDUCTIONS, total(ActivityKind.REDUCTION)),
+        MeasuredPart(StepPart.LOSS, total(ActivityKind.LOSS)),
+        MeasuredPart(StepPart.UPDATE, total(ActivityKind.UPDATE)),
+    ]
+    if recorder.timeline.one_clock:
+        if turns:
+            others = [sum(sum(d.values()) - max(d.values()) for d in own.values()) for own in by_device]
+            parts.append(MeasuredPart(StepPart.TURNS, _figure(others)))
+        parts.append(MeasuredPart(StepPart.RUNTIME, _figure([step.spent_ns.get(REST, 0) for step in steps])))
+    return (*parts, MeasuredPart(StepPart.STEP, _figure([step.step_ns for step in steps])))
+
+
+def _figure(nanoseconds: Sequence[int]) -> Figure:
+    """Median and relative spread."""
+    middle = median(nanoseconds)
+    spread = 1.4826 * median(abs(value - middle) for value in nanoseconds) / middle if middle > 0 else 0.0
+    return Figure(middle / 1e9, spread)
+
+
+def _labels(graph: LayerGraph, program: Program, slots: dict[str, set[str]]) -> dict[str, str]:
+    """Of every value that moves the layer it comes from and those that read it elsewhere, such as `pool5 -> fc6`.
+
+    Args:
+        slots: that transfers fill, by value.
+    """
+    moved = set[str]().union(*slots.values())
+    joins = [step for step in program.forward if isinstance(step, Join)]
+    moved |= {join.target for join in joins if not moved.isdisjoint(join.sources)}
+    readers: dict[str, dict[str, None]] = defaultdict(dict)
+    for step in program.forward:
+        if isinstance(step, Compute):
+            for slot in moved.intersection(step.reads):
+                value = program.slots[slot].value
+                reading = [n for n in step.layers if value in graph.layers[n].inputs or value not in graph.values]
+                readers[value] |= dict.fromkeys(reading)
+    for slot in (*program.outputs, *program.updates.values()):
+        if slot in moved:
+            readers[program.slots[slot].value][RESULTS] = None
+    # Statistics of batch norm are no value of the graph: they are named after their layer.
+    statistics = {f"{name}.statistics": name for name in graph.layers}
+    sources = {value: graph.producer.get(value, statistics.get(value, INPUTS)) for value in slots}
+    return {value: f"{source} -> {', '.join(readers[value])}" for value, source in sources.items()}

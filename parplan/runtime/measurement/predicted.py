@@ -1,30 +1,37 @@
-"""What somebody predicted that a step would take, as plain figures: the runtime prints them and asks for no reasons."""
+"""The predicted times of a step, as plain figures: the runtime prints them and asks for no reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Both", "Expected", "ExpectedLayer"]
+__all__ = ["INPUTS", "RESULTS", "BothTimes", "Expected", "ExpectedLayer"]
+
+INPUTS, RESULTS = "(inputs)", "(results)"
 
 
 @dataclass(frozen=True)
-class Both:
+class BothTimes:
     """Seconds of the two directions."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
-    def __add__(self, other: Both) -> Both:
+    @property
+    def total_s(self) -> float:
+        """Seconds of both together."""
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: BothTimes) -> BothTimes:
         """The sum by direction."""
-        return Both(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+        return BothTimes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
 
 @dataclass(frozen=True)
 class ExpectedLayer:
-    """What the slowest device's part of a layer was predicted to take, and where the figures come from."""
+    """The predicted times of the slowest device's part of a layer, and where the figures come from."""
 
-    times: Both
+    times: BothTimes
     source: str
 
 
@@ -44,7 +51,7 @@ class Expected:
     """
 
     layers: Mapping[str, ExpectedLayer] = field(default_factory=dict)
-    transfers: Mapping[str, Both] = field(default_factory=dict)
+    transfers: Mapping[str, BothTimes] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     reduce_s: float = 0.0
     update_s: float = 0.0

@@ -24,7 +24,8 @@ from parplan.runtime.calls import Call
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.measurement.measure import Effort, Recorder, Subject, measure
+from parplan.runtime.execution.program_function import run_program
+from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.module.example_inputs import Example
@@ -45,7 +46,6 @@ from parplan.runtime.self_check.check import CheckRecord, SelfCheck
 from parplan.runtime.self_check.checked_step import begin_forward, end_forward
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
 from parplan.runtime.transport.devices import Device, existing, logical, transport_for
-from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["Compiled"]
 
@@ -128,7 +128,7 @@ class Compiled(Wrapped):
         self._captures = Captures(module, planner, self._transport, options)
         self._programs = self._captures.programs
         self._self_check = SelfCheck(module, self._captures, self._transport, options, check)
-        if isinstance(self._transport, DistributedTransport):
+        if self._transport.processes > 1:
             same_start(module, self._transport)
         self._built = True
 
@@ -224,13 +224,13 @@ class Compiled(Wrapped):
         self._ends(graph)
         return loss
 
-    def _follow(self, call: Call, recorder: Recorder | None = None) -> Any:
+    def _follow(self, call: Call, recorder: StepRecorder | None = None) -> Any:
         captured = self._find(call)
         executor = self._ready(call, captured)
         if recorder is not None:
             executor = recorder.executor(executor)
         self._begins(captured.graph)
-        results = executor(self._inputs(call, captured.graph))
+        results = run_program(executor, self._inputs(call, captured.graph))
         self._ends(captured.graph)
         return self._nested(captured.graph, executor.program, results)
 
@@ -294,7 +294,7 @@ class Compiled(Wrapped):
         Raises:
             RuntimeFailure: there was no call to take inputs from, or no result needs a gradient.
         """
-        effort = Effort(steps, warmup, optimizer, loss_fn, memory, between)
+        wanted = StepsToRun(steps, warmup, optimizer, loss_fn, memory, between)
         call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
         mode, program = self.training, self.program
         try:
@@ -306,7 +306,7 @@ class Compiled(Wrapped):
                     self._ready(call, captured)  # compared with the plain module, if it was not yet
                 graph = captured.graph
                 expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
-                return measure(Subject(self.module, self._transport, graph, call, self._follow, expected), effort)
+                return measure(MeasuredModel(self.module, self._transport, graph, call, self._follow, expected), wanted)
         finally:
             self.program, self.training = program, mode
 

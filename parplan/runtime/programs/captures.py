@@ -28,7 +28,6 @@ from parplan.runtime.programs.own_samples import check_own_samples
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.tensor_watch import OwnTensors
 from parplan.runtime.transport.base import Transport
-from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["Captures", "Planner", "bound_to_batch"]
 
@@ -197,11 +196,9 @@ class Captures:
         """Samples over all processes, which all have to ask."""
         if call.batch is None:
             return None
-        whole = call.batch
-        if isinstance(self._transport, DistributedTransport):
-            sizes = self._transport.gather_sizes(call.batch)
-            groups = self.programs.groups(self.plan) if self.plan is not None else None
-            whole = sum(sizes if groups is None else (sizes[rank] for rank in groups.column(0)))
+        sizes = [size for (size,) in self._transport.gather(call.batch)]
+        groups = self.programs.groups(self.plan) if self.plan is not None else None
+        whole = sum(sizes if groups is None else (sizes[rank] for rank in groups.column(0)))
         call.check(whole)
         return whole
 
@@ -229,17 +226,11 @@ class Captures:
         # Every rank captures, at the same time; only one plans.
         graph = self._trace(call, True, batch)
         self._traced[self._kind(call, True), batch] = graph
-        distributed = isinstance(self._transport, DistributedTransport)
-
-        def planned() -> str:
-            return self._planner(graph).to_json()
-
-        text = self._transport.from_first(planned) if isinstance(self._transport, DistributedTransport) else planned()
-        plan = Plan.from_json(text)
-        count = self.programs.device_count
-        if plan.devices > count or (distributed and plan.devices != count):
+        plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
+        count, ranks = self.programs.device_count, self._transport.processes > 1
+        if plan.devices > count or (ranks and plan.devices != count):
             raise PlanError(
-                f"the plan is for {plan.devices} devices, here are {count} {'ranks' if distributed else 'devices'}; "
+                f"the plan is for {plan.devices} devices, here are {count} {'ranks' if ranks else 'devices'}; "
                 f"start as many, or make a plan for {count}"
             )
         self.plan = plan

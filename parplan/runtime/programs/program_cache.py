@@ -1,4 +1,4 @@
-"""Programs of one model: what its captured graphs are lowered to, and what this process then holds of the parameters.
+"""Programs of one model: its captured graphs as they are lowered, and the blocks of parameters this process holds.
 
 A graph is lowered once per number of samples. Under torchrun the first graph decides which blocks of the parameters
 every rank holds.
@@ -23,15 +23,14 @@ from parplan.lowering.step_setting import Setting
 from parplan.lowering.strategies import strategies_for
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.buffer_sync import BufferSync, fresh_buffers
-from parplan.runtime.execution.dispatch import Inline, ThreadsOption, dispatch_for
+from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Copies, Store
-from parplan.runtime.execution.random_state import Draws
+from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.programs.own_samples import check_own_samples
 from parplan.runtime.sharded_state.cutting import Sharding
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.devices import memories
-from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["Captured", "Options", "Programs"]
 
@@ -59,7 +58,7 @@ class Captured:
     """A captured graph, how its layers run, and what it was lowered to, by samples per process.
 
     Attributes:
-        draws: random numbers that devices draw together.
+        seeded: ops whose random numbers devices draw together.
         supposed: the program of a few samples per process, which says what each holds of the parameters.
         shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
         moves: whether values are moved between processes.
@@ -70,7 +69,7 @@ class Captured:
     graph: LayerGraph
     strategies: Mapping[str, Strategy]
     scheme: Scheme
-    draws: Draws
+    seeded: SeededOps
     supposed: Program | None = None
     shares: bool = True
     groups: Grid | None = None
@@ -138,13 +137,13 @@ class Programs:
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""
         strategies = strategies_for(graph, plan)
-        draws = Draws(graph, strategies)
-        known = Captured(graph, strategies, plan.scheme, draws, groups=self.groups(plan))
+        seeded = SeededOps(graph, strategies)
+        known = Captured(graph, strategies, plan.scheme, seeded, groups=self.groups(plan))
         if known.groups is not None and known.groups.replicas > 1:
             check_own_samples(graph)
-        known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes)
+        known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
         known.moves = bool(known.supposed.transfers)
-        known.shares = known.moves or draws.any or known.groups is not None
+        known.shares = known.moves or seeded.any or known.groups is not None
         return known
 
     def hold(self, captured: Captured) -> None:
@@ -153,43 +152,9 @@ class Programs:
         Raises:
             RuntimeFailure: an earlier graph needs other blocks.
         """
-        if isinstance(self._transport, DistributedTransport) and captured.supposed is not None:
-            self._hold(captured.graph, captured.supposed)
-            captured.supposed = None
-
-    def groups(self, plan: Plan) -> Grid | None:
-        """Which ranks bring the same samples: the shards of one replica of the first layer.
-
-        Raises:
-            PlanError: the first layer is not on all ranks.
-        """
-        if not self._options.groups or self._transport.processes == 1:
-            return None
-        name, first = next(iter(plan.layers.items()))
-        if len(first.devices) != self._transport.processes:
-            raise PlanError(
-                f"{name}, the first layer, is on {len(first.devices)} of {self._transport.processes} ranks, so the "
-                'others have no replica whose samples they could bring; compile with inputs="own"'
-            )
-        return first.grid
-
-    def _lower(self, known: Captured, samples: tuple[int, ...], options: Options | None = None) -> Program:
-        options = options or self._options
-        setting = Setting(
-            devices=self.device_count,
-            samples=samples,
-            memories=self._memories,
-            output=options.output,
-            global_statistics=options.global_statistics,
-            per_replica=options.per_replica,
-            scheme=known.scheme,
-            groups=known.groups,
-        )
-        return lower(known.graph, known.strategies, setting)
-
-    def _hold(self, graph: LayerGraph, program: Program) -> None:
-        """Cut the module's parameters to this rank's blocks, once; later graphs have to agree."""
-        assert isinstance(self._transport, DistributedTransport)
+        program, graph = captured.supposed, captured.graph
+        if self._transport.processes == 1 or program is None:
+            return
         held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
         if self.sharding is None:
             self._held = held
@@ -207,46 +172,65 @@ class Programs:
                     f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
                     "build the model anew, compile it, and load state_dict()"
                 )
+        captured.supposed = None
+
+    def groups(self, plan: Plan) -> Grid | None:
+        """Which ranks bring the same samples: the shards of one replica of the first layer.
+
+        Raises:
+            PlanError: the first layer is not on all ranks.
+        """
+        if not self._options.groups or self._transport.processes == 1:
+            return None
+        name, first = next(iter(plan.layers.items()))
+        if len(first.devices) != self._transport.processes:
+            raise PlanError(
+                f"{name}, the first layer, is on {len(first.devices)} of {self._transport.processes} ranks, so the "
+                'others have no replica whose samples they could bring; compile with inputs="own"'
+            )
+        return first.grid
+
+    def _lower(self, known: Captured, samples: tuple[int, ...], options: Options) -> Program:
+        setting = Setting(
+            devices=self.device_count,
+            samples=samples,
+            memories=self._memories,
+            output=options.output,
+            global_statistics=options.global_statistics,
+            per_replica=options.per_replica,
+            scheme=known.scheme,
+            groups=known.groups,
+        )
+        return lower(known.graph, known.strategies, setting)
 
     def executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
-        """What runs a graph for these samples per process."""
+        """The executor of a graph for these samples per process."""
         if samples not in captured.executors:
             if len(captured.executors) >= KEPT_PROGRAMS:
                 captured.executors.pop(next(iter(captured.executors)))
-            captured.executors[samples] = self._executor(captured, samples)
+            captured.executors[samples] = self._bind(captured, samples, self._options)
         return captured.executors[samples]
 
     def checking_executor(self, captured: Captured, samples: tuple[int, ...], keep: bool) -> Executor:
-        """What runs a graph by its plan and computes the plain module's numbers: with the whole batch's statistics and
-        losses and with dropout as the module has it. The user's hooks are not called.
+        """An executor of a graph by its plan that computes the plain module's numbers: with the whole batch's
+        statistics and losses and with dropout as the module has it. The user's hooks are not called.
 
         Args:
             keep: the step itself has these samples, so that it may use the same executor.
         """
-        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True)
+        plain = replace(self._options, global_statistics=True, per_replica=False, dropout=True, threads=False)
         held = self._transport.processes == 1 or self.sharding is not None
-        if held and plain == self._options and not captured.graph.sites and isinstance(self._dispatch, Inline):
-            return self.executor(captured, samples) if keep else self._executor(captured, samples)
-        program = self._lower(captured, samples, plain)
-        cut = self.sharding is not None
-        store = Store(self._module, captured.graph, program, self._transport, sharded=cut, copies=self.copies)
-        return Executor(
-            captured.graph,
-            captured.strategies,
-            program,
-            store,
-            self._transport,
-            output=plain.output,
-            draws=captured.draws,
-            hooks=False,
-        )
+        if keep and held and plain == self._options and not captured.graph.sites:
+            return self.executor(captured, samples)
+        return self._bind(captured, samples, plain, hooks=False)
 
-    def _executor(self, captured: Captured, samples: tuple[int, ...]) -> Executor:
-        graph, options = captured.graph, self._options
-        program = self._lower(captured, samples)
-        distributed = isinstance(self._transport, DistributedTransport)
-        store = Store(self._module, graph, program, self._transport, sharded=distributed, copies=self.copies)
-        if isinstance(self._transport, DistributedTransport) and graph.training and not options.global_statistics:
+    def _bind(self, captured: Captured, samples: tuple[int, ...], options: Options, hooks: bool = True) -> Executor:
+        """A graph's program for these samples per process, with the parameters and buffers that are held now."""
+        graph = captured.graph
+        program = self._lower(captured, samples, options)
+        cut = self.sharding is not None
+        store = Store(self._module, graph, program, self._transport, sharded=cut, copies=self.copies)
+        if self._transport.processes > 1 and graph.training and not options.global_statistics:
             self.sync = self.sync or BufferSync(self._module, self._transport)
             self.sync.know(graph, program)
         return Executor(
@@ -257,6 +241,7 @@ class Programs:
             self._transport,
             output=options.output,
             dropout=options.dropout,
-            draws=captured.draws,
-            dispatch=self._dispatch,
+            seeded=captured.seeded,
+            dispatch=self._dispatch if hooks else None,
+            hooks=hooks,
         )

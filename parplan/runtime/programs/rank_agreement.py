@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,13 @@ from parplan.layout import Grid
 from parplan.runtime.calls import Call, content
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
-from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["Agreement", "agree"]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What processes know of each other before a step.
+    """The facts that processes know of each other before a step.
 
     Args:
         samples: per process.
@@ -47,24 +46,20 @@ def agree(transport: Transport, call: Call, captured: Captured, wish: bool = Fal
     Raises:
         RuntimeFailure: no process has a sample, or processes of one group brought different numbers.
     """
-    agreement = _agreement(transport, call, captured, wish)
-    if captured.shares or transport.processes == 1:
-        call.check(sum(agreement.samples))  # else a rank may have no samples, and does not know of the others'
-    return agreement
-
-
-def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool) -> Agreement:
     own = call.batch if call.batch is not None else 1
-    seed = int(torch.randint(1 << 62, ()).item()) if captured.draws.any else 0
-    if not isinstance(transport, DistributedTransport):
-        captured.draws.seed = seed
+    seed = int(torch.randint(1 << 62, ()).item()) if captured.seeded.any else 0
+    if transport.processes == 1:
+        captured.seeded.seed = seed
+        call.check(own)
         return Agreement((own,), (wish,))
     if not captured.shares:
-        return Agreement((own,) * transport.processes, None)
-    shared, reads = _shared(call, captured), captured.graph.reads
-    checksum = _checksum(shared, call, first=not captured.executors) if captured.moves else 0
+        return Agreement((own,) * transport.processes, None)  # a rank may have no samples, and not know the others'
+    graph, reads = captured.graph, captured.graph.reads
+    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
+    shared = {str(n): leaf for n, leaf in given if n in captured.shared_inputs and isinstance(leaf, Tensor)}
+    checksum = _checksum(shared.values(), call, first=not captured.executors) if captured.moves else 0
     agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
-    captured.draws.seed = agreed[0][1]
+    captured.seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)
     for _, _, signature, digest, *_ in agreed:
@@ -77,30 +72,24 @@ def _agreement(transport: Transport, call: Call, captured: Captured, wish: bool)
     if len({other for *_, other, _ in agreed}) > 1:
         names = " and ".join(map(repr, shared)) or "an argument that is no tensor"
         raise RuntimeFailure(
-            f"{names} of {captured.graph.model} has no samples and differs between processes, while this plan moves "
+            f"{names} of {graph.model} has no samples and differs between processes, while this plan moves "
             "values between them, so that each would meet another one's; bring the same on all processes, give it one "
             f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
         )
     if captured.groups is not None:
         _same_in_rows(captured.groups, sizes, call)
+    call.check(sum(sizes))
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
-def _shared(call: Call, captured: Captured) -> dict[str, Tensor]:
-    """Inputs without samples that layers read, by name, where values are moved between processes."""
-    graph = captured.graph
-    given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
-    return {str(name): leaf for name, leaf in given if name in captured.shared_inputs and isinstance(leaf, Tensor)}
-
-
-def _checksum(shared: Mapping[str, Tensor], call: Call, first: bool) -> int:
+def _checksum(shared: Iterable[Tensor], call: Call, first: bool) -> int:
     """A checksum of inputs that have to be the same on all processes.
 
     Of large tensors, and of those on another device, only at the first call: a copy to the host waits for the device.
     """
     found = hashlib.blake2b(digest_size=7)
     found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
-    for tensor in shared.values():
+    for tensor in shared:
         if first or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES):
             found.update(repr(tuple(tensor.shape)).encode() + content(tensor))
     return int.from_bytes(found.digest(), "big")

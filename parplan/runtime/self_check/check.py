@@ -30,7 +30,6 @@ from parplan.runtime.self_check.first_difference import first_difference
 from parplan.runtime.self_check.gathered_batch import Batch, gather_batch, shared_digest
 from parplan.runtime.self_check.step_comparison import GROSS, PlainFailure, StepDifference, Subject
 from parplan.runtime.transport.base import Transport
-from parplan.runtime.transport.distributed import DistributedTransport
 from parplan.runtime.transport.local import LocalTransport
 
 __all__ = ["CHECKS", "CheckRecord", "SelfCheck"]
@@ -125,11 +124,17 @@ class SelfCheck:
         self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
     ) -> CheckRecord:
         subject = Subject(self._module, self._captures.programs, self._transport, captured, training, record.gradients)
-        if not isinstance(self._transport, DistributedTransport):
-            return self._compared(_Peers(None), subject, call, agreement.samples, record)
-        if self._together(captured, agreement, record.gradients):
-            self._trained_together |= captured.graph.training and record.gradients
-            return self._compared(_Peers(self._transport), subject, call, agreement.samples, record)
+        trains = captured.graph.training and record.gradients
+        if self._transport.processes == 1:
+            together = True
+        elif agreement.wishes is not None:
+            together = all(agreement.wishes)
+        else:
+            # The backward of a training step waits for all processes, so all of them are at one.
+            together = trains and (self._mode == "always" or not self._trained_together)
+        if together:
+            self._trained_together |= trains
+            return self._compared(subject, call, agreement.samples, record)
         sharding = self._captures.programs.sharding
         if captured.groups is not None or (sharding is not None and sharding.cuts):
             raise _Unchecked(
@@ -139,38 +144,28 @@ class SelfCheck:
         transport = LocalTransport([self._transport.physical(self._transport.rank)] * self._transport.processes)
         programs = Programs(self._module, transport, replace(self._options, threads=False, output=0))
         alone = replace(subject, programs=programs, transport=transport)
-        found = self._compared(_Peers(None), alone, call, None, record)
+        found = self._compared(alone, call, None, record)
         return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
 
-    def _together(self, captured: Captured, agreement: Agreement, gradients: bool) -> bool:
-        """Whether all processes are about to compare this capture, so that they can do it together."""
-        if agreement.wishes is not None:
-            return all(agreement.wishes)
-        # The backward of a training step waits for all processes, so all of them are at one.
-        return captured.graph.training and gradients and (self._mode == "always" or not self._trained_together)
-
-    def _compared(
-        self, peers: _Peers, subject: Subject, call: Call, step: tuple[int, ...] | None, record: CheckRecord
-    ) -> CheckRecord:
+    def _compared(self, subject: Subject, call: Call, step: tuple[int, ...] | None, record: CheckRecord) -> CheckRecord:
         """Compare on a part of the samples, or on all where the module fails on a part.
 
         Args:
             step: samples per process of the step itself, which its executor serves.
         """
-        few = call.batch if self._mode == "always" else _part(call, subject.captured, peers.processes)
+        few = call.batch if self._mode == "always" else _part(call, subject.captured, subject.transport.processes)
         failure = ""
         for samples in (few, call.batch):
             try:
-                return self._compared_on(peers, subject, call, samples, step, record)
+                return self._compared_on(subject, call, samples, step, record)
             except PlainFailure as error:
                 failure = str(error)
-            if peers.all_alike(few == call.batch):
+            if _all(subject.transport, few == call.batch):
                 break
         raise _Unchecked(failure)
 
     def _compared_on(
         self,
-        peers: _Peers,
         subject: Subject,
         call: Call,
         samples: int | None,
@@ -178,7 +173,7 @@ class SelfCheck:
         record: CheckRecord,
     ) -> CheckRecord:
         part = call.first(samples if samples != call.batch else None)
-        batch, unknown = peers.batch(part, subject.captured), set[str]()
+        batch, unknown = _batch(subject.transport, part, subject.captured), set[str]()
         reason, failed, plain = "", False, None
         try:
             _check_room(subject, batch)
@@ -187,7 +182,8 @@ class SelfCheck:
             reason = f"there is no room to run it beside the plain module ({str(error).splitlines()[0]})"
         except PlainFailure as error:
             reason, failed = str(error), True
-        peers.agree(reason, failed)
+        if told := _first(subject.transport, f"{int(failed)}{reason}" if reason else ""):
+            raise PlainFailure(told[1:]) if told[0] == "1" else _Unchecked(told[1:])
         assert plain is not None  # else there is a reason
         found = subject.compare(batch, plain, unknown, keep=batch.sizes == step)
         record = replace(
@@ -196,18 +192,16 @@ class SelfCheck:
             differences=found.differences,
             left_out=_left_out(self._options, subject.captured.graph, batch, found.unknown),
         )
-        if peers.all_alike(found.agrees):
+        if _all(subject.transport, found.agrees):
             return record
         if found.unknown:
             raise _Unchecked(f"{', '.join(sorted(found.unknown))} draws random numbers that two runs cannot draw alike")
-        return self._repeated(peers, record, batch, subject, found)
+        return self._repeated(record, batch, subject, found)
 
-    def _repeated(
-        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference
-    ) -> CheckRecord:
+    def _repeated(self, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference) -> CheckRecord:
         """Settle a difference: what float64 shows too is an error."""
         if found.precision is torch.float64:
-            raise self._error(peers, record, batch, subject, found, "in float64")
+            raise _error(record, batch, subject, found, "in float64")
         type_name = str(found.precision).removeprefix("torch.")
         twin, reason = None, ""
         try:
@@ -215,19 +209,20 @@ class SelfCheck:
                 twin = double_copy(self._module)
         except Exception as error:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        reason = peers.first(reason)
+        reason = _first(subject.transport, reason)
         if twin is None or reason:
             gross = any(group.difference > GROSS[found.precision] for group in found.differences)
-            if not peers.all_alike(not gross):
+            if not _all(subject.transport, not gross):
                 how = f"in {type_name}; a copy in float64 cannot be made: {reason}"
-                raise self._error(peers, record, batch, subject, found, how)
+                raise _error(record, batch, subject, found, how)
             return replace(record, note=f"differs by rounding of {type_name}; a copy cannot be made: {reason}")
         double = self._captured_anew(subject, twin, double_call(batch.own))
-        again = self._found_in_double(peers, double, batch)
-        if peers.all_alike(again.agrees):
+        exact, unknown = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own)), set[str]()
+        again = double.compare(exact, double.plain(exact, unknown), unknown, keep=False)
+        if _all(subject.transport, again.agrees):
             return replace(record, note=f"differs by rounding of {type_name}, and agrees in float64")
         record = replace(record, differences=again.differences)
-        raise self._error(peers, record, batch, double, again, f"in {type_name}, and in float64 on a copy")
+        raise _error(record, exact, double, again, f"in {type_name}, and in float64 on a copy")
 
     def _captured_anew(self, subject: Subject, module: nn.Module, call: Call) -> Subject:
         """The module's copy in float64, captured under the same plan."""
@@ -239,89 +234,62 @@ class SelfCheck:
             captured = captures.find(call, subject.training)
         return replace(subject, module=module, programs=captures.programs, captured=captured, double=True)
 
-    def _found_in_double(self, peers: _Peers, double: Subject, batch: Batch) -> StepDifference:
-        unknown: set[str] = set()
-        exact = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
-        return double.compare(exact, double.plain(exact, unknown), unknown, keep=False)
 
-    def _error(
-        self, peers: _Peers, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference, how: str
-    ) -> SelfCheckError:
-        if subject.double:
-            batch = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own))
-        place = first_difference(subject, batch, found)
-        lines = [*found.lines(), *place.text]
-        own = "\n".join([place.layer or "", *lines]) if not found.agrees or place.layer else ""
-        layer, *told = peers.first(own).splitlines()
-        text = [
-            f"{subject.captured.graph.model}: the planned program does not compute what the module computes "
-            f"({_told(record)}, {how}):",
-            *(f"  {line}" for line in told),
-            "  This is a defect of parplan, or code of the model's that a captured graph cannot hold: please report it "
-            'with the model\'s code. compile(check="off") runs the plan anyway; what differs can also be kept out of '
-            "the compiled model and called in front of it or behind it.",
-        ]
-        return SelfCheckError("\n".join(text), layer or None)
+def _error(record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference, how: str) -> SelfCheckError:
+    """The error of a difference; every process of the comparison has to call this."""
+    place = first_difference(subject, batch, found)
+    lines = [*found.lines(), *place.text]
+    own = "\n".join([place.layer or "", *lines]) if not found.agrees or place.layer else ""
+    layer, *told = _first(subject.transport, own).splitlines()
+    mode = "training" if record.training else "evaluation"
+    if record.samples is not None:
+        mode += f", {record.samples} samples" + (f" of {record.of}" if record.of != record.samples else "")
+    text = [
+        f"{subject.captured.graph.model}: the planned program does not compute what the module computes "
+        f"({mode}, {how}):",
+        *(f"  {line}" for line in told),
+        "  This is a defect of parplan, or code of the model's that a captured graph cannot hold: please report it "
+        'with the model\'s code. compile(check="off") runs the plan anyway; what differs can also be kept out of '
+        "the compiled model and called in front of it or behind it.",
+    ]
+    return SelfCheckError("\n".join(text), layer or None)
 
 
-class _Peers:
-    """What the processes of one check tell each other; None in place of a transport where one process is alone."""
+def _batch(transport: Transport, part: Call, captured: Captured) -> Batch:
+    """The samples of all processes.
 
-    def __init__(self, transport: DistributedTransport | None) -> None:
-        self._transport = transport
+    Raises:
+        _Unchecked: they are of different shapes, or inputs without samples differ.
+    """
+    if transport.processes == 1:
+        return Batch.of_one_process(part)
+    told = transport.gather(part.batch if part.batch is not None else 1, shared_digest(part))
+    if len({digest for _, digest in told}) > 1:
+        raise _Unchecked("processes brought inputs that differ in more than their samples: shapes, types or values")
+    return gather_batch(transport, part, [size for size, _ in told], captured.groups)
 
-    @property
-    def processes(self) -> int:
-        return self._transport.processes if self._transport is not None else 1
 
-    def batch(self, part: Call, captured: Captured) -> Batch:
-        """The samples of all processes.
+def _first(transport: Transport, text: str) -> str:
+    """This process's text, or that of the first one that has any."""
+    texts = transport.gather_texts(text)
+    return text or next(filter(None, texts), "")
 
-        Raises:
-            _Unchecked: they are of different shapes, or inputs without samples differ.
-        """
-        if self._transport is None:
-            return Batch.of_one_process(part)
-        told = self._transport.gather(part.batch if part.batch is not None else 1, shared_digest(part))
-        if len({digest for _, digest in told}) > 1:
-            raise _Unchecked("processes brought inputs that differ in more than their samples: shapes, types or values")
-        return gather_batch(self._transport, part, [size for size, _ in told], captured.groups)
 
-    def agree(self, reason: str, failed: bool) -> None:
-        """Go on where no process has a reason not to.
-
-        Raises:
-            PlainFailure: the plain module failed in a process.
-            _Unchecked: a process has another reason.
-        """
-        told = self.first(f"{int(failed)}{reason}" if reason else "")
-        if told:
-            raise PlainFailure(told[1:]) if told[0] == "1" else _Unchecked(told[1:])
-
-    def first(self, text: str) -> str:
-        """This process's text, or that of the first one that has any."""
-        if self._transport is None:
-            return text
-        texts = self._transport.gather_texts(text)
-        return text or next(filter(None, texts), "")
-
-    def all_alike(self, agrees: bool) -> bool:
-        """Whether all processes say so."""
-        return agrees if self._transport is None else all(said for (said,) in self._transport.gather(int(agrees)))
+def _all(transport: Transport, agrees: bool) -> bool:
+    """Whether all processes say so."""
+    return not transport.any([not agrees])[0]
 
 
 def _part(call: Call, captured: Captured, processes: int) -> int | None:
     """How many samples are compared: all, or a few for every replica where the capture serves any number."""
-    if call.batch is None or bound_to_batch(captured.graph) or _reads_lengths(captured.graph):
+    if call.batch is None or bound_to_batch(captured.graph):
+        return call.batch
+    # Results may be as long as the longest sequence, which a part of the samples may lack.
+    if any(node.target is RNN_PACKED for layer in captured.graph.layers.values() for node in layer.nodes):
         return call.batch
     replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
     few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
     return few if call.batch > few else call.batch
-
-
-def _reads_lengths(graph: LayerGraph) -> bool:
-    """Whether results are as long as the longest sequence, which a part of the samples may lack."""
-    return any(node.target is RNN_PACKED for layer in graph.layers.values() for node in layer.nodes)
 
 
 def _check_room(subject: Subject, batch: Batch) -> None:
@@ -357,10 +325,3 @@ def _left_out(options: Options, graph: LayerGraph, batch: Batch, unknown: frozen
     shared = [i for i, leaf in enumerate(batch.whole.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     found += [f"the gradient of input {i}, which all processes share" for i in shared if batch.shares_input(i)]
     return (*found, *(f"{op} draws random numbers" for op in sorted(unknown)))
-
-
-def _told(record: CheckRecord) -> str:
-    mode = "training" if record.training else "evaluation"
-    if record.samples is None:
-        return mode
-    return f"{mode}, {record.samples} samples" + (f" of {record.of}" if record.of != record.samples else "")

@@ -23,6 +23,7 @@ from parplan.graph.user_code.module_hooks import without_hooks
 from parplan.runtime.calls import Call
 from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.execution.random_state import draws_numbers
 from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes
 from parplan.runtime.self_check.comparison import projected
@@ -86,7 +87,7 @@ def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weig
     begin_forward(module, graph)
     given = zip(graph.user_inputs, call.leaves, strict=True)
     inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
-    results = iter(executor(inputs))
+    results = iter(run_program(executor, inputs))
     end_forward(module, graph)
     leaves = [
         leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(results))

@@ -8,7 +8,7 @@ values agree, gradients differ: the layers are walked from the last one back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from parplan.lowering.program import Compute, Forward, Join, Transfer
 from parplan.plan import Strategy
 from parplan.runtime.calls import Call
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.run import Parts, Run
+from parplan.runtime.execution.run import Run
 from parplan.runtime.self_check.checked_step import StepValues, begin_forward, isolated, plain_step, with_callers_modes
 from parplan.runtime.self_check.comparison import projected, relative_difference
 from parplan.runtime.self_check.double_copy import double_casts
@@ -68,13 +68,12 @@ def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> F
     with subject.whole(), isolated(module, graph, subject.gradients):
         whole = _run_whole(module, executor, batch, subject.gradients)
     with isolated(module, graph, False):
-        probe = _Probe(executor)
-        probe.run(module, batch.own.first(None))
+        written = _written_slots(module, executor, batch.own.first(None))
     off = found.off
     forward = not off or any(name.startswith("result ") for name in off)
     place = _lost_in_capture(graph, outputs.tensors, whole, found.plain) if forward else None
     if place is None and forward:
-        place = _lost_by_plan(graph, executor, probe, whole)
+        place = _lost_by_plan(graph, executor, written, whole)
     if place is None:
         place = _gradient_lost(graph, found.plain, whole, off)
     if place is None:
@@ -192,53 +191,46 @@ def _feeds(graph: LayerGraph, source: str, target: str) -> bool:
 # --- the planned program ---------------------------------------------------------------------
 
 
-class _ProbedRun(Run):
-    """A run that notes what each step leaves, in order."""
+@dataclass(frozen=True)
+class _Written:
+    """A slot that a step of the planned program wrote, and its parts by device."""
 
-    seen: list[tuple[Forward, str, dict[int, Tensor]]]
-
-    def _go(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
-        for step in steps:
-            kept, self._kept = self._kept, frozenset(_written(step)) | self._kept
-            super()._go([step], parts, record)
-            self._kept = kept
-            for slot in _written(step):
-                held = parts.get(slot)
-                self.seen.append((step, slot, {device: tensor.detach().clone() for device, tensor in held.items()}))
+    step: Forward
+    slot: str
+    held: Mapping[int, Tensor]
 
 
-def _written(step: Forward) -> tuple[str, ...]:
-    if isinstance(step, Compute):
-        return tuple(result.slot for result in step.results)
-    return (step.target,) if isinstance(step, (Transfer, Join)) else step.targets
+@torch.no_grad()
+def _written_slots(module: nn.Module, executor: Executor, call: Call) -> list[_Written]:
+    """The values that every step of a forward of the planned program writes, in order."""
+    begin_forward(module, executor.graph)
+    given = zip(executor.graph.user_inputs, call.leaves, strict=True)
+    inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+    run = Run(executor, tuple(inputs), (), kept=executor.program.slots.keys())
+    parts, found = run.begin(list(inputs.values())), list[_Written]()
+    for step in executor.program.forward:
+        run.go_forward([step], parts, record=False)
+        if isinstance(step, Compute):
+            slots = tuple(result.slot for result in step.results)
+        else:
+            slots = (step.target,) if isinstance(step, (Transfer, Join)) else step.targets
+        for slot in slots:
+            held = {device: tensor.detach().clone() for device, tensor in parts.get(slot).items()}
+            found.append(_Written(step, slot, held))
+    run.finish(parts)
+    return found
 
 
-class _Probe:
-    """A forward of the planned program of which every step's values are kept."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.seen: list[tuple[Forward, str, dict[int, Tensor]]] = []
-
-    @torch.no_grad()
-    def run(self, module: nn.Module, call: Call) -> None:
-        graph = self._executor.graph
-        begin_forward(module, graph)
-        given = zip(graph.user_inputs, call.leaves, strict=True)
-        inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
-        run = _ProbedRun(self._executor, tuple(inputs), tuple(self._executor.store.trainable))
-        run.seen = self.seen
-        run.forward(list(inputs.values()), record=False)
-
-
-def _lost_by_plan(graph: LayerGraph, executor: Executor, probe: _Probe, whole: _Whole) -> FirstDifference | None:
+def _lost_by_plan(
+    graph: LayerGraph, executor: Executor, written: Sequence[_Written], whole: _Whole
+) -> FirstDifference | None:
     """The first step of the planned program that leaves another value than the captured graph."""
-    for step, slot_name, held in probe.seen:
-        slot = executor.program.slots[slot_name]
+    for one in written:
+        step, slot = one.step, executor.program.slots[one.slot]
         value = whole.values.get(slot.value)
         if value is None or slot.turn is not None or slot.layout.partial or tuple(value.shape) != tuple(slot.shape):
             continue
-        for device, tensor in held.items():
+        for device, tensor in one.held.items():
             if _differs(block(value, slot.region(device)), tensor):
                 name = graph.producer[slot.value]
                 if isinstance(step, Compute):

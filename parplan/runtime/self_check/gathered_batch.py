@@ -14,7 +14,7 @@ from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.layout import Grid
 from parplan.runtime.calls import Call, content
 from parplan.runtime.self_check.comparison import projection_weights
-from parplan.runtime.transport.distributed import DistributedTransport
+from parplan.runtime.transport.base import Transport
 
 __all__ = ["Batch", "gather_batch", "returned_leaves", "shared_digest"]
 
@@ -143,7 +143,7 @@ def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
     return graph.user_outputs[: len(graph.user_outputs) - sum(one.count for one in graph.stored)]
 
 
-def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:
+def gather_batch(transport: Transport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:
     """The samples of all processes, on every one of them; inputs without samples are the same (`shared_digest`).
 
     Args:
@@ -154,13 +154,18 @@ def gather_batch(transport: DistributedTransport, own: Call, sizes: Sequence[int
         return Batch(own, own, tuple(sizes))
     bringing = tuple(range(len(sizes))) if groups is None else groups.column(0)
     mine = transport.rank if groups is None else groups.column(0)[groups.position(transport.rank)[0]]
-    leaves = [
-        transport.gather_rows(leaf.detach(), own.dim, sizes, bringing).requires_grad_(leaf.requires_grad)
-        if own.has_samples(leaf)
-        else leaf
-        for leaf in own.leaves
-    ]
-    whole = Call(tuple(leaves), own.spec, own.dim, sum(sizes[rank] for rank in bringing))
+
+    def gathered(leaf: Any) -> Any:
+        if not own.has_samples(leaf):
+            return leaf
+        rows = leaf.detach().movedim(own.dim, 0)
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))  # gloo gathers tensors of one shape only
+        padded[: rows.shape[0]] = rows
+        found = transport.gather_tensors("gathering inputs for the self-check", padded)
+        every = torch.cat([found[rank][: sizes[rank]] for rank in bringing]).movedim(0, own.dim)
+        return every.requires_grad_(leaf.requires_grad)
+
+    whole = Call(tuple(map(gathered, own.leaves)), own.spec, own.dim, sum(sizes[rank] for rank in bringing))
     start = sum(sizes[rank] for rank in bringing[: bringing.index(mine)])
     return Batch(whole, own, tuple(sizes), start, len(sizes) // len(bringing))
 

@@ -25,7 +25,6 @@ from parplan.runtime.self_check.double_copy import double_casts
 from parplan.runtime.self_check.gathered_batch import Batch
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from parplan.runtime.transport.base import Transport, block
-from parplan.runtime.transport.distributed import DistributedTransport
 
 __all__ = ["GROSS", "PlainFailure", "StepDifference", "Subject"]
 
@@ -166,7 +165,7 @@ class Subject:
             executor = self.programs.checking_executor(self.captured, batch.sizes, keep)
             planned = executed_step(self.module, executor, batch.own.first(None), weigh)
         found = unknown | (draws.unknown if draws is not None else set())
-        if isinstance(self.transport, DistributedTransport):
+        if self.transport.processes > 1:
             expected, planned = self._own_share(batch, plain, planned, executor, self.transport.rank)
         else:
             expected = plain

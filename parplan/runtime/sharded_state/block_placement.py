@@ -21,8 +21,7 @@ from parplan.errors import RuntimeFailure
 from parplan.layout import Range, Region
 from parplan.lowering.program import shape_of
 from parplan.runtime.compat import group_timeout
-from parplan.runtime.transport.base import block
-from parplan.runtime.transport.distributed import DistributedTransport
+from parplan.runtime.transport.base import Transport, block
 
 __all__ = ["Part", "Placement", "TaggedCollectives"]
 
@@ -37,7 +36,7 @@ class TaggedCollectives:
     over the transport's own group.
     """
 
-    def __init__(self, transport: DistributedTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank, self.processes = transport.rank, transport.processes
         # Names of groups are numbered by all processes together, so where all are here they make this one together.
@@ -46,7 +45,7 @@ class TaggedCollectives:
         self._group = dist.new_group(transport.ranks, timeout, "gloo", use_local_synchronization=part)
 
     @staticmethod
-    def of(transport: DistributedTransport) -> TaggedCollectives:
+    def of(transport: Transport) -> TaggedCollectives:
         """A transport's tagged collectives, made at the first request; a collective then."""
         if transport.tagged is None:
             transport.tagged = TaggedCollectives(transport)

@@ -22,7 +22,8 @@ from parplan.runtime.sharded_state.block_placement import Placement, TaggedColle
 from parplan.runtime.sharded_state.optimizers import watch_optimizers
 from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
-from parplan.runtime.transport.distributed import DistributedTransport, explained
+from parplan.runtime.transport.base import Transport
+from parplan.runtime.transport.distributed import explained
 
 __all__ = ["Sharding", "gathered", "same_start"]
 
@@ -31,7 +32,7 @@ CHUNK_BYTES = 64 << 20
 
 
 @torch.no_grad()
-def same_start(module: nn.Module, transport: DistributedTransport) -> None:
+def same_start(module: nn.Module, transport: Transport) -> None:
     """Give every rank the parameters and buffers of rank 0, as DistributedDataParallel does; blocks stay.
 
     From here on gradients from outside the compiled model are averaged over the ranks.
@@ -46,7 +47,7 @@ def same_start(module: nn.Module, transport: DistributedTransport) -> None:
     _watch(module, transport)
 
 
-def _watch(module: nn.Module, transport: DistributedTransport) -> None:
+def _watch(module: nn.Module, transport: Transport) -> None:
     if transport.processes > 1:
         for name, parameter in module.named_parameters():
             OutsideGradients.watch(name, parameter, TaggedCollectives.of(transport))
@@ -108,7 +109,7 @@ class Sharding:
         self,
         module: nn.Module,
         parameters: Mapping[str, Mapping[int, Region]],
-        transport: DistributedTransport,
+        transport: Transport,
     ) -> None:
         self._module = module
         self._transport = transport

@@ -20,7 +20,7 @@ from parplan.runtime.compat import writes
 from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
-__all__ = ["OutsideGradients", "aliases", "averaged"]
+__all__ = ["OutsideGradients", "ParameterAliases", "averaged"]
 
 
 class _Aliases(torch.autograd.Function):
@@ -38,11 +38,17 @@ class _Aliases(torch.autograd.Function):
         return gradients
 
 
-def aliases(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters as programs take them; sharded ones as they are, for their gradients are the same on all processes."""
-    plain = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
-    made = iter(_Aliases.apply(*plain) if plain else ())  # type: ignore[no-untyped-call]
-    return [parameter if isinstance(parameter, ShardedTensor) else next(made) for parameter in parameters]
+class ParameterAliases:
+    """Parameters as programs take them; sharded ones as they are, for their gradients are the same on all processes.
+
+    Attributes:
+        tensors: in the order of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        plain = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
+        made = iter(_Aliases.apply(*plain) if plain else ())  # type: ignore[no-untyped-call]
+        self.tensors = [p if isinstance(p, ShardedTensor) else next(made) for p in parameters]
 
 
 def averaged(tag: str, gradient: Tensor, collectives: TaggedCollectives) -> Tensor:

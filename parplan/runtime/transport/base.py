@@ -1,4 +1,4 @@
-"""What moves tensors between devices: one small interface, one implementation per way of owning devices.
+"""The interface that moves tensors between devices, with one implementation per way of owning devices.
 
 Program and executor know only `Transport`. `LocalTransport` owns every device of one process, `DistributedTransport`
 owns one device of many processes. Both start a movement at once and hand the result over when it is first needed, so
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parplan.layout import Piece, Region
@@ -36,10 +37,21 @@ class Transport(Protocol):
     Attributes:
         owned: the logical devices whose tensors live in this process.
         processes: how many processes share the logical devices; 1 in one process.
+        rank: of this process among them.
+        process_group: of torch.distributed; None for the default one, or for one process.
+        ranks: those of the group, as numbered among all processes.
     """
 
     owned: tuple[int, ...]
     processes: int
+    rank: int
+    tagged: Any  # collectives of sharded state, made at the first request (sharded_state/block_placement.py)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
 
     def physical(self, device: int) -> torch.device:
         """Where an owned logical device lives."""
@@ -87,12 +99,34 @@ class Transport(Protocol):
         """
         ...
 
-    def any(self, flags: Iterable[bool]) -> list[bool]:
-        """Which of the flags, equally many in all processes, are set in at least one of them; every process asks."""
-        ...
-
     def group(self, devices: Sequence[int]) -> None:
         """Make ready for sums over `devices`; every process calls this in the same order."""
+        ...
+
+    # -- collectives of all processes; where there is one it has the answer --
+
+    def any(self, flags: Iterable[bool]) -> list[bool]:
+        """Which of the flags, equally many in all processes, are set in at least one of them."""
+        ...
+
+    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers that every process passes here, by rank; all pass equally many."""
+        ...
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text that every process passes here, by rank."""
+        ...
+
+    def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
+        """Every process's tensor, by rank; all of one shape and type."""
+        ...
+
+    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
+        """Overwrite `tensor` in the processes of `devices` with that of the process of `source`."""
+        ...
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """A text that rank 0 makes and all processes get; its error, if any, is raised in all."""
         ...
 
 

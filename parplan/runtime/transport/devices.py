@@ -1,4 +1,4 @@
-"""Which devices there are: where each logical device lives, and what moves tensors between them."""
+"""The logical devices: where each lives, and the transport that moves tensors between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Device = torch.device | str
 
 def transport_for(devices: Sequence[Device] | None, group: dist.ProcessGroup | None) -> Transport:
     """The transport for these devices; without any, for the process group's ranks, else for what this machine has."""
-    if devices is None and _in_group():
-        return DistributedTransport(_own_device(group), group)
+    if devices is None and dist.is_available() and dist.is_initialized():
+        # The process's device: its current CUDA device where the group talks between those, else the CPU.
+        cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
+        own = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return DistributedTransport(own, group)
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if isinstance(devices, str) or not isinstance(devices, Sequence):
@@ -28,17 +31,6 @@ def transport_for(devices: Sequence[Device] | None, group: dist.ProcessGroup | N
     if not devices:
         raise RuntimeFailure("devices is empty; name at least one, such as devices=['cpu']")
     return LocalTransport([existing(device) for device in devices])
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _own_device(group: dist.ProcessGroup | None) -> torch.device:
-    """This process's device: its current CUDA device where the group talks between those, else the CPU."""
-    if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def existing(name: Device) -> torch.device:
@@ -76,7 +68,7 @@ def logical(place: torch.device | None, transport: Transport) -> int:
 
 def memories(transport: Transport) -> tuple[int, ...]:
     """For each logical device the memory it works in: its process, or its physical device."""
-    if isinstance(transport, DistributedTransport):
+    if transport.processes > 1:
         return tuple(range(transport.processes))
     places = [transport.physical(device) for device in transport.owned]
     return tuple(places.index(place) for place in places)

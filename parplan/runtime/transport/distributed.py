@@ -111,9 +111,7 @@ class DistributedTransport:
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
-        self.tagged: Any = (
-            None  # collectives of sharded state, in a group of their own (sharded_state/block_placement.py)
-        )
+        self.tagged: Any = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -209,10 +207,6 @@ class DistributedTransport:
         with explained(name, self.rank):
             dist.broadcast(tensor, self._peer(source), group=self._groups[tuple(devices)])
 
-    def gather_sizes(self, size: int) -> tuple[int, ...]:
-        """What every rank passes here, by rank."""
-        return tuple(entry for (entry,) in self.gather(size))
-
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers that every rank passes here, by rank; all pass equally many."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -220,21 +214,6 @@ class DistributedTransport:
         with explained("exchanging the numbers of samples", self.rank):
             dist.all_gather(found, own, group=self._group)
         return [tuple(entry.tolist()) for entry in found]
-
-    def gather_rows(self, own: Tensor, dim: int, sizes: Sequence[int], ranks: Sequence[int]) -> Tensor:
-        """The tensors of `ranks` behind each other along `dim`, on every rank.
-
-        Args:
-            sizes: along `dim`, of every rank's tensor.
-        """
-        rows = own.movedim(dim, 0)
-        # gloo gathers tensors of one shape only.
-        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        found = [torch.empty_like(padded) for _ in range(self.processes)]
-        with explained("gathering inputs for the self-check", self.rank):
-            dist.all_gather(found, padded, group=self._group)
-        return torch.cat([found[rank][: sizes[rank]] for rank in ranks]).movedim(0, dim)
 
     def gather_texts(self, text: str) -> list[str]:
         """The text that every rank passes here, by rank."""

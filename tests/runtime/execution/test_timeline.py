@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from parplan.graph.capture.capture import capture
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.timeline import REST, Activity, Kind, StepTimes, Timeline
+from parplan.runtime.execution.program_function import run_program
+from parplan.runtime.execution.recorder import Silent
+from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
 from tests.runtime.helpers import Rule, executor, spread
 from tests.runtime.nets import Towers, conv_net, mlp
 
@@ -30,12 +32,12 @@ def plain_executor(module: nn.Module, shape: Sequence[int], rule: Rule, devices:
 
 def recorded_step(plain: Executor, x: Tensor) -> StepTimes:
     """One training step of one executor, recorded."""
-    timeline = Timeline(plain.transport)
+    timeline = StepTimeline(plain.transport)
     own = plain.recorded(timeline)
     (name,) = (value for value in plain.graph.user_inputs if value is not None)
     timeline.begin()
-    (result,) = own({name: x})
-    timeline.enter(Activity(Kind.LOSS))
+    (result,) = run_program(own, {name: x})
+    timeline.enter(StepActivity(ActivityKind.LOSS))
     result.sum().backward()
     timeline.end()
     (times,) = timeline.steps()
@@ -44,7 +46,9 @@ def recorded_step(plain: Executor, x: Tensor) -> StepTimes:
 
 def layers(times: StepTimes, device: int, backward: bool) -> list[str]:
     """Names in the order they were first entered."""
-    return [a.name for a in times.spent_ns if a.kind is Kind.LAYER and a.device == device and a.backward is backward]
+    return [
+        a.name for a in times.spent_ns if a.kind is ActivityKind.LAYER and a.device == device and a.backward is backward
+    ]
 
 
 @pytest.mark.parametrize(("net", "rule"), CASES)
@@ -52,7 +56,7 @@ def test_everything_adds_up_to_the_step(net: str, rule: str) -> None:
     module, shape = NETS[net]
     times = recorded_step(plain_executor(module, shape, RULES[rule]), torch.randn(4, *shape, dtype=torch.float64))
     assert sum(times.spent_ns.values()) == times.step_ns
-    assert times.runtime_ns == times.spent_ns[REST]
+    assert times.spent_ns[REST] > 0
     assert min(times.spent_ns.values()) >= 0
 
 
@@ -76,9 +80,9 @@ def test_layers_that_share_a_compute_step_are_told_apart() -> None:
 def test_transfers_are_known_by_the_slot_they_fill_in_both_directions() -> None:
     plain = plain_executor(*NETS["conv net"], RULES["hybrid"])
     times = recorded_step(plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
-    moved = [a.name for a in times.spent_ns if a.kind is Kind.TRANSFER and a.name and not a.backward]
+    moved = [a.name for a in times.spent_ns if a.kind is ActivityKind.TRANSFER and a.name and not a.backward]
     assert moved == [transfer.target for transfer in plain.program.transfers]
-    back = {a.name for a in times.spent_ns if a.kind is Kind.TRANSFER and a.backward}
+    back = {a.name for a in times.spent_ns if a.kind is ActivityKind.TRANSFER and a.backward}
     assert back == set(moved) - {"images@1"}  # nobody asks for the gradient of the images
 
 
@@ -89,8 +93,8 @@ def test_recording_changes_no_number(net: str, rule: str) -> None:
     x = torch.randn(4, *shape, dtype=torch.float64)
     (name,) = (value for value in plain.graph.user_inputs if value is not None)
     found: list[list[Tensor]] = []
-    for each in (plain, plain.recorded(Timeline(plain.transport))):
-        (result,) = each({name: x})
+    for each in (plain, plain.recorded(StepTimeline(plain.transport))):
+        (result,) = run_program(each, {name: x})
         found.append([result, *torch.autograd.grad(result.square().sum(), list(module.parameters()))])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -98,16 +102,16 @@ def test_recording_changes_no_number(net: str, rule: str) -> None:
 
 def test_nothing_is_recorded_unless_asked() -> None:
     plain = plain_executor(*NETS["mlp"], RULES["data"])
-    assert plain.timeline is None
-    assert plain.recorded(Timeline(plain.transport)).transport is not plain.transport
+    assert isinstance(plain.recorder, Silent)
+    assert not isinstance(plain.recorded(StepTimeline(plain.transport)).recorder, Silent)
     step = plain.program.forward[1]
     assert not any("layer" in name for name in _globals(plain, step))
-    assert any("layer" in name for name in _globals(plain.recorded(Timeline(plain.transport)), step))
+    assert any("layer" in name for name in _globals(plain.recorded(StepTimeline(plain.transport)), step))
 
 
 def _globals(of: Executor, step: object) -> list[str]:
     """What the generated code of a compute step calls."""
-    code = of.codes.get(step, 0)  # type: ignore[arg-type]
+    code = of.code.get(step, 0)  # type: ignore[arg-type]
     return [node.name for node in code.__self__.graph.nodes]  # type: ignore[attr-defined]
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.runtime.execution import dispatch
-from parplan.runtime.execution.executor import _Call
+from parplan.runtime.execution.program_function import ProgramFunction
 from parplan.runtime.module import functional
 from parplan.runtime.transport.streams import Streams
 from tests.runtime.stream_order.autograd import Engine, label
@@ -391,7 +391,7 @@ def installed(machine: Machine) -> Iterator[None]:
             for device, stream in made.items():
                 machine.roles[vars(stream)["timeline"]] = Role(f"the {role} stream", device)
 
-    plain_call, plain_streams = _Call.apply, Streams.__init__
+    plain_call, plain_streams = ProgramFunction.apply, Streams.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", stream_class)
         patch.setattr(torch.cuda, "Event", event_class)
@@ -401,7 +401,7 @@ def installed(machine: Machine) -> Iterator[None]:
         patch.setattr(
             torch.autograd, "_engine_run_backward", Engine(machine, vars(torch.autograd)["_engine_run_backward"], modes)
         )
-        patch.setattr(_Call, "apply", staticmethod(call), raising=False)
+        patch.setattr(ProgramFunction, "apply", staticmethod(call), raising=False)
         patch.setattr(Tensor, "record_stream", record_stream)
         patch.setattr(Streams, "__init__", streams)
         for module in (dispatch, functional):

@@ -1,4 +1,4 @@
-"""What a device runs in a compute step: generated code, made once for devices with equal work."""
+"""Generated code of compute steps, made once for devices with equal work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.lowering.program import Code, Compute, Forward, Program
 from parplan.plan import Strategy
 from parplan.runtime.execution.module_hooks import HookCalls
-from parplan.runtime.execution.random_state import Draws
+from parplan.runtime.execution.random_state import SeededOps
 
-__all__ = ["Codes", "written_buffers"]
+__all__ = ["SegmentCache", "written_buffers"]
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -24,17 +24,17 @@ Function = Callable[..., tuple[Tensor, ...]]
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
-class Codes:
+class SegmentCache:
     """The code of one program's compute steps.
 
     Args:
         graph, strategies: what the program was lowered from.
         program: the steps.
-        draws: sets apart the ops that draw random numbers on several devices at once.
+        seeded: ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.
         places: where each device of this process lives.
         hooks: the hooks of the user's modules.
-        marks: told when a layer begins and when it is done.
+        marks: called where a layer begins and where it ends.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Codes:
         graph: LayerGraph,
         strategies: Mapping[str, Strategy],
         program: Program,
-        draws: Draws,
+        seeded: SeededOps,
         dropout: bool,
         places: Mapping[int, torch.device],
         hooks: HookCalls,
@@ -51,7 +51,7 @@ class Codes:
         self._graph = graph
         self._strategies = strategies
         self._slots = program.slots
-        self._draws = draws
+        self._seeded = seeded
         self._dropout = dropout
         self._places = places
         self._hooks = hooks
@@ -59,9 +59,9 @@ class Codes:
         self._made: dict[_Key, Function] = {}
 
     def get(self, step: Compute, device: int) -> Function:
-        """What `device` runs in `step`; its arguments are the step's operands, then its states."""
+        """The code that `device` runs in `step`; its arguments are the step's operands, then its states."""
         row, column = step.grid.position(device)
-        own_row, own_column = row if self._draws.any or self._graph.sites else 0, column if step.grid.shards > 1 else 0
+        own_row, own_column = row if self._seeded.any or self._graph.sites else 0, column if step.grid.shards > 1 else 0
         key = _Key(id(step), own_row, own_column, step.batch(device), self._places[device])
         if key not in self._made:
             self._made[key] = self._make(step, key)
@@ -78,9 +78,20 @@ class Codes:
         results = [result.name for result in step.results]
         made = local_module(self._graph, parts, inputs, results, self._dropout, self._marks, key.place)
         for part in parts if self._dropout else ():
-            self._draws.apply(made, part, key.row)
+            self._seeded.apply(made, part, key.row)
         self._hooks.apply(made, key.row, step.turn)
-        return self._with_entries(step, made.forward)
+        code: Function = made.forward
+        # Numbers, as the code knows them, lie in slots that have one entry per replica.
+        taken = [self._slots[operand.slot].per_replica for operand in step.operands] + [False] * len(step.states)
+        given = [self._slots[result.slot].per_replica for result in step.results]
+        if not any(taken) and not any(given):
+            return code
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results = code(*(t.squeeze(0) if entry else t for t, entry in zip(tensors, taken, strict=True)))
+            return tuple(t.unsqueeze(0) if entry else t for t, entry in zip(results, given, strict=True))
+
+        return run
 
     def _marked(self, step: Compute, code: Function) -> Function:
         """The code of half a layer, with the layer's marks around it."""
@@ -97,23 +108,10 @@ class Codes:
 
         return run
 
-    def _with_entries(self, step: Compute, code: Function) -> Function:
-        """Between numbers, as the code knows them, and slots that have one entry per replica."""
-        taken = [self._slots[operand.slot].per_replica for operand in step.operands] + [False] * len(step.states)
-        given = [self._slots[result.slot].per_replica for result in step.results]
-        if not any(taken) and not any(given):
-            return code
-
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            results = code(*(t.squeeze(0) if entry else t for t, entry in zip(tensors, taken, strict=True)))
-            return tuple(t.unsqueeze(0) if entry else t for t, entry in zip(results, given, strict=True))
-
-        return run
-
 
 @dataclass(frozen=True)
 class _Key:
-    """What devices that share code have in common; `row` counts only where random numbers do."""
+    """The facts that devices which share code have in common; `row` counts only where random numbers or hooks do."""
 
     step: int
     row: int

@@ -1,0 +1,90 @@
+"""A whole call of a program as one differentiable function of its inputs and parameters.
+
+Autograd is not asked to order anything across devices. One outer `autograd.Function` stands for the whole call, and its
+backward takes the program's backward steps one by one. So every process meets every other one in the same order,
+whatever the model, and nothing can wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parplan.errors import RuntimeFailure
+from parplan.runtime.compat import call_hooks_with_gradients_only, recomputed_once
+from parplan.runtime.execution.executor import Executor
+from parplan.runtime.execution.run import Run
+
+__all__ = ["ProgramFunction", "run_program"]
+
+
+def run_program(executor: Executor, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The program's results for the user's input values (by name); differentiable in inputs and parameters."""
+    trainable = executor.store.trainable
+    tensors: list[Tensor] = [*inputs.values(), *trainable.values()]
+    run = Run(executor, tuple(inputs), tuple(trainable))
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        results = run.forward(list(inputs.values()), record=False)
+    else:
+        if executor.several_results:
+            call_hooks_with_gradients_only(tensors)
+        if executor.transport.processes > 1:
+            run.aliases = executor.aliases()
+            tensors[len(inputs) :] = run.aliases.tensors
+        results = ProgramFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
+    run.end()
+    return list(results)
+
+
+class ProgramFunction(torch.autograd.Function):
+    """A whole call of the compiled model as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The results of a run for its inputs, which the parameters follow."""
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))
+        results = run.forward(list(tensors[: len(run.inputs)]), record=True)
+        constant = [
+            tensor
+            for tensor, wants in zip(results, run.wanting, strict=True)
+            if not wants or not (tensor.is_floating_point() or tensor.is_complex())
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs and parameters."""
+        differentiable = torch.is_grad_enabled()  # create_graph=True
+        ctx.run.enter_backward()
+        with torch.no_grad(), recomputed_once():
+            # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first
+            # step that needs it, where others wait for what this one has yet to send.
+            _ = ctx.saved_tensors
+            found = ctx.run.backward(gradients)
+        if differentiable:
+            # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same.
+            leaf = torch.empty(0, requires_grad=True)
+            found = [None if one is None else _OnceDifferentiable.apply(one, leaf) for one in found]  # type: ignore[no-untyped-call]
+        return (None, *found)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """A gradient that raises when it is differentiated again, rather than counting as a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, needs_gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise RuntimeFailure(
+            "second derivatives through a compiled model are refused (gradient penalties, Hessians: a gradient made "
+            "with create_graph=True was differentiated); compute that term with the plain model, `module` of the "
+            "compiled one"
+        )
