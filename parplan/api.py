@@ -256,7 +256,7 @@ def compile(  # the name users know from torch.compile
         threads=threads,
         check=check,
     )
-    compiled.foresee = foresee
+    compiled.predict_times = foresee
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled

@@ -197,7 +197,7 @@ def _ran(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
         made.append(on_devices(compiled.device_count, device, request).foreseen(graph, plan))
         return made[-1].expected
 
-    compiled.foresee = foresee
+    compiled.predict_times = foresee
     optimizer = OPTIMIZERS[job.optimizer](list(compiled.parameters())) if any(_trained(module)) else None
     reference, references = Reference(device), list[float]()
     measured = compiled.measure(

@@ -1,4 +1,4 @@
-"""How a model was called: nested arguments, flattened, and which of their tensors carry samples.
+"""One call of a model: nested arguments, flattened, and which of their tensors carry samples.
 
 Two calls of one signature differ only in how many samples they bring; they share a captured graph.
 """
@@ -16,7 +16,9 @@ from torch import Tensor
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 
-__all__ = ["Call", "content"]
+__all__ = ["Call", "Example", "content"]
+
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,22 @@ class Call:
         """The tensors among the arguments, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    def named(self, names: Sequence[str | None]) -> dict[str, Tensor]:
+        """The tensors among the arguments by the names of their values in a graph; None: it does not use that one."""
+        given = zip(names, self.leaves, strict=True)
+        return {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+
     @cached_property
     def signature(self) -> Hashable:
         """What has to agree for two calls to share a captured graph: all but the number of samples."""
-        return (str(self.spec), tuple(self._mark(leaf) for leaf in self.leaves))
+
+        def mark(leaf: Any) -> Hashable:
+            if not isinstance(leaf, Tensor):
+                return (type(leaf).__name__, repr(leaf))
+            shape = [None if self.has_samples(leaf) and d == self.dim else size for d, size in enumerate(leaf.shape)]
+            return (tuple(shape), leaf.dtype, leaf.requires_grad)
+
+        return (str(self.spec), tuple(map(mark, self.leaves)))
 
     def has_samples(self, leaf: Any) -> bool:
         """Whether a leaf is a tensor that is cut over replicas; others are shared."""
@@ -68,8 +82,15 @@ class Call:
 
     def resized(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same signature with `batch` samples; their values mean nothing."""
-        changed = [self._like(leaf, batch) if self.has_samples(leaf) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(changed, self.spec)
+
+        def like(leaf: Any) -> Any:
+            if not self.has_samples(leaf):
+                return leaf
+            shape = [batch if d == self.dim else size for d, size in enumerate(leaf.shape)]
+            one = torch.zeros([1] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
+            return one.expand(shape).requires_grad_(leaf.requires_grad)
+
+        args, kwargs = pytree.tree_unflatten(list(map(like, self.leaves)), self.spec)
         return args, kwargs
 
     def first(self, samples: int | None) -> Call:
@@ -90,17 +111,6 @@ class Call:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         return args, kwargs
 
-    def _mark(self, leaf: Any) -> Hashable:
-        if not isinstance(leaf, Tensor):
-            return (type(leaf).__name__, repr(leaf))
-        shape = [None if self.has_samples(leaf) and d == self.dim else size for d, size in enumerate(leaf.shape)]
-        return (tuple(shape), leaf.dtype, leaf.requires_grad)
-
-    def _like(self, leaf: Tensor, batch: int) -> Tensor:
-        shape = [batch if d == self.dim else size for d, size in enumerate(leaf.shape)]
-        one = torch.zeros([1] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
-        return one.expand(shape).requires_grad_(leaf.requires_grad)
-
     def check(self, samples: int) -> None:
         """Refuse a step that has tensors with samples but no sample.
 
@@ -109,6 +119,63 @@ class Call:
         """
         if self.batch is not None and samples < 1:
             raise RuntimeFailure(f"a batch of {samples} samples along dimension {self.dim}: bring at least 1")
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Shape and kind of a tensor of real or complex numbers, whose values do not matter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def made(self, generator: torch.Generator) -> Tensor:
+        """Numbers between 0 and 1, which every loss takes."""
+        drawable = self.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+        values = torch.rand(self.shape, generator=generator, dtype=self.dtype if drawable else torch.float32)
+        return values.to(self.device, self.dtype).requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call without the values of its numbers, which it does not keep alive; whole numbers (classes, indices) and
+    flags are kept.
+
+    Args:
+        leaves, spec: the flattened (args, kwargs).
+        sampled: per leaf whether it has samples.
+        dim: the dimension that samples lie along.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    sampled: tuple[bool, ...]
+    dim: int
+
+    @staticmethod
+    def of(call: Call) -> Example:
+        """An example of calls like this one."""
+        leaves = tuple(
+            _Numbers(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+            else leaf
+            for leaf in call.leaves
+        )
+        return Example(leaves, call.spec, tuple(map(call.has_samples, call.leaves)), call.dim)
+
+    def call(self, batch: int | None) -> Call:
+        """A call like it with `batch` samples; the same numbers every time."""
+        generator = torch.Generator().manual_seed(_SEED)
+        leaves = []
+        for leaf, sampled in zip(self.leaves, self.sampled, strict=True):
+            made = leaf.made(generator) if isinstance(leaf, _Numbers) else leaf
+            if sampled and batch is not None and made.shape[self.dim] not in (batch, 0):
+                again = torch.arange(batch, device=made.device) % made.shape[self.dim]
+                made = made.detach().index_select(self.dim, again).requires_grad_(made.requires_grad)
+            leaves.append(made)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return Call.of(args, kwargs, self.dim)
 
 
 def content(tensor: Tensor) -> bytes:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 
-__all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes"]
+__all__ = ["preserved", "preserved_by_forward", "preserved_generators", "preserved_modes", "without_gradients"]
 
 
 @contextmanager
@@ -37,33 +37,46 @@ def preserved_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put torch's, Python's and NumPy's random generators back."""
-    generators = _RandomState.here()
+    """Put torch's generators of the CPU and of all CUDA devices that are in use, Python's and NumPy's back."""
+    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.get_rng_state_all() if in_use else []
     try:
         yield
     finally:
-        generators.restore()
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, `.grad` of leaves is None at first; afterwards it is what it was."""
+    before = {tensor: tensor.grad for tensor in tensors}
+    for tensor in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in before.items():
+            tensor.grad = grad
 
 
 @contextmanager
 def preserved(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Leave no trace of what happens to `module` and `optimizer` inside; gradients are None at first."""
     values = [_Value.of(tensor) for tensor in (*module.parameters(), *module.buffers())]
-    grads = {parameter: parameter.grad for parameter in module.parameters()}
     state = _OptimizerState.of(optimizer) if optimizer is not None else None
-    generators = _RandomState.here()
-    for parameter in grads:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        generators.restore()
-        if state is not None:
-            state.restore()
-        for value in values:
-            value.restore()
-        for parameter, grad in grads.items():
-            parameter.grad = grad
+    with without_gradients(module.parameters()), preserved_generators():
+        try:
+            yield
+        finally:
+            if state is not None:
+                state.restore()
+            for value in values:
+                value.restore()
 
 
 @contextmanager
@@ -75,12 +88,11 @@ def preserved_by_forward(module: nn.Module) -> Iterator[None]:
     an earlier call's backward may still need them.
     """
     attributes = _Attributes(module)
-    generators = _RandomState.here()
-    try:
-        yield
-    finally:
-        generators.restore()
-        attributes.restore()
+    with preserved_generators():
+        try:
+            yield
+        finally:
+            attributes.restore()
 
 
 # Containers and objects that are looked into from a model's attributes: a data set on a module is not walked through.
@@ -126,7 +138,10 @@ class _Attributes:
         elif isinstance(value, tuple):
             self._seen.add(id(value))
             self._look_into(value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and _is_users(value):
+        elif isinstance(getattr(value, "__dict__", None), dict) and (
+            # Not objects of torch's or our own: compiled forms, optimizers.
+            isinstance(value, nn.Module) or type(value).__module__.split(".")[0] not in ("torch", "parplan")
+        ):
             self._seen.add(id(value))
             self._mapping(value.__dict__)
 
@@ -156,11 +171,6 @@ class _Attributes:
         for tensor, value in self._tensors:
             if tensor.shape != value.shape or not torch.equal(tensor, value):
                 tensor.data = value if tensor.shape != value.shape else tensor.data.copy_(value)
-
-
-def _is_users(value: object) -> bool:
-    """Whether an object is a module, or of a class that is neither torch's nor ours (compiled forms, optimizers)."""
-    return isinstance(value, nn.Module) or type(value).__module__.split(".")[0] not in ("torch", "parplan")
 
 
 @dataclass(frozen=True)
@@ -194,7 +204,10 @@ class _OptimizerState:
         groups = [dict(group) for group in optimizer.param_groups]
         held = [value for mapping in (*states.values(), *groups) for value in mapping.values()]
         tensors = [_Value.of(value) for value in held if isinstance(value, Tensor)]
-        plain = {p: {k: _own(v) for k, v in state.items()} for p, state in states.items()}
+        plain = {
+            p: {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()}
+            for p, state in states.items()
+        }
         return _OptimizerState(optimizer, plain, groups, tensors)
 
     def restore(self) -> None:
@@ -206,33 +219,3 @@ class _OptimizerState:
             group.update(before)
         for value in self.tensors:
             value.restore()
-
-
-def _own(value: Any) -> Any:
-    return value if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-@dataclass(frozen=True)
-class _RandomState:
-    """torch's generators of the CPU and of all CUDA devices that are in use, Python's and NumPy's."""
-
-    cpu: Tensor
-    cuda: list[Tensor]
-    python: Any
-    numpy: Any
-
-    @staticmethod
-    def here() -> _RandomState:
-        cuda = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
-        return _RandomState(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -162,7 +162,7 @@ def test_a_slow_layer_shows(kind: str) -> None:
     net = nn.Sequential(nn.Linear(6, 12), Slow(), nn.Linear(12, 4)).double()
     model = compiled(net, spread(2, kind), 2)
     model.prepare(torch.randn(4, 6, dtype=torch.float64))
-    model.foresee = flat(1e-4, 1e-4)
+    model.predict_times = flat(1e-4, 1e-4)
     found = model.measure(steps=3, warmup=1)
     ratios = {line.label: line.ratio or 0.0 for line in found.lines if line.part is StepPart.LAYER}
     slowest = max(found.layers, key=lambda layer: layer.forward.seconds)
@@ -196,7 +196,7 @@ def test_a_model_without_gradients_is_refused() -> None:
 
 def test_predictions_stand_beside_the_measured_figures() -> None:
     model = conv_case()
-    model.foresee = flat(0.25, 0.5)
+    model.predict_times = flat(0.25, 0.5)
     found = model.measure(steps=2, warmup=0)
     by_label = {line.label: line for line in found.lines}
     assert by_label["conv"].predicted == BothTimes(0.25, 0.5)
@@ -211,7 +211,7 @@ def test_predictions_stand_beside_the_measured_figures() -> None:
 
 def test_what_was_priced_and_did_not_move_is_listed() -> None:
     model = conv_case("one")
-    model.foresee = lambda graph, plan: Expected(transfers={"conv2d": BothTimes(1.0, 2.0), "relu": BothTimes()})
+    model.predict_times = lambda graph, plan: Expected(transfers={"conv2d": BothTimes(1.0, 2.0), "relu": BothTimes()})
     labels = [line.label for line in model.measure(steps=1, warmup=0).lines if line.part is StepPart.TRANSFER]
     assert labels[-1] == "conv2d (not moved)"
     assert "relu (not moved)" not in labels
@@ -220,7 +220,7 @@ def test_what_was_priced_and_did_not_move_is_listed() -> None:
 @pytest.mark.parametrize("kind", ["one", "data", "hybrid"])
 def test_the_table_is_narrow_and_says_what_it_compares(kind: str) -> None:
     model = conv_case(kind)
-    model.foresee = flat(0.25, 0.5)
+    model.predict_times = flat(0.25, 0.5)
     text = str(model.measure(steps=2, warmup=0, memory=True))
     assert max(map(len, text.splitlines())) <= 80
     for word in ("ConvNet: 2 training steps of 6 samples", "predicted", "measured", "conv ", "runtime", "Peak memory"):

@@ -20,7 +20,7 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import Call, Example
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
@@ -28,7 +28,6 @@ from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
-from parplan.runtime.module.example_inputs import Example
 from parplan.runtime.module.train_step import (
     StagedStep,
     arguments,
@@ -75,8 +74,8 @@ class Compiled(Wrapped):
 
     Attributes:
         program: what the last call ran, for reading.
-        foresee: predicts a step for a graph and the plan; whoever made the planner may set it, for `measure` to print.
-        decision: what the planner knew when it chose the plan, for whoever set it; None where nobody did.
+        predict_times: predicts a step for a graph and the plan, for `measure` to print; set by the planner's maker.
+        decision: the planner's reasons for the plan; set by the planner's maker, else None.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Compiled(Wrapped):
                 'inputs="group" has no number per process to give for scalars="per_replica"; use one of them'
             )
         self.program: Program | None = None
-        self.foresee: Callable[[LayerGraph, Plan], Expected] | None = None
+        self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
         self.decision: Any = None
         self._example: Example | None = None
         self._batch: int | None = None
@@ -220,7 +219,7 @@ class Compiled(Wrapped):
             executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
         )
         self._begins(graph)
-        loss = step.run(program.staged, self._inputs(call, graph), found)
+        loss = step.run(program.staged, call.named(graph.user_inputs), found)
         self._ends(graph)
         return loss
 
@@ -230,14 +229,9 @@ class Compiled(Wrapped):
         if recorder is not None:
             executor = recorder.executor(executor)
         self._begins(captured.graph)
-        results = run_program(executor, self._inputs(call, captured.graph))
+        results = run_program(executor, call.named(captured.graph.user_inputs))
         self._ends(captured.graph)
         return self._nested(captured.graph, executor.program, results)
-
-    def _inputs(self, call: Call, graph: LayerGraph) -> dict[str, Tensor]:
-        """The user's tensors by the names of their values."""
-        values = zip(graph.user_inputs, _placed(call), strict=True)
-        return {name: tensor for name, tensor in values if name is not None and tensor is not None}
 
     def _ready(self, call: Call, captured: Captured) -> Executor:
         """What runs a graph for these samples, compared with the plain module, with the ranks' buffers in step."""
@@ -295,7 +289,12 @@ class Compiled(Wrapped):
             RuntimeFailure: there was no call to take inputs from, or no result needs a gradient.
         """
         wanted = StepsToRun(steps, warmup, optimizer, loss_fn, memory, between)
-        call = Call.of(args, kwargs, self._dim) if args or kwargs else self._again()
+        if args or kwargs:
+            call = Call.of(args, kwargs, self._dim)
+        elif self._example is not None:
+            call = self._example.call(self._batch)
+        else:
+            raise RuntimeFailure("nothing is known of the inputs yet; call or prepare() the model, or give inputs")
         mode, program = self.training, self.program
         try:
             with preserved_modes(self.module):
@@ -305,16 +304,10 @@ class Compiled(Wrapped):
                 with preserved_generators(), torch.inference_mode(False), torch.enable_grad():
                     self._ready(call, captured)  # compared with the plain module, if it was not yet
                 graph = captured.graph
-                expected = self.foresee(graph, self.plan) if self.foresee and self.plan else None
+                expected = self.predict_times(graph, self.plan) if self.predict_times and self.plan else None
                 return measure(MeasuredModel(self.module, self._transport, graph, call, self._follow, expected), wanted)
         finally:
             self.program, self.training = program, mode
-
-    def _again(self) -> Call:
-        """A call like the last one."""
-        if self._example is None:
-            raise RuntimeFailure("nothing is known of the inputs yet; call or prepare() the model, or give inputs")
-        return self._example.call(self._batch)
 
     @property
     def graph(self) -> LayerGraph | None:
@@ -360,9 +353,14 @@ class Compiled(Wrapped):
     # -- results --
 
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
-        tensors = iter(self._out(program, slot, result) for slot, result in zip(program.outputs, results, strict=True))
+        tensors = []
+        for slot, result in zip(program.outputs, results, strict=True):
+            own = program.slots[slot].per_replica and self._transport.processes > 1
+            result = result.squeeze(0) if own else result
+            tensors.append(result if self._output_device is None else result.to(self._output_device))
+        given = iter(tensors)
         leaves = [
-            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(tensors))
+            leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(given))
             for leaf in graph.user_outputs
         ]
         nested = pytree.tree_unflatten(leaves, graph.out_spec)
@@ -371,11 +369,6 @@ class Compiled(Wrapped):
         for one in graph.stored:
             one.put(list(islice(left, one.count)))
         return nested
-
-    def _out(self, program: Program, slot: str, result: Tensor) -> Tensor:
-        if program.slots[slot].per_replica and self._transport.processes > 1:
-            result = result.squeeze(0)
-        return result if self._output_device is None else result.to(self._output_device)
 
     # -- a module like the one it holds --
 
@@ -394,7 +387,7 @@ class Compiled(Wrapped):
         """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
         twin._captures.plan = self.plan
-        twin.foresee, twin.decision = self.foresee, self.decision
+        twin.predict_times, twin.decision = self.predict_times, self.decision
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -408,7 +401,3 @@ class Compiled(Wrapped):
 def _one_of(name: str, value: str, *known: str) -> None:
     if value not in known:
         raise PlanError(f"{name} is {value!r}; it is {' or '.join(chr(34) + word + chr(34) for word in known)}")
-
-
-def _placed(call: Call) -> list[Tensor | None]:
-    return [leaf if isinstance(leaf, Tensor) else None for leaf in call.leaves]

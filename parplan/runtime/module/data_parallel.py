@@ -35,7 +35,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What `module(*inputs)` returns, each device having worked on its part of the samples.
+    """The result of `module(*inputs)`, each device having worked on its part of the samples.
 
     As with `nn.DataParallel`, batch norm takes the statistics of each replica's own samples (the first one's are
     recorded), and a result that is one number becomes a vector with one entry per replica. Gradients are summed on the
@@ -60,7 +60,22 @@ def data_parallel(
     if not places:
         return module(*args, **kwargs)
     output = _places([output_device])[0] if output_device is not None else places[0]
-    return _compiled(module, _Way(places, output, dim))(*args, **kwargs)
+    layout = _DeviceList(places, output, dim)
+    known: _CompiledForms = module.__dict__.setdefault(_KEPT, _CompiledForms())
+    if layout not in known.by_devices:
+        known.by_devices[layout] = Compiled(
+            module,
+            lambda graph: replicate_all(graph, len(places)),
+            devices=places,
+            output_device=output,
+            dim=dim,
+            batch_norm="local",
+            scalars="per_replica",
+        )
+    compiled = known.by_devices[layout]
+    # The module's own mode counts: it may have been set since.
+    compiled.training = module.training
+    return compiled(*args, **kwargs)
 
 
 def replicate_all(graph: LayerGraph, devices: int) -> Plan:
@@ -71,52 +86,31 @@ def replicate_all(graph: LayerGraph, devices: int) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """On which devices a module runs."""
+class _DeviceList:
+    """The devices that a module runs on, and the dimension that it is cut along."""
 
     places: tuple[torch.device, ...]
     output: torch.device
     dim: int
 
 
-class _Kept:
+class _CompiledForms:
     """A module's compiled forms; a copy of the module, or a saved one, begins without any."""
 
     def __init__(self) -> None:
-        self.by_way: dict[_Way, Compiled] = {}
+        self.by_devices: dict[_DeviceList, Compiled] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForms:
+        return _CompiledForms()
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
-
-
-def _compiled(module: nn.Module, way: _Way) -> Compiled:
-    """The module compiled for these devices, now or before."""
-    kept: _Kept = module.__dict__.setdefault(_KEPT, _Kept())
-    if way not in kept.by_way:
-        count = len(way.places)
-        kept.by_way[way] = Compiled(
-            module,
-            lambda graph: replicate_all(graph, count),
-            devices=way.places,
-            output_device=way.output,
-            dim=way.dim,
-            batch_norm="local",
-            scalars="per_replica",
-        )
-    compiled = kept.by_way[way]
-    # The module's own mode counts: it may have been set since.
-    compiled.training = module.training
-    return compiled
+    def __reduce__(self) -> tuple[type[_CompiledForms], tuple[()]]:
+        return _CompiledForms, ()
 
 
 def _places(devices: Sequence[Device]) -> tuple[torch.device, ...]:
-    return tuple(_place(device) for device in devices)
-
-
-def _place(device: Device) -> torch.device:
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise RuntimeFailure(f"{device!r} is no device; give the number of a CUDA device, or a name such as 'cpu'")
-    return torch.device("cuda", device) if isinstance(device, int) else named(device)
+    found = []
+    for device in devices:
+        if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+            raise RuntimeFailure(f"{device!r} is no device; give the number of a CUDA device, or a name such as 'cpu'")
+        found.append(torch.device("cuda", device) if isinstance(device, int) else named(device))
+    return tuple(found)

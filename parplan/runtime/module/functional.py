@@ -37,17 +37,18 @@ def scatter(values: Any, devices: Devices, dim: int = 0) -> list[Any]:
     """
     places = _places(devices)
     leaves, spec = pytree.tree_flatten(values)
-    columns = [_scatter_leaf(leaf, places, dim) for leaf in leaves]
-    return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(places))]
-
-
-def _scatter_leaf(leaf: Any, places: list[torch.device], dim: int) -> list[Any]:
-    if not isinstance(leaf, Tensor):
-        return [leaf] * len(places)
-    if not -leaf.dim() <= dim < leaf.dim():
-        return [leaf.to(place) for place in places]
-    chunks = leaf.split(list(split_evenly(leaf.shape[dim], len(places))), dim)
-    return [sent(chunk, place) for chunk, place in zip(chunks, places, strict=True)]
+    columns: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            columns.append([leaf] * len(places))
+        elif not -leaf.dim() <= dim < leaf.dim():
+            columns.append([leaf.to(place) for place in places])
+        else:
+            chunks = leaf.split(list(split_evenly(leaf.shape[dim], len(places))), dim)
+            columns.append([sent(chunk, place) for chunk, place in zip(chunks, places, strict=True)])
+    return (
+        [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)] if columns else [values] * len(places)
+    )
 
 
 def gather(results: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
@@ -68,15 +69,14 @@ def gather(results: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
             raise RuntimeFailure(
                 f"gather: replica {index} returned {other}, replica 0 {spec}; return the same structure"
             )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_gather_leaf(column, torch.device(device), dim) for column in columns], spec)
-
-
-def _gather_leaf(column: Sequence[Any], device: torch.device, dim: int) -> Any:
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    moved = [sent(tensor, device) for tensor in column]
-    return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim)
+    joined, place = [], torch.device(device)
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        if isinstance(column[0], Tensor):
+            moved = [sent(tensor, place) for tensor in column]
+            joined.append(torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim))
+        else:
+            joined.append(column[0])
+    return pytree.tree_unflatten(joined, spec)
 
 
 def broadcast(values: Any, devices: Devices) -> list[Any]:
@@ -87,11 +87,11 @@ def broadcast(values: Any, devices: Devices) -> list[Any]:
     Raises:
         RuntimeFailure: no devices.
     """
-    return [pytree.tree_map_only(Tensor, partial(_copy, place=place), values) for place in _places(devices)]
 
+    def copy(place: torch.device, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor) if tensor.device == place else sent(tensor, place)
 
-def _copy(tensor: Tensor, place: torch.device) -> Tensor:
-    return tensor.view_as(tensor) if tensor.device == place else sent(tensor, place)
+    return [pytree.tree_map_only(Tensor, partial(copy, place), values) for place in _places(devices)]
 
 
 def reduce(values: Sequence[Any], device: torch.device | str) -> Any:
@@ -108,15 +108,11 @@ def reduce(values: Sequence[Any], device: torch.device | str) -> Any:
     for index, (_, spec) in enumerate(flat):
         if spec != flat[0][1]:
             raise RuntimeFailure(f"reduce: term {index} is {spec}, term 0 {flat[0][1]}; sum equal structures")
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_sum(column, torch.device(device)) for column in columns], flat[0][1])
-
-
-def _sum(terms: Sequence[Tensor], device: torch.device) -> Tensor:
-    total = terms[0].to(device)
-    for term in terms[1:]:
-        total = total + term.to(device)
-    return total
+    totals = []
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        first, *others = (term.to(device) for term in column)
+        totals.append(sum(others, start=first))
+    return pytree.tree_unflatten(totals, flat[0][1])
 
 
 def parallel_apply(

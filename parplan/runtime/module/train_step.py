@@ -16,9 +16,9 @@ over all samples. So a loss has to be a mean over samples, as torch's are by def
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.passes import local_ranges, take
-from parplan.lowering.program import Staged
+from parplan.lowering.program import OnePass, Staged
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.staged_run import Moment, StagedRun
+from parplan.runtime.preserve_state import without_gradients
 from parplan.runtime.programs.program_cache import Captured
 
 __all__ = [
@@ -48,25 +49,12 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that take steps of their own within a step.
-
-    Raises:
-        RuntimeFailure: its `step` needs a closure.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise RuntimeFailure(
-            f"{type(optimizer).__name__} calls the model again within its step (a closure), which train_step does not "
-            "do; call optimizer.step(closure) yourself, with a plan without update_period"
-        )
-
-
 def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot train `module`, before anything runs.
 
     Raises:
-        RuntimeFailure: no optimizer, one without any of the model's parameters, or a loss that cannot be called.
+        RuntimeFailure: no optimizer, one without any of the model's parameters or whose `step` needs a closure, or a
+            loss that cannot be called.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RuntimeFailure(f"{optimizer!r} is no optimizer; give one such as torch.optim.SGD(model.parameters())")
@@ -75,11 +63,16 @@ def check_training(module: nn.Module, loss_fn: Loss, optimizer: torch.optim.Opti
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if trained.isdisjoint(id(parameter) for parameter in module.parameters()):
         raise RuntimeFailure("the optimizer has none of this model's parameters; make it from model.parameters()")
-    _check_optimizer(optimizer)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RuntimeFailure(
+            f"{type(optimizer).__name__} calls the model again within its step (a closure), which train_step does not "
+            "do; call optimizer.step(closure) yourself, with a plan without update_period"
+        )
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """What a loss function gave, if it is one number.
+    """The result of a loss function, if it is one number.
 
     Raises:
         RuntimeFailure: it is something else.
@@ -91,7 +84,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int]) -> tuple[Moment, ...]:
-    """What is updated after each pass.
+    """The parameters that are updated after each pass.
 
     Args:
         staged: the steps pass by pass, where results come from passes alone.
@@ -106,15 +99,17 @@ def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int
             "buffers are made in front of the passes, or need more than one pass's samples (a loss inside the model?); "
             "take update_period out of the plan, or return what the passes make"
         )
-    shares = _weights(staged)
-    return tuple(_moment(number, periods, shares) for number in range(len(staged.passes)))
-
-
-def _moment(number: int, periods: Mapping[str, int], weights: Sequence[float]) -> Moment:
-    """The parameters whose period ends with a pass, with one over the share of samples that the period had."""
-    ending = {name: period for name, period in periods.items() if (number + 1) % period == 0}
-    shares = {name: sum(weights[number + 1 - period : number + 1]) for name, period in ending.items()}
-    return Moment({name: sum(weights) / share for name, share in shares.items() if share > 0})
+    # Every pass's share of the step's samples: the mean over processes, whose losses count alike.
+    counts = [[sum(map(len, ranges)) for ranges in one.samples] for one in staged.passes]
+    totals = [max(1, sum(own)) for own in zip(*counts, strict=True)]
+    weights = [sum(c / t for c, t in zip(own, totals, strict=True)) / len(totals) for own in counts]
+    found = []
+    for number in range(1, len(weights) + 1):
+        # The parameters whose period ends with this pass, with one over the share of samples that the period had.
+        ending = {name: period for name, period in periods.items() if number % period == 0}
+        shares = {name: sum(weights[number - period : number]) for name, period in ending.items()}
+        found.append(Moment({name: sum(weights) / share for name, share in shares.items() if share > 0}))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -173,48 +168,35 @@ class StagedStep:
         """Run the step; this process's mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         run = StagedRun(self.executor, tuple(inputs), staged)
-        run.step(list(inputs.values()), lambda n, results: self._pull(staged, n, results), moments, self._update)
-        return torch.stack(self.losses).sum() if self.losses else self._no_loss(staged)
-
-    def _no_loss(self, staged: Staged) -> Tensor:
-        """What a process without samples has: 0, in the type of the first result."""
+        tensors = list(inputs.values())
+        run.step(tensors, lambda n, results: self._gradients(staged.passes[n], results), moments, self._update)
+        if self.losses:
+            return torch.stack(self.losses).sum()
+        # A process without samples has a loss of 0, in the type of the first result.
         slots = [self.executor.program.slots[slot] for slot in staged.passes[0].outputs]
         dtype = next((slot.dtype for slot in slots if slot.requires_grad), None)
         return torch.zeros((), dtype=dtype, device=self.executor.transport.physical(self.executor.deliver_from))
 
-    def _pull(self, staged: Staged, number: int, results: list[Tensor]) -> list[Tensor | None]:
-        """The loss of one pass's own samples, and its gradients."""
-        one = staged.passes[number]
+    def _gradients(self, one: OnePass, results: list[Tensor]) -> list[Tensor | None]:
+        """The gradients of the loss of one pass's own samples.
+
+        Raises:
+            RuntimeFailure: the loss gives gradients to parameters of the model. They would be this process's alone, of
+                some passes and not of others.
+        """
         ranges = one.samples[0 if self.executor.transport.processes == 1 else self.executor.transport.owned[0]]
         share = sum(map(len, ranges)) / self.batch
         if not share:
             return [None] * len(results)
         slots = [self.executor.program.slots[slot] for slot in one.outputs]
         leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
-        with torch.enable_grad():
-            weighed = checked_loss(self.loss_fn(self.nested(leaves), self._cut(ranges))) * share
-            with self._apart():
-                weighed.backward()
-        self.losses.append(weighed.detach())
-        return [leaf.grad for leaf in leaves]
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """While it lasts, the loss may give gradients to parameters of its own, but not to the model's.
-
-        Raises:
-            RuntimeFailure: it does. They would be this process's alone, of some passes and not of others.
-        """
         trainable = self.executor.store.trainable
-        known = {name: parameter.grad for name, parameter in trainable.items()}
-        for parameter in trainable.values():
-            parameter.grad = None
-        try:
-            yield
-            taken = [name for name, parameter in trainable.items() if parameter.grad is not None]
-        finally:
-            for name, parameter in trainable.items():
-                parameter.grad = known[name]
+        with torch.enable_grad():
+            targets = pytree.tree_map(partial(self._cut, ranges), self.targets)
+            weighed = checked_loss(self.loss_fn(self.nested(leaves), targets)) * share
+            with without_gradients(trainable.values()):
+                weighed.backward()
+                taken = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if taken:
             raise RuntimeFailure(
                 f"loss_fn takes the gradient of {self.executor.graph.parameters[taken[0]]} itself (a penalty on "
@@ -222,12 +204,11 @@ class StagedStep:
                 "update_period out of the plan"
             )
 
-    def _cut(self, ranges: Sequence[Range]) -> Any:
-        """The targets of one pass's samples."""
-        leaves, spec = pytree.tree_flatten(self.targets)
-        return pytree.tree_unflatten([self._own(leaf, ranges) for leaf in leaves], spec)
+        self.losses.append(weighed.detach())
+        return [leaf.grad for leaf in leaves]
 
-    def _own(self, leaf: Any, ranges: Sequence[Range]) -> Any:
+    def _cut(self, ranges: Sequence[Range], leaf: Any) -> Any:
+        """The part of a target that is of one pass's samples."""
         if not isinstance(leaf, Tensor):
             return leaf
         axis = next((axis for axis in self.axes if axis.of(leaf, self.batch)), None)
@@ -244,19 +225,6 @@ class StagedStep:
         now = {id(parameter) for parameter in own.values()}
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         waiting = [p for p in every if p.grad is not None and (id(p) in self.updated if last else id(p) not in now)]
-        kept = [parameter.grad for parameter in waiting]
-        for parameter in waiting:
-            parameter.grad = None
-        try:
+        with without_gradients(waiting):
             self.optimizer.step()
-        finally:
-            for parameter, gradient in zip(waiting, kept, strict=True):
-                parameter.grad = gradient
         self.updated.update(now)
-
-
-def _weights(staged: Staged) -> list[float]:
-    """Every pass's share of the step's samples: the mean over processes, whose losses count alike."""
-    own = [[sum(map(len, ranges)) for ranges in one.samples] for one in staged.passes]
-    totals = [max(1, sum(counts)) for counts in zip(*own, strict=True)]
-    return [sum(c / t for c, t in zip(counts, totals, strict=True)) / len(totals) for counts in own]

@@ -7,7 +7,8 @@ at the same time and rank 0 alone plans.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from parplan.plan import Plan
 from parplan.runtime.calls import Call
 from parplan.runtime.programs.own_samples import check_own_samples
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
-from parplan.runtime.programs.tensor_watch import OwnTensors
 from parplan.runtime.transport.base import Transport
 
 __all__ = ["Captures", "Planner", "bound_to_batch"]
@@ -40,7 +40,7 @@ CALLS_PER_CAPTURE = 50
 
 
 class Captures:
-    """What is known of one model.
+    """The captured graphs of one model, and its plan.
 
     Args:
         module: the user's module.
@@ -55,7 +55,7 @@ class Captures:
 
     def __init__(self, module: nn.Module, planner: Planner, transport: Transport, options: Options) -> None:
         self._module = module
-        self._own = OwnTensors(module)
+        self._own = _OwnTensors(module)
         self._hooks = HookWatch(module)
         self._planner = planner
         self._transport = transport
@@ -85,14 +85,24 @@ class Captures:
     def find(self, call: Call, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind."""
         if self._own.replaced:
-            _check_parameters(self._module)
+            for name, parameter in self._module.named_parameters():
+                if not isinstance(parameter, nn.Parameter):
+                    raise RuntimeFailure(
+                        f"{name} is a plain tensor during this call, as torch.func.functional_call makes it; a "
+                        "compiled model runs with its own parameters: use the plain model there, `module` of the "
+                        "compiled one"
+                    )
             self.clear()
         self._calls += 1
         kind = self._kind(call, training)
         found = self._fitting(kind)
         if found is None and self.plan is not None and kind not in self._bound:
-            # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others.
-            self._capture(call, training, self._supposed_batch(call), self.plan)
+            # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others, but
+            # supposes that each brings as many samples as this one.
+            groups = self.programs.groups(self.plan)
+            times = self._transport.processes if groups is None else groups.replicas
+            batch = max(1, call.batch) * times if call.batch is not None else None
+            self._capture(call, training, batch, self.plan)
             found = self._fitting(kind)
         if found is not None:
             return found
@@ -179,15 +189,8 @@ class Captures:
             )
         known.pop()
 
-    def _supposed_batch(self, call: Call) -> int | None:
-        """Samples over all processes if each brings as many as this one."""
-        if call.batch is None:
-            return None
-        groups = self.programs.groups(self.plan) if self.plan is not None else None
-        return max(1, call.batch) * (self._transport.processes if groups is None else groups.replicas)
-
     def _kind(self, call: Call, training: bool) -> Hashable:
-        """What has to agree for two calls to share a graph."""
+        """The facts that two calls which share a graph have in common."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         modes = (self._own.modes(training), torch.is_grad_enabled())
         return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
@@ -214,8 +217,11 @@ class Captures:
         return graph
 
     def _traced_at(self, call: Call, training: bool, batch: int | None, numbers: Sequence[Number] = ()) -> LayerGraph:
-        # What is made here also serves calls that record gradients; a checkpoint around this one must not see it made.
-        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
+        def as_it_is(tensor: Tensor) -> Tensor:
+            return tensor
+
+        # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
+        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(as_it_is, as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
         if self._transport.processes > 1 and not self.programs.grouped:
@@ -236,16 +242,6 @@ class Captures:
         self.plan = plan
 
 
-def _check_parameters(module: nn.Module) -> None:
-    """Refuse tensors that stand in for parameters during one call."""
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, nn.Parameter):
-            raise RuntimeFailure(
-                f"{name} is a plain tensor during this call, as torch.func.functional_call makes it; a compiled model "
-                "runs with its own parameters: use the plain model there, `module` of the compiled one"
-            )
-
-
 def bound_to_batch(graph: LayerGraph) -> bool:
     """Whether a graph holds for one number of samples only."""
     loose = [
@@ -258,5 +254,55 @@ def bound_to_batch(graph: LayerGraph) -> bool:
     return graph.fixed_batch or bool(loose)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+@dataclass(frozen=True)
+class _Entry:
+    """A parameter, buffer or submodule, and the dictionary of its module that it is in."""
+
+    place: Mapping[str, object]
+    key: str
+    thing: object
+
+    @property
+    def current(self) -> bool:
+        return self.place.get(self.key) is self.thing
+
+
+class _OwnTensors:
+    """The parameters and buffers that `module` had when they were last looked up.
+
+    A user may replace one (`layer.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`, `to()`); no captured
+    graph fits then. Walking over a module at every call costs more than looking here. Attributes that the forward reads
+    are watched per captured graph (parplan/graph/attributes/guards.py).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._entries: list[_Entry] = []
+        self._parameters: list[nn.Parameter] = []
+        self._modules: list[nn.Module] = []
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Take the module's tensors of now."""
+        self._parameters = list(self._module.parameters())
+        self._modules = list(self._module.modules())
+        places: list[Mapping[str, object]] = [
+            place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
+        ]
+        self._entries = [_Entry(place, key, thing) for place in places for key, thing in place.items()]
+
+    @property
+    def replaced(self) -> bool:
+        """Whether one of them is no longer the module's."""
+        return not all(entry.current for entry in self._entries)
+
+    @property
+    def trained(self) -> Hashable:
+        """Which parameters take gradients."""
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
+    def modes(self, training: bool) -> Hashable:
+        """Which modules are in training mode when the whole is captured in this one: users switch parts by hand."""
+        if training != self._module.training:
+            return training  # capture switches every module
+        return tuple(module.training for module in self._modules)

@@ -28,7 +28,7 @@ from parplan.runtime.self_check.comparison import GroupDifference
 from parplan.runtime.self_check.double_copy import double_call, double_casts, double_copy
 from parplan.runtime.self_check.first_difference import first_difference
 from parplan.runtime.self_check.gathered_batch import Batch, gather_batch, shared_digest
-from parplan.runtime.self_check.step_comparison import GROSS, PlainFailure, StepDifference, Subject
+from parplan.runtime.self_check.step_comparison import GROSS, CheckedModel, PlainFailure, StepDifference
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.local import LocalTransport
 
@@ -123,7 +123,9 @@ class SelfCheck:
     def _checked(
         self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
     ) -> CheckRecord:
-        subject = Subject(self._module, self._captures.programs, self._transport, captured, training, record.gradients)
+        subject = CheckedModel(
+            self._module, self._captures.programs, self._transport, captured, training, record.gradients
+        )
         trains = captured.graph.training and record.gradients
         if self._transport.processes == 1:
             together = True
@@ -147,7 +149,9 @@ class SelfCheck:
         found = self._compared(alone, call, None, record)
         return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
 
-    def _compared(self, subject: Subject, call: Call, step: tuple[int, ...] | None, record: CheckRecord) -> CheckRecord:
+    def _compared(
+        self, subject: CheckedModel, call: Call, step: tuple[int, ...] | None, record: CheckRecord
+    ) -> CheckRecord:
         """Compare on a part of the samples, or on all where the module fails on a part.
 
         Args:
@@ -166,7 +170,7 @@ class SelfCheck:
 
     def _compared_on(
         self,
-        subject: Subject,
+        subject: CheckedModel,
         call: Call,
         samples: int | None,
         step: tuple[int, ...] | None,
@@ -198,7 +202,7 @@ class SelfCheck:
             raise _Unchecked(f"{', '.join(sorted(found.unknown))} draws random numbers that two runs cannot draw alike")
         return self._repeated(record, batch, subject, found)
 
-    def _repeated(self, record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference) -> CheckRecord:
+    def _repeated(self, record: CheckRecord, batch: Batch, subject: CheckedModel, found: StepDifference) -> CheckRecord:
         """Settle a difference: what float64 shows too is an error."""
         if found.precision is torch.float64:
             raise _error(record, batch, subject, found, "in float64")
@@ -224,7 +228,7 @@ class SelfCheck:
         record = replace(record, differences=again.differences)
         raise _error(record, exact, double, again, f"in {type_name}, and in float64 on a copy")
 
-    def _captured_anew(self, subject: Subject, module: nn.Module, call: Call) -> Subject:
+    def _captured_anew(self, subject: CheckedModel, module: nn.Module, call: Call) -> CheckedModel:
         """The module's copy in float64, captured under the same plan."""
         plan = self._captures.plan
         assert plan is not None  # else nothing was captured
@@ -235,7 +239,7 @@ class SelfCheck:
         return replace(subject, module=module, programs=captures.programs, captured=captured, double=True)
 
 
-def _error(record: CheckRecord, batch: Batch, subject: Subject, found: StepDifference, how: str) -> SelfCheckError:
+def _error(record: CheckRecord, batch: Batch, subject: CheckedModel, found: StepDifference, how: str) -> SelfCheckError:
     """The error of a difference; every process of the comparison has to call this."""
     place = first_difference(subject, batch, found)
     lines = [*found.lines(), *place.text]
@@ -292,7 +296,7 @@ def _part(call: Call, captured: Captured, processes: int) -> int | None:
     return few if call.batch > few else call.batch
 
 
-def _check_room(subject: Subject, batch: Batch) -> None:
+def _check_room(subject: CheckedModel, batch: Batch) -> None:
     """Refuse to run the plain module where its weights, gradients and activations exceed what is free on a GPU.
 
     Raises:

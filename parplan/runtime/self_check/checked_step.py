@@ -25,7 +25,7 @@ from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.execution.random_state import draws_numbers
-from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes
+from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes, without_gradients
 from parplan.runtime.self_check.comparison import projected
 from parplan.runtime.self_check.constant_draws import ConstantDraws
 from parplan.runtime.self_check.gathered_batch import returned_leaves
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepValues:
-    """What one step gives.
+    """The values that one step leaves.
 
     Args:
         results: per leaf of the nested result, a tensor or another value.
@@ -85,9 +85,7 @@ def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weig
     """One step of a program made from the module."""
     graph = executor.graph
     begin_forward(module, graph)
-    given = zip(graph.user_inputs, call.leaves, strict=True)
-    inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
-    results = iter(run_program(executor, inputs))
+    results = iter(run_program(executor, call.named(graph.user_inputs)))
     end_forward(module, graph)
     leaves = [
         leaf.value if isinstance(leaf, Constant) else graph.as_returned(leaf, next(results))
@@ -117,38 +115,26 @@ def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> Non
 def _values(
     module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh | None, accumulated: bool = False
 ) -> StepValues:
-    found, given = _gradients(module, call, leaves, weigh, accumulated) if weigh is not None else ({}, {})
+    """The values of a step whose forward has run, and the gradients of its results' projection."""
+    gradients: dict[str, Tensor | None] = {}
+    input_gradients: dict[str, Tensor | None] = {}
+    if weigh is not None:
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        inputs = {f"input {i}": t for i, t in enumerate(call.leaves) if isinstance(t, Tensor) and t.requires_grad}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        loss, wanted = projected(tensors, weigh(tensors)), [*parameters.values(), *inputs.values()]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if loss.requires_grad and wanted and accumulated:
+            with without_gradients(wanted):
+                loss.backward()
+                found = [tensor.grad for tensor in wanted]
+        elif loss.requires_grad and wanted:
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        gradients = dict(zip(parameters, found, strict=False))
+        input_gradients = dict(zip(inputs, found[len(parameters) :], strict=True))
     results = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    return StepValues(results, found, given, buffers)
-
-
-def _gradients(
-    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh, accumulated: bool
-) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Gradients of the results' projection: of parameters, and of inputs."""
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    inputs = {f"input {i}": t for i, t in enumerate(call.leaves) if isinstance(t, Tensor) and t.requires_grad}
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    loss = projected(tensors, weigh(tensors))
-    wanted = [*parameters.values(), *inputs.values()]
-    if not loss.requires_grad or not wanted:
-        return dict.fromkeys(parameters), dict.fromkeys(inputs)
-    found = iter(_accumulated(loss, wanted) if accumulated else torch.autograd.grad(loss, wanted, allow_unused=True))
-    return {name: next(found) for name in parameters}, {name: next(found) for name in inputs}
-
-
-def _accumulated(loss: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """What a backward adds to the `.grad` of some leaves, which are as before afterwards."""
-    before = [tensor.grad for tensor in wanted]
-    for tensor in wanted:
-        tensor.grad = None
-    try:
-        loss.backward()
-        return [tensor.grad for tensor in wanted]
-    finally:
-        for tensor, grad in zip(wanted, before, strict=True):
-            tensor.grad = grad
+    return StepValues(results, gradients, input_gradients, buffers)
 
 
 @contextmanager
@@ -173,24 +159,11 @@ def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[
         stack.enter_context(without_hooks(module))
         stack.enter_context(without_tensor_hooks(module.parameters()))
         # A checkpoint around must not see this step. Detached: a graph that holds its own results would stay.
-        stack.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
-        stack.enter_context(_without_autocast_cache())
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, lambda tensor: tensor))
+        # Casts of weights made here must not serve the step itself: they may lack a graph.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         draws = ConstantDraws() if draws_numbers(graph) else None
         if draws is not None:
             stack.enter_context(draws)
         yield draws
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Casts of weights made here must not serve the step itself: they may lack a graph."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -21,12 +21,12 @@ def projection_weights(results: Sequence[Tensor], seed: int) -> list[Tensor]:
 
     They come from no generator: the step may run where random draws are replaced by constants.
     """
-    return [_scattered(_real(result).shape, seed + index) for index, result in enumerate(results)]
-
-
-def _scattered(shape: Sequence[int], seed: int) -> Tensor:
-    places = torch.arange(math.prod(shape), dtype=torch.float64).view(tuple(shape))
-    return (torch.sin(places * 12.9898 + (1 + seed) * 78.233) * 43758.5453).frac().abs()
+    weights = []
+    for index, result in enumerate(results):
+        shape = _real(result).shape
+        places = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+        weights.append((torch.sin(places * 12.9898 + (1 + seed + index) * 78.233) * 43758.5453).frac().abs())
+    return weights
 
 
 def projected(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ everything (and scales as it does), `randn` gives ones, `rand` halves. torch's g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +18,13 @@ __all__ = ["ConstantDraws"]
 
 aten = torch.ops.aten
 
-# What an op of this name draws, where that does not depend on its arguments.
+# Constants in place of an op's draws, by its name, where they do not depend on its arguments.
 _DRAWN = {"rand": 0.5, "rand_like": 0.5, "randn": 1.0, "randn_like": 1.0, "exponential_": 1.0, "geometric_": 1.0}
 _DRAWN |= {"cauchy_": 1.0, "log_normal_": 1.0, "bernoulli_": 1.0, "bernoulli": 1.0, "random_": 0.0, "random": 0.0}
 _DRAWN |= {"_standard_gamma": 1.0, "binomial": 1.0, "poisson": 1.0}
+_BY_ARGUMENTS = frozenset(
+    {"native_dropout", "rrelu_with_noise", "randperm", "uniform_", "normal_", "normal", "randint", "randint_like"}
+)
 # Arguments that say which share is dropped, of fused ops that draw inside.
 _RATES = ("dropout_p", "dropout")
 
@@ -31,7 +33,7 @@ class ConstantDraws(TorchDispatchMode):
     """While it lasts, ops that draw random numbers give constants.
 
     Attributes:
-        unknown: ops that were run as they are, because what stands for their draw is not known.
+        unknown: ops that were run as they are, because no constant is known that stands for their draw.
     """
 
     def __init__(self) -> None:
@@ -41,107 +43,57 @@ class ConstantDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
         kwargs = dict(kwargs or {})
+        schema = schema_of(func)
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*_without_rates(func, args, kwargs), **kwargs)
-        name = str(schema_of(func).name).split("::")[-1]
-        named = _named(func, args, kwargs)
-        constant = _CONSTANTS.get(name)
-        if constant is not None:
-            return constant(func, named, args, kwargs)
-        if name in _DRAWN:
-            return _filled(func, name, named, _DRAWN[name], args, kwargs)
-        found = _without_rates(func, args, kwargs)
+            return func(*_without_rates(schema, args, kwargs), **kwargs)
+        name = str(schema.name).split("::")[-1]
+        if name in _DRAWN or name in _BY_ARGUMENTS:
+            return _constant(name, func, args, kwargs)
+        found = _without_rates(schema, args, kwargs)
         if found is args:
             self.unknown.add(name)
         return func(*found, **kwargs)
 
 
-def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with their defaults."""
-    schema = schema_of(func).arguments
-    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return found | {a.name: value for a, value in zip(schema, args, strict=False)} | kwargs
-
-
-def _without_rates(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _without_rates(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The arguments of a fused op, with nothing to drop; `args` themselves where it drops nothing."""
-    schema = schema_of(func).arguments
-    places = [i for i, a in enumerate(schema) if a.name in _RATES and i < len(args) and type(args[i]) is float]
-    places = [i for i in places if args[i]]
+    places = [i for i, a in enumerate(schema.arguments) if a.name in _RATES and i < len(args)]
+    places = [i for i in places if type(args[i]) is float and args[i]]
     for rate in _RATES:
         if kwargs.get(rate):
             kwargs[rate] = 0.0
     return [0.0 if i in places else value for i, value in enumerate(args)] if places else args
 
 
-def _filled(func: Any, name: str, named: dict[str, Any], value: float, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """What an op gives that draws everywhere the same."""
-    own = named.get("self", named.get("input"))
-    if own is not None and name.endswith("_"):
-        filled: Tensor = own.fill_(value)
-        return filled
-    if own is not None:
-        options = {key: kwargs[key] for key in ("dtype", "device", "memory_format") if kwargs.get(key) is not None}
-        return torch.full_like(own, value, **options)
-    options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
-    return torch.full(tuple(named["size"]), value, **options)
-
-
-def _uniform(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    filled: Tensor = named["self"].fill_((named["from"] + named["to"]) / 2)
-    return filled
-
-
-def _normal_in_place(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    filled: Tensor = named["self"].fill_(named["mean"] + named["std"])
-    return filled
-
-
-def _normal(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    mean, std = named["mean"], named["std"]
-    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
-        options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
-        return torch.full(tuple(named["size"]), mean + std, **options)
-    return torch.add(mean, std)
-
-
-def _lowest(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    own, low = named.get("self"), named.get("low", 0)
-    options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
-    if own is not None:
-        return torch.full_like(own, low, **options)
-    return torch.full(tuple(named["size"]), low, **({"dtype": torch.int64} | options))
-
-
-def _in_order(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
-    return torch.arange(named["n"], **options)
-
-
-def _kept(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Dropout in one kernel: everything is kept and scaled."""
-    x, rate = named["input"], named["p"] if named["train"] is not False else 0.0
-    return x * (1 / (1 - rate) if rate < 1 else 0.0), torch.ones_like(x, dtype=torch.bool)
-
-
-def _mean_slope(func: Any, named: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """A randomised leaky ReLU with the mean slope; the noise is what its backward multiplies by."""
-    x, noise = named["self"], named["noise"]
-    if not named["training"]:
-        result: Tensor = func(*args, **kwargs)
-        return result
-    slope = (float(named["lower"]) + float(named["upper"])) / 2
-    noise.copy_(torch.where(x <= 0, slope, 1.0))
-    return torch.mul(x, noise)
-
-
-_CONSTANTS: dict[str, Callable[[Any, dict[str, Any], Any, dict[str, Any]], Any]] = {
-    "uniform_": _uniform,
-    "normal_": _normal_in_place,
-    "normal": _normal,
-    "randint": _lowest,
-    "randint_like": _lowest,
-    "randperm": _in_order,
-    "native_dropout": _kept,
-    "rrelu_with_noise": _mean_slope,
-}
+def _constant(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an op that draws random numbers, with constants in place of those."""
+    schema = schema_of(func).arguments
+    named = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    named |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    options = {key: kwargs[key] for key in ("dtype", "device", "memory_format") if kwargs.get(key) is not None}
+    own: Any = named.get("self", named.get("input"))
+    value: Any = _DRAWN.get(name)
+    match name:
+        case "native_dropout":
+            rate = named["p"] if named["train"] is not False else 0.0
+            return own * (1 / (1 - rate) if rate < 1 else 0.0), torch.ones_like(own, dtype=torch.bool)
+        case "rrelu_with_noise":
+            if not named["training"]:
+                return func(*args, **kwargs)
+            mean_slope = (float(named["lower"]) + float(named["upper"])) / 2
+            named["noise"].copy_(torch.where(own <= 0, mean_slope, 1.0))  # its backward multiplies by the noise
+            return torch.mul(own, named["noise"])
+        case "randperm":
+            return torch.arange(named["n"], **options)
+        case "uniform_":
+            value = (named["from"] + named["to"]) / 2
+        case "normal_" | "normal":
+            if isinstance(named["mean"], Tensor) or isinstance(named["std"], Tensor):
+                return torch.add(named["mean"], named["std"])
+            value = named["mean"] + named["std"]
+        case "randint" | "randint_like":
+            value = named.get("low", 0)
+            options = options if own is not None else {"dtype": torch.int64} | options
+    if own is None:
+        return torch.full(tuple(named["size"]), value, **options)
+    return own.fill_(value) if name.endswith("_") else torch.full_like(own, value, **options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.compat import pytree
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module
 from parplan.graph.user_line import code_line
 from parplan.lowering.program import Compute, Forward, Join, Transfer
@@ -29,7 +30,7 @@ from parplan.runtime.self_check.checked_step import StepValues, begin_forward, i
 from parplan.runtime.self_check.comparison import projected, relative_difference
 from parplan.runtime.self_check.double_copy import double_casts
 from parplan.runtime.self_check.gathered_batch import Batch, returned_leaves
-from parplan.runtime.self_check.step_comparison import StepDifference, Subject
+from parplan.runtime.self_check.step_comparison import CheckedModel, StepDifference
 from parplan.runtime.self_check.suspects import suspects
 from parplan.runtime.transport.base import block
 
@@ -40,7 +41,7 @@ _TOLERANCE = 1e-3  # of a value's largest element; in float64 differences are fa
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two steps part.
+    """The first layer at which two steps differ.
 
     Args:
         layer: its name; None where all layers agree one by one.
@@ -51,7 +52,7 @@ class FirstDifference:
     text: tuple[str, ...]
 
 
-def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> FirstDifference:
+def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference) -> FirstDifference:
     """Name the first layer that differs; every process of the comparison has to call this.
 
     Args:
@@ -82,7 +83,9 @@ def first_difference(subject: Subject, batch: Batch, found: StepDifference) -> F
     if place is None:
         text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
         return FirstDifference(None, (text, *reasons))
-    line = _line_of(graph, place.layer)
+    layer = graph.layers.get(place.layer) if place.layer is not None else None
+    traces = (str(node.meta.get("stack_trace") or "") for node in (layer.nodes if layer is not None else ()))
+    line = next(filter(None, map(code_line, traces)), "")
     return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
 
 
@@ -100,21 +103,18 @@ class _Outputs:
 
     def __enter__(self) -> _Outputs:
         for path, part in self._module.named_modules():
-            self._handles.append(part.register_forward_hook(self._recorder(path)))
+            self._handles.append(part.register_forward_hook(partial(self._record, path)))
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _recorder(self, path: str) -> Any:
-        def record(part: nn.Module, args: Any, result: Any) -> None:
-            call = self._calls[path]
-            self._calls[path] += 1
-            tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.tensors[path if call == 0 else f"{path}@{call}"] = tensors
-
-        return record
+    def _record(self, path: str, part: nn.Module, args: Any, result: Any) -> None:
+        call = self._calls[path]
+        self._calls[path] += 1
+        tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.tensors[path if call == 0 else f"{path}@{call}"] = tensors
 
 
 # --- the captured graph in one piece ---------------------------------------------------------
@@ -134,8 +134,7 @@ def _run_whole(module: nn.Module, executor: Executor, batch: Batch, gradients: b
     known: dict[str, Tensor] = dict(graph.constants)
     known |= {name: module.get_parameter(path) for name, path in graph.parameters.items()}
     known |= {name: module.get_buffer(path).detach().clone() for name, path in graph.buffers.items()}
-    given = zip(graph.user_inputs, call.leaves, strict=True)
-    known |= {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+    known |= call.named(graph.user_inputs)
     values: dict[str, Tensor] = {}
     for layer in graph.layers.values():
         names = [*layer.inputs, *layer.parameters, *layer.buffers]
@@ -204,8 +203,7 @@ class _Written:
 def _written_slots(module: nn.Module, executor: Executor, call: Call) -> list[_Written]:
     """The values that every step of a forward of the planned program writes, in order."""
     begin_forward(module, executor.graph)
-    given = zip(executor.graph.user_inputs, call.leaves, strict=True)
-    inputs = {name: leaf for name, leaf in given if name is not None and isinstance(leaf, Tensor)}
+    inputs = call.named(executor.graph.user_inputs)
     run = Run(executor, tuple(inputs), (), kept=executor.program.slots.keys())
     parts, found = run.begin(list(inputs.values())), list[_Written]()
     for step in executor.program.forward:
@@ -249,7 +247,12 @@ def _gradient_lost(graph: LayerGraph, plain: StepValues, whole: _Whole, off: Set
         paths = [graph.parameters[parameter] for parameter in layer.parameters]
         for path in paths:
             if path in off and path in plain.gradients:
-                captured = _gradient_differs(plain.gradients[path], whole.gradients.get(path))
+                wanted, found = plain.gradients[path], whole.gradients.get(path)
+                if wanted is not None and found is not None:
+                    captured = _differs(wanted, found)
+                else:
+                    present = wanted if wanted is not None else found
+                    captured = present is not None and bool(present.abs().max() > 0)
                 readers = [reader for value in layer.outputs for reader in graph.consumers(value)]
                 where = f"{name}, or behind it in {', '.join(dict.fromkeys(readers))}," if readers else name
                 who = (
@@ -263,13 +266,6 @@ def _gradient_lost(graph: LayerGraph, plain: StepValues, whole: _Whole, off: Set
     return None
 
 
-def _gradient_differs(wanted: Tensor | None, found: Tensor | None) -> bool:
-    if wanted is None or found is None:
-        present = wanted if wanted is not None else found
-        return present is not None and bool(present.abs().max() > 0)
-    return _differs(wanted, found)
-
-
 def _buffer_lost(graph: LayerGraph, off: Set[str]) -> FirstDifference | None:
     for name in sorted(off):
         if name in graph.buffers.values():
@@ -281,13 +277,3 @@ def _buffer_lost(graph: LayerGraph, off: Set[str]) -> FirstDifference | None:
 
 def _differs(wanted: Tensor, found: Tensor) -> bool:
     return not relative_difference(wanted, found, 0.0) <= _TOLERANCE
-
-
-def _line_of(graph: LayerGraph, name: str | None) -> str:
-    """Where in the user's code a layer is."""
-    layer: Layer | None = graph.layers.get(name) if name is not None else None
-    for node in layer.nodes if layer is not None else ():
-        line = code_line(str(node.meta.get("stack_trace") or ""))
-        if line:
-            return line
-    return ""

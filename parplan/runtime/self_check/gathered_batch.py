@@ -79,15 +79,16 @@ class Batch:
 
     def own_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
         """The projection of this process's results: its rows of the whole one's."""
-        axes = self._axes(graph)
-        like = [
-            torch.empty(self._whole_shape(t, a), dtype=t.dtype, device="meta")
-            for t, a in zip(results, axes, strict=True)
-        ]
+        axes, like = self._axes(graph), []
+        for result, axis in zip(results, axes, strict=True):
+            shape = list(result.shape)
+            if axis is not None and self.processes > 1:
+                shape[axis.returned] = (self.whole.batch or 0) * axis.per_sample * (axis.beside or 1)
+            like.append(torch.empty(shape, dtype=result.dtype, device="meta"))
         return [self._rows(w, a) for w, a in zip(projection_weights(like, _SEED), axes, strict=True)]
 
     def own_results(self, graph: LayerGraph, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """What of the whole step's nested result belongs to this process."""
+        """This process's share of the whole step's nested result."""
         axes = iter(self._axes(graph))
         if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(self._axes(graph)):
             return tuple(leaves)
@@ -106,12 +107,6 @@ class Batch:
         """Per result that is a tensor, where it has samples."""
         values = [value for value in returned_leaves(graph) if isinstance(value, str)]
         return [_axis(graph, value) for value in values]
-
-    def _whole_shape(self, result: Tensor, axis: _Axis | None) -> list[int]:
-        shape = list(result.shape)
-        if axis is not None and self.processes > 1:
-            shape[axis.returned] = (self.whole.batch or 0) * axis.per_sample * (axis.beside or 1)
-        return shape
 
     def _rows(self, tensor: Tensor, axis: _Axis | None) -> Tensor:
         if axis is None or self.processes == 1:

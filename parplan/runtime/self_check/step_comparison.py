@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import user_line
 from parplan.lowering.program import shape_of
 from parplan.runtime.execution.executor import Executor
@@ -26,7 +25,7 @@ from parplan.runtime.self_check.gathered_batch import Batch
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from parplan.runtime.transport.base import Transport, block
 
-__all__ = ["GROSS", "PlainFailure", "StepDifference", "Subject"]
+__all__ = ["GROSS", "CheckedModel", "PlainFailure", "StepDifference"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,23 @@ class StepDifference:
 
     def lines(self) -> list[str]:
         """A line for every group."""
-        return [_line(group, self.limit) for group in self.differences]
+        found = []
+        for group in self.differences:
+            if group.difference <= self.limit:
+                found.append(f"{group.group}: {group.count} agree")
+            elif group.difference == math.inf:
+                found.append(f"{group.group}: {group.worst} has another shape or structure, or infinities elsewhere")
+            else:
+                off = sum(not difference <= self.limit for difference in group.differences.values())
+                found.append(
+                    f"{group.group}: {off} of {group.count} differ, most {group.worst}: {group.difference:.2g} of its "
+                    f"largest element (tolerance {self.limit:.0e})"
+                )
+        return found
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """A module, and a capture of it that is to be compared with it.
 
     Args:
@@ -169,7 +180,10 @@ class Subject:
             expected, planned = self._own_share(batch, plain, planned, executor, self.transport.rank)
         else:
             expected = plain
-        precision = _precision(graph)
+        types = {_REAL.get(spec.dtype, spec.dtype) for spec in graph.values.values()}
+        known = [dtype for dtype in types if dtype in _PRECISIONS]
+        # The shortest floating-point type that anything is computed in.
+        precision = max(known, key=lambda dtype: _PRECISIONS[dtype].tolerance, default=torch.float32)
         limits = _PRECISIONS[precision]
         differences = _differences(plain, expected, planned, limits.floor)
         return StepDifference(differences, limits.tolerance, precision, plain, frozenset(found))
@@ -177,7 +191,7 @@ class Subject:
     def _own_share(
         self, batch: Batch, plain: StepValues, planned: StepValues, executor: Executor, rank: int
     ) -> tuple[StepValues, StepValues]:
-        """What of both steps this process can compare."""
+        """The shares of both steps that this process can compare."""
         graph, holdings = executor.graph, executor.program.holdings
         held = {path: holdings[name].get(rank) for name, path in graph.parameters.items() if name in holdings}
         wanted: dict[str, Tensor | None] = {}
@@ -195,7 +209,8 @@ class Subject:
             given[path] = own
         positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
         compared = [name for name, position in positions.items() if not batch.shares_input(position)]
-        wanted_inputs = {n: _rows_of(batch, positions[n], plain.input_gradients[n]) for n in compared}
+        wholes = {name: plain.input_gradients[name] for name in compared}
+        wanted_inputs = {n: batch.own_input(positions[n], g) if g is not None else None for n, g in wholes.items()}
         # A process's inputs see its own loss, of which the mean has a share.
         given_inputs = {n: g / batch.processes if g is not None else None for n, g in planned.input_gradients.items()}
         given_inputs = {name: given_inputs[name] for name in compared}
@@ -215,17 +230,6 @@ class Subject:
         return expected, found
 
 
-def _rows_of(batch: Batch, position: int, gradient: Tensor | None) -> Tensor | None:
-    return batch.own_input(position, gradient) if gradient is not None else None
-
-
-def _precision(graph: LayerGraph) -> torch.dtype:
-    """The shortest floating-point type that anything is computed in."""
-    types = {_REAL.get(spec.dtype, spec.dtype) for spec in graph.values.values()}
-    known = [dtype for dtype in types if dtype in _PRECISIONS]
-    return max(known, key=lambda dtype: _PRECISIONS[dtype].tolerance, default=torch.float32)
-
-
 def _differences(
     whole: StepValues, expected: StepValues, planned: StepValues, floor: float
 ) -> tuple[GroupDifference, ...]:
@@ -237,19 +241,15 @@ def _differences(
         ("input gradients", expected.input_gradients, planned.input_gradients, pulled),
         ("buffers", expected.buffers, planned.buffers, largest_of(whole.buffers)),
     ]
-    alike = _alike(expected.results, planned.results)
+    # As many leaves, tensors in the same places, and the same values in the others.
+    alike = len(expected.results) == len(planned.results) and all(
+        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _equal(a, b))
+        for a, b in zip(expected.results, planned.results, strict=True)
+    )
     found = [compare_group(n, a, b, floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
     if not alike:
         found.insert(0, GroupDifference("results", len(expected.results), math.inf, "structure", {}))
     return tuple(found)
-
-
-def _alike(plain: Sequence[object], planned: Sequence[object]) -> bool:
-    """Whether results have as many leaves, with tensors in the same places, and the same values in the others."""
-    return len(plain) == len(planned) and all(
-        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _equal(a, b))
-        for a, b in zip(plain, planned, strict=True)
-    )
 
 
 def _equal(a: object, b: object) -> bool:
@@ -259,15 +259,3 @@ def _equal(a: object, b: object) -> bool:
 
 def _tensors(results: Sequence[object]) -> dict[str, Tensor | None]:
     return {f"result {i}": leaf for i, leaf in enumerate(results) if isinstance(leaf, Tensor)}
-
-
-def _line(group: GroupDifference, limit: float) -> str:
-    if group.difference <= limit:
-        return f"{group.group}: {group.count} agree"
-    off = sum(not difference <= limit for difference in group.differences.values())
-    if group.difference == math.inf:
-        return f"{group.group}: {group.worst} has another shape or structure, or infinities elsewhere"
-    return (
-        f"{group.group}: {off} of {group.count} differ, most {group.worst}: {group.difference:.2g} of its largest "
-        f"element (tolerance {limit:.0e})"
-    )
