@@ -1,4 +1,4 @@
-"""Which samples each process reads, so that an epoch sees every sample once: `shard_dataset` and `PlanSampler`.
+"""Split of a dataset over processes, so that an epoch sees every sample once: `shard_dataset` and `PlanSampler`.
 
 Under torchrun a compiled model takes every process's own samples, whatever the plan: the step's batch is all of them in
 rank order, and where a layer has fewer replicas than there are processes the runtime gathers what its devices need. So
@@ -18,6 +18,7 @@ Without a process group there is one process, which has all devices and reads ev
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def share_of(
     world_size: int | None = None,
     same_within_group: bool = False,
 ) -> Share:
-    """Which part of a dataset a process reads under a plan.
+    """The part of a dataset that a process reads under a plan.
 
     Args:
         plan: the plan that the model runs, or its file; `model.plan` of a compiled model.
@@ -78,39 +79,32 @@ def share_of(
         PlanError: there is no plan yet, it is for another number of processes, or its first layer leaves some out.
         RuntimeFailure: torchrun started several processes which have not joined, or the rank does not exist.
     """
-    made = _made(plan)
-    place = _place(rank, world_size)
-    if place.world == 1:
-        return Share()
-    if made.devices != place.world:
-        raise PlanError(
-            f"the plan is for {made.devices} devices, here are {place.world} processes, one device each; start as "
-            f"many, or plan with --gpus {place.world}"
-        )
-    return _replica(made, place.rank) if same_within_group else Share(place.rank, place.world)
-
-
-def _made(plan: Plan | str | Path | None) -> Plan:
-    if isinstance(plan, (str, Path)):
-        return Plan.load(plan)
-    found = getattr(plan, "plan", plan)  # a compiled model has one
-    if found is None:
+    made = Plan.load(plan) if isinstance(plan, (str, Path)) else getattr(plan, "plan", plan)  # a compiled model has one
+    if made is None:
         raise PlanError("there is no plan yet; give parplan.compile example inputs, or call the model once")
-    if not isinstance(found, Plan):
+    if not isinstance(made, Plan):
         raise PlanError(f"a {type(plan).__name__} is no plan; give model.plan of a compiled model, or a plan's file")
-    return found
+    own = _process(rank, world_size)
+    if own.count == 1:
+        return Share()
+    if made.devices != own.count:
+        raise PlanError(
+            f"the plan is for {made.devices} devices, here are {own.count} processes, one device each; start as "
+            f"many, or plan with --gpus {own.count}"
+        )
+    if not same_within_group:
+        return own
+    name, first = next(iter(made.layers.items()))
+    if len(first.devices) != made.devices:
+        raise PlanError(
+            f"{name}, the first layer, is on {len(first.devices)} of {made.devices} devices, so the others have no "
+            "replica whose samples they could read; leave out same_within_group"
+        )
+    return Share(first.devices.index(own.index) // first.shards, first.replicas)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Which of how many processes this is."""
-
-    rank: int
-    world: int
-
-
-def _place(rank: int | None, world: int | None) -> _Place:
-    """Who asks: as said, else as the process group says."""
+def _process(rank: int | None, world: int | None) -> Share:
+    """This process among all: as said, else as the process group says."""
     joined = dist.is_available() and dist.is_initialized()
     if not joined and (rank is None) != (world is None):
         raise RuntimeFailure("rank and world_size belong together; give both, or neither")
@@ -120,24 +114,11 @@ def _place(rank: int | None, world: int | None) -> _Place:
             f"torchrun started {started} processes, which have not joined: every one would read all samples; call "
             "torch.distributed.init_process_group first"
         )
-    found = _Place(
-        rank if rank is not None else (dist.get_rank() if joined else 0),
-        world if world is not None else (dist.get_world_size() if joined else 1),
-    )
-    if not 0 <= found.rank < found.world:
-        raise RuntimeFailure(f"rank {found.rank} of {found.world} processes; ranks go from 0 to {found.world - 1}")
-    return found
-
-
-def _replica(plan: Plan, rank: int) -> Share:
-    """The replica of the first layer that a rank holds a shard of."""
-    name, first = next(iter(plan.layers.items()))
-    if len(first.devices) != plan.devices:
-        raise PlanError(
-            f"{name}, the first layer, is on {len(first.devices)} of {plan.devices} devices, so the others have no "
-            "replica whose samples they could read; leave out same_within_group"
-        )
-    return Share(first.devices.index(rank) // first.shards, first.replicas)
+    own = rank if rank is not None else (dist.get_rank() if joined else 0)
+    count = world if world is not None else (dist.get_world_size() if joined else 1)
+    if not 0 <= own < count:
+        raise RuntimeFailure(f"rank {own} of {count} processes; ranks go from 0 to {count - 1}")
+    return Share(own, count)
 
 
 class PlanSampler(DistributedSampler[Any]):
@@ -267,16 +248,13 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         own, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        for number, items in enumerate(self._rounds()):
-            if number % workers == own:
-                yield items[self.share.index]
-
-    def _rounds(self) -> Iterator[list[Any]]:
         count, items = self.share.count, iter(self.dataset)
         first: list[Any] = []
-        while items_of_round := list(islice(items, count)):
+        for number in itertools.count():
+            items_of_round = list(islice(items, count))
             first = first or items_of_round
             missing = count - len(items_of_round)
-            if missing and self._drop_last:
+            if not items_of_round or (missing and self._drop_last):
                 return
-            yield [*items_of_round, *islice(cycle(first), missing)]
+            if number % workers == own:
+                yield [*items_of_round, *islice(cycle(first), missing)][self.share.index]

@@ -1,4 +1,4 @@
-"""One process per device, started and ended here: what each brings back, or one error that says why nothing came."""
+"""Starts one process per device, and gathers their results, or one error that says why there are none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -43,42 +43,28 @@ def in_processes(ranks: int, run: Callable[[int, int], T]) -> list[T]:
         started = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             _work, (run, ranks, folder), ranks, join=False, daemon=True, start_method="spawn"
         )
-        with _ended(started.processes):
-            if not _all_done(started.processes):
-                raise _reason(Path(folder), ranks)
+        running = {process.sentinel: process for process in started.processes}
+        try:
+            while running:
+                for sentinel in connection.wait(list(running)):
+                    process = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode:  # the others wait for it
+                        raise _reason(Path(folder), ranks)
+        finally:
+            for process in started.processes:
+                if process.is_alive():
+                    process.terminate()
+            for process in started.processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
         return [pickle.loads((Path(folder) / f"{rank}.ran").read_bytes()) for rank in range(ranks)]
 
 
-@contextlib.contextmanager
-def _ended(processes: Sequence[Any]) -> Iterator[None]:
-    """Whatever happens, the processes are gone afterwards."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _all_done(processes: Sequence[Any]) -> bool:
-    """Whether all processes end well; waits for no other once one has not."""
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                return False
-    return True
-
-
 def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str) -> None:
-    """One process: leave what was found (or why nothing was) in a file."""
+    """One process: leaves its result, or its error, in a file."""
     torch.set_num_threads(1)
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -96,7 +82,7 @@ def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str) ->
 
 @dataclass(frozen=True)
 class _Why:
-    """What ended a process: the name of parplan's error, empty for any other, and the text."""
+    """The error that ended a process: the name of parplan's class, empty for any other, and the text."""
 
     kind: str
     text: str

@@ -1,4 +1,4 @@
-"""Who runs the work of each device within a step: the caller's thread, one device after another, or a thread for each.
+"""Threads that run the work of each device within a step: the caller's, one device after another, or one for each.
 
 torch computes without Python's lock, so threads let CPU devices compute at the same time, and launch kernels on several
 GPUs side by side. All else that a run does stays as if there were one thread: whoever does something holds the turn,
@@ -96,7 +96,7 @@ class Threads:
 
 
 def dispatch_for(threads: ThreadsOption, transport: Transport) -> Dispatch:
-    """What the option `threads` asks for; a process with one device needs no thread unless a function is to begin it.
+    """The dispatch of the option `threads`; a process with one device needs no thread unless a function is to begin it.
 
     Raises:
         PlanError: neither a truth value nor a function.
@@ -119,7 +119,7 @@ class _Autocast:
 
 @dataclass(frozen=True)
 class CallersModes:
-    """What torch keeps per thread and a device's thread has to take over: gradients, inference, autocast, streams."""
+    """The modes that torch keeps per thread, for a device's thread: gradients, inference, autocast, streams."""
 
     gradients: bool
     inference: bool
@@ -133,7 +133,7 @@ class CallersModes:
         casts = tuple(_Autocast(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         # A thread starts without autocast.
         active = tuple(cast for cast in casts if cast.enabled)
-        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active, _streams())
+        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active, _other_streams())
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class CallersModes:
             yield
 
 
-def _streams() -> tuple[torch.cuda.Stream, ...]:
+def _other_streams() -> tuple[torch.cuda.Stream, ...]:
     """This thread's CUDA streams that a new thread would not have: last that of its current device."""
     if not torch.cuda.is_initialized():
         return ()

@@ -1,4 +1,4 @@
-"""How much memory a training step really takes at most: what the planner's prediction is checked against.
+"""Measured peak memory of a training step, which the planner's prediction is checked against.
 
 On the CPU torch keeps no peak, but its profiler records every allocation and every release, with bytes, also those of
 threads that run the backward pass. Their running sum is exact and repeatable. On CUDA the caching allocator keeps the
@@ -54,27 +54,21 @@ def step_peak(step: Callable[[], object], held: Iterable[Tensor], device: torch.
     """
     place = device if device is not None else torch.device("cpu")
     before = held_bytes(held, place)
-    return StepPeak(before, _cuda_rise(step, place) if place.type == "cuda" else _cpu_rise(step))
+    if place.type != "cuda":
+        return StepPeak(before, _cpu_rise(step))
+    torch.cuda.synchronize(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    allocated = torch.cuda.memory_allocated(place)
+    step()
+    torch.cuda.synchronize(place)
+    return StepPeak(before, max(0, torch.cuda.max_memory_allocated(place) - allocated))
 
 
 def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the distinct memories of `tensors` that are on `device`; of sharded ones this process's blocks."""
     own = [local_tensor(tensor) for tensor in tensors]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if _on(t, device)}
-    return sum(storages.values())
-
-
-def _on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (device.type == "cpu" or tensor.device == device)
-
-
-def _cuda_rise(step: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    torch.cuda.synchronize(device)
-    return max(0, torch.cuda.max_memory_allocated(device) - before)
+    here = [t for t in own if t.device == device or device.type == t.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}.values())
 
 
 def _cpu_rise(step: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class LocalTransport:
                 self._streams.copy_after_compute(piece.source, device)
             with self._streams.copying(device):
                 like = torch.empty(exchange.shapes[device], dtype=exchange.dtype, device=self._devices[device])
-                parts[device] = assemble(plan, lambda piece: self._fetch(piece, tensors), like)
+                parts[device] = assemble(plan, partial(self._fetch, tensors), like)
         return self._arrived(parts)
 
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
@@ -140,7 +141,7 @@ class LocalTransport:
     def _arrived(self, parts: Held) -> _Arrived:
         return _Arrived(parts, {device: self._streams.copied(device) for device in parts}, self._streams)
 
-    def _fetch(self, piece: Piece, tensors: Mapping[int, Tensor]) -> Tensor:
+    def _fetch(self, tensors: Held, piece: Piece) -> Tensor:
         return self._moved(block(tensors[piece.source], piece.source_region), piece.source, piece.target)
 
     def _moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
@@ -153,19 +154,14 @@ class LocalTransport:
         self._streams.used_here(tensor)
         if tensor.device == place:
             return tensor
-        if tensor.is_cuda and place.type == "cuda" and not self._reach(tensor.device, place):
-            return self._staged(tensor, source, target)
+        if tensor.is_cuda and place.type == "cuda":
+            pair = (tensor.device.index or 0, place.index or 0)
+            if pair not in self._reachable:
+                self._reachable[pair] = bool(torch.cuda.can_device_access_peer(*pair))
+            if not self._reachable[pair]:
+                # By way of pinned host memory: the host waits for the first half of the way.
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                with self._streams.computing(source):
+                    host.copy_(tensor)
+                return host.to(place, non_blocking=True)
         return sent(tensor, place)
-
-    def _staged(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """By way of pinned host memory: the host waits for the first half of the way."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        with self._streams.computing(source):
-            host.copy_(tensor)
-        return host.to(self._devices[target], non_blocking=True)
-
-    def _reach(self, source: torch.device, target: torch.device) -> bool:
-        pair = (source.index or 0, target.index or 0)
-        if pair not in self._reachable:
-            self._reachable[pair] = bool(torch.cuda.can_device_access_peer(*pair))
-        return self._reachable[pair]
