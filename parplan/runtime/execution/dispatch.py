@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,28 +27,16 @@ T = TypeVar("T")
 ThreadsOption = bool | Callable[[int], object]
 
 
-class Dispatch(Protocol):
-    """Runs what several devices have to do in one step."""
-
-    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
-        """Call `work` with every device, `in_turn` if order matters; raises the first device's error, noting others."""
-        ...
-
-    def apart(self, compute: Callable[..., T], *args: object) -> T:
-        """Inside of `work`: what `compute` returns for `args`; other devices may work meanwhile."""
-        ...
-
-
 class Inline:
     """The caller's thread does everything, in the order of the devices."""
 
     def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
-        """As `Dispatch.each`."""
+        """Call `work` with every device, `in_turn` if order matters; raises the first device's error, noting others."""
         for device in devices:
             work(device)
 
     def apart(self, compute: Callable[..., T], *args: object) -> T:
-        """As `Dispatch.apart`."""
+        """Inside of `work`: what `compute` returns for `args`; other devices may work meanwhile."""
         return compute(*args)
 
 
@@ -67,7 +55,7 @@ class Threads:
             job.result()
 
     def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
-        """As `Dispatch.each`; an error keeps the traceback of the thread it comes from."""
+        """As `Inline.each`; an error keeps the traceback of the thread it comes from."""
         modes = CallersModes.here()
         if in_turn:
             for device in devices:
@@ -87,12 +75,15 @@ class Threads:
             work(device)
 
     def apart(self, compute: Callable[..., T], *args: object) -> T:
-        """As `Dispatch.apart`."""
+        """As `Inline.apart`."""
         self._turn.release()
         try:
             return compute(*args)
         finally:
             self._turn.acquire()
+
+
+Dispatch = Inline | Threads
 
 
 def dispatch_for(threads: ThreadsOption, transport: Transport) -> Dispatch:

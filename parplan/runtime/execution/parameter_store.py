@@ -49,42 +49,25 @@ class _Copy:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A block of a parameter, buffer or constant that a device works on; `path` is the same in all captured graphs."""
+class _Where:
+    """A block of one of the module's tensors in one memory; `path` is the same in all captured graphs."""
 
-    name: str
     path: str
     place: torch.device
     block: Region
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Where:
-    """A block of one of the module's tensors in one memory."""
+class _Wanted:
+    """A block of a parameter, buffer or constant that a device works on."""
 
-    path: str
-    place: torch.device
-    block: Region
+    name: str
+    where: _Where
+    shape: tuple[int, ...]
 
 
-class Copies:
-    """Blocks of a module's parameters and buffers in other memories, shared by all programs of a compiled model."""
-
-    def __init__(self) -> None:
-        self._found: dict[_Where, _Copy] = {}
-
-    def get(self, wanted: _Wanted) -> _Copy | None:
-        """The copy of a block, which may be out of date."""
-        return self._found.get(_Where(wanted.path, wanted.place, wanted.block))
-
-    def put(self, wanted: _Wanted, copy: _Copy) -> None:
-        """Keep a copy in place of an older one."""
-        self._found[_Where(wanted.path, wanted.place, wanted.block)] = copy
-
-    def clear(self) -> None:
-        """Forget all copies: the module has other tensors."""
-        self._found.clear()
+Copies = dict[_Where, _Copy]
+"""Blocks of a module's parameters and buffers in other memories, shared by all programs of a compiled model."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +113,7 @@ class Store:
         self.shapes = {name: {d: shape_of(b) for d, b in held.items()} for name, held in program.holdings.items()}
         self._transport = transport
         self._sharded = sharded
-        self._copies = copies if copies is not None else Copies()
+        self._copies = copies if copies is not None else {}
         steps = [step for step in program.forward if isinstance(step, Compute)]
         self._wanted = {
             (id(state), device): self._want(state, device)
@@ -147,7 +130,7 @@ class Store:
             blocks = tuple(inner.shifted(outer.start) for inner, outer in zip(blocks, held, strict=True))
         # A constant belongs to its graph alone.
         path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
-        return _Wanted(state.name, path, self._transport.physical(device), blocks, shape_of(blocks))
+        return _Wanted(state.name, _Where(path, self._transport.physical(device), blocks), shape_of(blocks))
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -188,37 +171,37 @@ class Store:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name).detach()
-        if original.device != wanted.place:
-            copy = self._copies.get(wanted)
+        if original.device != wanted.where.place:
+            copy = self._copies.get(wanted.where)
             assert copy is not None  # refresh() came first
             return copy.tensor
-        return original if original.shape == wanted.shape else block(original, wanted.block)
+        return original if original.shape == wanted.shape else block(original, wanted.where.block)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
-        copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.place]
+        copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.where.place]
         stale: dict[_Route, dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
         for _, wanted in copied:
-            original, known = self.original(wanted.name), self._copies.get(wanted)
+            original, known = self.original(wanted.name), self._copies.get(wanted.where)
             if known is None or known.version != version(original):
-                stale[_Route(original.device, wanted.place, original.dtype)][wanted] = None
+                stale[_Route(original.device, wanted.where.place, original.dtype)][wanted] = None
             else:
                 unwritten[wanted] = known
         for wanted in self._changed(unwritten):
             original = self.original(wanted.name)
-            stale[_Route(original.device, wanted.place, original.dtype)][wanted] = None
+            stale[_Route(original.device, wanted.where.place, original.dtype)][wanted] = None
         for route, group in stale.items():
-            blocks = [block(self.original(wanted.name).detach(), wanted.block) for wanted in group]
+            blocks = [block(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
             flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), route.target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
-                self._copies.put(wanted, _Copy(part.view(tensor.shape), version(self.original(wanted.name))))
+                self._copies[wanted.where] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))
         for device, wanted in copied:
-            copy = self._copies.get(wanted)
+            copy = self._copies.get(wanted.where)
             if copy is not None and device not in copy.users:
                 copy.users.add(device)
                 with self._transport.on(device):
@@ -232,7 +215,7 @@ class Store:
             if copy.checksum is None:
                 copy.checksum = _checksum(copy.tensor)
             original = self.original(wanted.name).detach()
-            originals[original.device].append(_checksum(block(original, wanted.block)))
+            originals[original.device].append(_checksum(block(original, wanted.where.block)))
         # One reading of each device's numbers, however many copies there are.
         by_device = {device: iter(torch.stack(sums).tolist()) for device, sums in originals.items()}
         held = [copy.checksum for copy in copies.values() if copy.checksum is not None]
@@ -247,11 +230,11 @@ class Store:
         """Copy a buffer that `device` wrote to the module, or tell its copies that it was written there."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name)
-        if original.device != wanted.place:
-            copy = self._copies.get(wanted)
+        if original.device != wanted.where.place:
+            copy = self._copies.get(wanted.where)
             assert copy is not None  # `get` gave it to the step that wrote it
-            block(original, wanted.block).copy_(copy.tensor)
-            self._copies.put(wanted, _Copy(copy.tensor, version(original), users=copy.users))
+            block(original, wanted.where.block).copy_(copy.tensor)
+            self._copies[wanted.where] = _Copy(copy.tensor, version(original), users=copy.users)
         else:
             increment_version(original)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from parplan.graph.local import Marks
 from parplan.lowering.program import Exchange, Program
@@ -16,36 +15,8 @@ __all__ = ["SILENT", "Recorder", "Silent", "TimelineRecorder"]
 Span = AbstractContextManager[object]
 
 
-class Recorder(Protocol):
-    """Told by a run where its time goes; spans may be entered any number of times.
-
-    Attributes:
-        marks: called by generated code in front of each layer and behind it; None leaves such calls out of the code.
-        sums: the span of waiting for gradient sums, on all devices of this process.
-        totals: the span of adding up the gradients of the caller's own parameters.
-        sends: the span of waiting until messages have left.
-    """
-
-    marks: Marks | None
-    sums: Span
-    totals: Span
-    sends: Span
-
-    def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """From now on these devices, or without any the caller, are in the runtime itself."""
-        ...
-
-    def computing(self, device: int) -> None:
-        """From now on generated code runs for this device."""
-        ...
-
-    def moving(self, exchange: Exchange) -> Span:
-        """The span of starting an exchange of the program, or of waiting for it."""
-        ...
-
-
 class Silent:
-    """The recorder of a call that is not recorded: does nothing."""
+    """The recorder of calls that are not recorded: does nothing; see `TimelineRecorder`."""
 
     marks: Marks | None = None
     sums: Span = nullcontext()
@@ -53,25 +24,28 @@ class Silent:
     sends: Span = nullcontext()
 
     def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """As `Recorder.runtime`."""
+        """As `TimelineRecorder.runtime`."""
 
     def computing(self, device: int) -> None:
-        """As `Recorder.computing`."""
+        """As `TimelineRecorder.computing`."""
 
     def moving(self, exchange: Exchange) -> Span:
-        """As `Recorder.moving`."""
+        """As `TimelineRecorder.moving`."""
         return self.sums
 
 
-SILENT = Silent()
-
-
 class TimelineRecorder:
-    """Enters the activities of one program on a timeline.
+    """Enters the activities of one program on a timeline; its spans may be entered any number of times.
 
     Args:
         program: its transfers are told apart by the slot that each fills.
         owned: the logical devices of this process.
+
+    Attributes:
+        marks: called by generated code in front of each layer and behind it; None leaves such calls out of the code.
+        sums: the span of waiting for gradient sums, on all devices of this process.
+        totals: the span of adding up the gradients of the caller's own parameters.
+        sends: the span of waiting until messages have left.
     """
 
     def __init__(self, timeline: StepTimeline, program: Program, owned: tuple[int, ...]) -> None:
@@ -90,15 +64,15 @@ class TimelineRecorder:
                 self._moves[id(exchange)] = _Span(timeline, activity, devices)
 
     def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """As `Recorder.runtime`."""
+        """From now on these devices, or without any the caller, are in the runtime itself."""
         self._timeline.enter(REST, devices)
 
     def computing(self, device: int) -> None:
-        """As `Recorder.computing`."""
+        """From now on generated code runs for this device."""
         self._timeline.device = device
 
     def moving(self, exchange: Exchange) -> Span:
-        """As `Recorder.moving`."""
+        """The span of starting an exchange of the program, or of waiting for it."""
         return self._moves[id(exchange)]
 
 
@@ -115,3 +89,7 @@ class _Span:
 
     def __exit__(self, *error: object) -> None:
         self.timeline.enter(REST, self.devices)
+
+
+Recorder = Silent | TimelineRecorder
+SILENT = Silent()

@@ -6,9 +6,8 @@ after each of them, every so many, or once. Samples of the next pass are on thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from parplan.runtime.execution.run import Parts, Run
 __all__ = ["LossGradients", "Moment", "StagedRun"]
 
 
-class LossGradients(Protocol):
-    """The caller's loss."""
+# The caller's loss: gradients of the results of one pass, which is given by its number.
+LossGradients = Callable[[int, list[Tensor]], list[Tensor | None]]
 
-    def __call__(self, number: int, results: list[Tensor]) -> list[Tensor | None]:
-        """Gradients of one pass's results."""
-        ...
+# The caller's optimizer: updates parameters, by placeholder, with gradients, and is told whether it is the last update.
+Update = Callable[[Mapping[str, Tensor], bool], None]
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,6 @@ class Moment:
     """
 
     scales: Mapping[str, float]
-
-
-class Update(Protocol):
-    """The caller's optimizer."""
-
-    def __call__(self, gradients: Mapping[str, Tensor], last: bool) -> None:
-        """Update parameters, by placeholder, with these gradients; `last`: no more updates follow in this step."""
-        ...
 
 
 class StagedRun:

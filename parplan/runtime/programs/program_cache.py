@@ -118,7 +118,7 @@ class Programs:
         self._held: Mapping[str, Mapping[int, Region]] = {}
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
-        self.copies = Copies()
+        self.copies: Copies = {}
 
     def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
         """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date."""

@@ -23,7 +23,7 @@ from parplan.lowering.program import shape_of
 from parplan.runtime.compat import group_timeout
 from parplan.runtime.transport.base import Transport, block
 
-__all__ = ["Part", "Placement", "TaggedCollectives"]
+__all__ = ["HeldBlock", "Placement", "TaggedCollectives"]
 
 # One message: the tag's text, its digest, and as many numbers as fit; fixed, as ranks that differ must still meet.
 TEXT_BYTES, DIGEST_BYTES, NUMBERS = 128, 16, 14
@@ -130,7 +130,7 @@ class TaggedCollectives:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldBlock:
     """A block of a tensor and the ranks that hold it, the first of which speaks for all."""
 
     block: Region
@@ -165,12 +165,12 @@ class Placement:
             )
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[HeldBlock, ...]:
         """The distinct blocks."""
         found: dict[Region, list[int]] = {}
         for rank, region in sorted(self.blocks.items()):
             found.setdefault(region, []).append(rank)
-        return tuple(Part(region, tuple(ranks)) for region, ranks in found.items())
+        return tuple(HeldBlock(region, tuple(ranks)) for region, ranks in found.items())
 
     @cached_property
     def own(self) -> Region:

@@ -22,7 +22,7 @@ from parplan.runtime.compat import in_backward
 from parplan.runtime.sharded_state.block_placement import Placement
 from parplan.runtime.sharded_state.outside_gradients import averaged
 from parplan.runtime.sharded_state.reductions import norm, reduction
-from parplan.runtime.sharded_state.rules import COUNTERS, Kind, OpCall, Operand, Rule, replaced, rule_of
+from parplan.runtime.sharded_state.rules import COUNTERS, OpKind, Rule, ShardedCall, TensorOperand, replaced, rule_of
 from parplan.runtime.sharded_state.sharded_tensor import Gathered, ShardedTensor, ShardedView
 
 __all__ = ["dispatch"]
@@ -36,23 +36,25 @@ _COPIES = frozenset({"clone", "_to_copy", "zeros_like", "ones_like", "empty_like
 def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute an op with sharded tensors, or views of them, among its arguments."""
     rule = rule_of(func)
-    if rule.kind in (Kind.ELEMENTWISE, Kind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
+    if rule.kind in (OpKind.ELEMENTWISE, OpKind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
         local, placement = _blocks(args)
         if placement is not None:
             if torch.is_grad_enabled() and rule.kind is Kind.ELEMENTWISE:
                 _check_alike(OpCall(func, args, kwargs), placement)
             return _on_blocks(func, rule, args, local, kwargs, placement)
-    call = OpCall(func, args, kwargs)
+    call = ShardedCall(func, args, kwargs)
     views = {id(o.tensor): o for o in call.operands if isinstance(o.tensor, ShardedView)}
     if not views:
         return _HANDLERS[call.rule.kind](call)
     plain = {key: o.tensor.current() for key, o in views.items() if isinstance(o.tensor, ShardedView)}
-    if call.rule.kind in (Kind.VIEW, Kind.ALIAS):
+    if call.rule.kind in (OpKind.VIEW, OpKind.ALIAS):
         source = next(o.tensor.source for o in views.values() if isinstance(o.tensor, ShardedView))
         return pytree.tree_map_only(Tensor, lambda tensor: ShardedView(tensor, source), call.run(plain))
     names, count = call.rule.names, len(args)
     given = {name: replaced(value, plain) for name, value in call.given.items()}
-    inner = OpCall(func, [given[n] for n in names[:count]], {n: v for n, v in given.items() if n not in names[:count]})
+    inner = ShardedCall(
+        func, [given[n] for n in names[:count]], {n: v for n, v in given.items() if n not in names[:count]}
+    )
     computed = _HANDLERS[call.rule.kind](inner) if inner.sharded else inner.run({})
     for operand in views.values():
         if operand.written and isinstance(operand.tensor, ShardedView):
@@ -88,7 +90,7 @@ def _on_blocks(
     func: Any, rule: Rule, args: Sequence[Any], local: Sequence[Any], kwargs: Mapping[str, Any], placement: Placement
 ) -> Any:
     """The usual case in short: what an optimizer's step does to tensors of one placement."""
-    if rule.kind is Kind.ALIAS:
+    if rule.kind is OpKind.ALIAS:
         return args[0].like(local[0])
     computed = func(*local, **kwargs)
     if not rule.written:
@@ -98,17 +100,9 @@ def _on_blocks(
     return args[0]
 
 
-def _elementwise(call: OpCall) -> Any:
-    return _computed(call, on_blocks=True)
-
-
-def _whole(call: OpCall) -> Any:
-    return _computed(call, on_blocks=False)
-
-
-def _computed(call: OpCall, on_blocks: bool) -> Any:
+def _computed(call: ShardedCall, on_blocks: bool) -> Any:
     """Run an op, each group of operands that it treats together on blocks if that can be, else on the whole."""
-    groups: dict[Hashable, list[Operand]] = defaultdict(list)
+    groups: dict[Hashable, list[TensorOperand]] = defaultdict(list)
     for operand in call.operands:
         if operand.argument not in COUNTERS:
             apart = call.rule.listed and operand.index is None
@@ -123,7 +117,9 @@ def _computed(call: OpCall, on_blocks: bool) -> Any:
             if leader is not None:
                 known[id(operand.tensor)] = _on_block(call, operand.tensor, leader)
             elif isinstance(operand.tensor, ShardedTensor) and id(operand.tensor) not in known:
-                known[id(operand.tensor)] = _gathered(call, operand.tensor)
+                own = operand.tensor.placement
+                tag = f"{call.name} of {own.name}"
+                known[id(operand.tensor)] = own.collectives.gather(tag, operand.tensor.local, own)
     computed = call.run(known)
     if call.rule.random:
         computed = _drawn_alike(call, computed, known)
@@ -135,7 +131,7 @@ def _computed(call: OpCall, on_blocks: bool) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: _wrapped(tensor, leaders[None]), computed)
 
 
-def _leader(operands: Sequence[Operand]) -> Placement | None:
+def _leader(operands: Sequence[TensorOperand]) -> Placement | None:
     """The placement that an elementwise computation can follow; None if it needs the whole, or has nothing sharded."""
     sharded = [o.tensor for o in operands if isinstance(o.tensor, ShardedTensor)]
     written = [o.tensor for o in operands if o.written]
@@ -193,16 +189,11 @@ def _on_block(call: OpCall, tensor: Tensor, leader: Placement) -> Tensor:
     return leader.cut(tensor) if tensor.dim() else tensor
 
 
-def _gathered(call: OpCall, tensor: ShardedTensor) -> Tensor:
-    placement = tensor.placement
-    return placement.collectives.gather(f"{call.name} of {placement.name}", tensor.local, placement)
-
-
 def _wrapped(tensor: Tensor, placement: Placement | None) -> Tensor:
     return tensor if placement is None else ShardedTensor(tensor, placement)
 
 
-def _write_back(call: OpCall, known: Mapping[int, Tensor], leaders: Mapping[Hashable, Placement | None]) -> None:
+def _write_back(call: ShardedCall, known: Mapping[int, Tensor], leaders: Mapping[Hashable, Placement | None]) -> None:
     """Give blocks what was written to whole tensors, and count every write as torch counts its own."""
     changed = []
     for operand in call.operands:
@@ -217,7 +208,7 @@ def _write_back(call: OpCall, known: Mapping[int, Tensor], leaders: Mapping[Hash
         torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
 
 
-def _drawn_alike(call: OpCall, computed: Any, known: Mapping[int, Tensor]) -> Any:
+def _drawn_alike(call: ShardedCall, computed: Any, known: Mapping[int, Tensor]) -> Any:
     """Rank 0's random numbers on all ranks, as blocks that several ranks hold must stay equal."""
     first = call.sharded[0]
     collectives, tag = first.placement.collectives, f"{call.name} of {first.placement.name}"
@@ -233,7 +224,7 @@ def _drawn_alike(call: OpCall, computed: Any, known: Mapping[int, Tensor]) -> An
     return shared
 
 
-def _unscale(call: OpCall) -> Any:
+def _unscale(call: ShardedCall) -> Any:
     """Unscale gradients; whether one is not finite has to be known on all ranks."""
     _computed(call, on_blocks=True)
     found, placement = call.given["found_inf"], call.sharded[0].placement
@@ -245,69 +236,55 @@ def _unscale(call: OpCall) -> Any:
 # -- without values, aliases and views --
 
 
-def _factory(call: OpCall) -> Any:
-    return call.run({id(tensor): tensor.local for tensor in call.sharded})
-
-
-def _same_size(call: OpCall) -> bool:
-    first, second = (operand.tensor.shape for operand in call.operands)
-    return bool(first == second)
-
-
-def _alias(call: OpCall) -> Any:
+def _alias(call: ShardedCall) -> Any:
     tensor = call.sharded[0]
     return tensor.like(tensor.local)
 
 
-def _view(call: OpCall) -> Any:
-    tensor = call.sharded[0]
-    if _keeps_all(call, tensor):
+def _view(call: ShardedCall) -> Any:
+    tensor, given, all_of_it = call.sharded[0], call.given, False
+    if call.func in (aten.view.default, aten.expand.default):
+        wanted = given.get("size", ())
+        same = (size in (-1, own) for size, own in zip(wanted, tensor.shape, strict=False))
+        all_of_it = len(wanted) == tensor.dim() and all(same)
+    elif call.func is aten.slice.Tensor:
+        start, end = given.get("start"), given.get("end")
+        whole = end is None or end >= tensor.shape[given.get("dim", 0)]
+        all_of_it = start in (None, 0) and whole and given.get("step", 1) == 1
+    if all_of_it:
         return _alias(call)
     source = Gathered(tensor)
     views = call.run({id(tensor): source.whole})
     return pytree.tree_map_only(Tensor, lambda view: ShardedView(view, source), views)
 
 
-def _keeps_all(call: OpCall, tensor: Tensor) -> bool:
-    """Whether a view is of all of a tensor, in its shape."""
-    given = call.given
-    if call.func in (aten.view.default, aten.expand.default):
-        wanted = given.get("size", ())
-        return len(wanted) == tensor.dim() and all(w in (-1, s) for w, s in zip(wanted, tensor.shape, strict=True))
-    if call.func is aten.slice.Tensor:
-        size = tensor.shape[given.get("dim", 0)]
-        start, end = given.get("start"), given.get("end")
-        return start in (None, 0) and (end is None or end >= size) and given.get("step", 1) == 1
-    return False
-
-
-def _refused(call: OpCall) -> Any:
-    raise _reshaped(call, call.sharded[0])
-
-
-def _reshaped(call: OpCall, tensor: ShardedTensor) -> RuntimeFailure:
+def _reshaped(call: ShardedCall, tensor: ShardedTensor) -> RuntimeFailure:
     return RuntimeFailure(
         f"{call.name} would change the shape or memory of {tensor.placement.name}, which is cut over processes; "
         "work on parameter.whole(), or build the model anew and compile it"
     )
 
 
-def _reduced(reduce: Callable[[OpCall], Any], call: OpCall) -> Any:
+def _reduced(reduce: Callable[[ShardedCall], Any], call: ShardedCall) -> Any:
     found = reduce(call)
-    return _whole(call) if found is None else found
+    return _computed(call, on_blocks=False) if found is None else found
 
 
-_HANDLERS: Mapping[Kind, Callable[[OpCall], Any]] = {
-    Kind.ALIAS: _alias,
-    Kind.VIEW: _view,
-    Kind.ELEMENTWISE: _elementwise,
-    Kind.UNSCALE: _unscale,
-    Kind.FACTORY: _factory,
-    Kind.NORM: lambda call: _reduced(norm, call),
-    Kind.REDUCTION: lambda call: _reduced(reduction, call),
-    Kind.SAME_SIZE: _same_size,
-    Kind.RESHAPING: _refused,
-    Kind.WHOLE: _whole,
+def _refused(call: ShardedCall) -> Any:
+    raise _reshaped(call, call.sharded[0])
+
+
+_HANDLERS: Mapping[OpKind, Callable[[ShardedCall], Any]] = {
+    OpKind.ALIAS: _alias,
+    OpKind.VIEW: _view,
+    OpKind.ELEMENTWISE: lambda call: _computed(call, on_blocks=True),
+    OpKind.UNSCALE: _unscale,
+    OpKind.FACTORY: lambda call: call.run({id(tensor): tensor.local for tensor in call.sharded}),
+    OpKind.NORM: lambda call: _reduced(norm, call),
+    OpKind.REDUCTION: lambda call: _reduced(reduction, call),
+    OpKind.SAME_SIZE: lambda call: len({operand.tensor.shape for operand in call.operands}) == 1,
+    OpKind.RESHAPING: _refused,
+    OpKind.WHOLE: lambda call: _computed(call, on_blocks=False),
 }
 
 

@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from parplan.runtime.sharded_state.rules import OpCall
+from parplan.runtime.sharded_state.rules import ShardedCall
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, ShardedView
 
 __all__ = ["norm", "reduction"]
@@ -51,7 +51,7 @@ def _precise(tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return torch.promote_types(wanted or tensor.dtype, torch.float32)
 
 
-def reduction(call: OpCall) -> Tensor | None:
+def reduction(call: ShardedCall) -> Tensor | None:
     """A sum, mean, extreme or logical reduction over all elements; None where it needs the whole tensor."""
     tensor, logical = call.sharded[0], call.func in (aten.any.default, aten.all.default)
     wanted = call.given.get("dtype")
@@ -69,14 +69,14 @@ def reduction(call: OpCall) -> Tensor | None:
     return total.to(device=tensor.device, dtype=dtype)
 
 
-def _over_all(call: OpCall, tensor: Tensor) -> bool:
+def _over_all(call: ShardedCall, tensor: Tensor) -> bool:
     """Whether a reduction is over all elements, to one number of shape ()."""
     dims = call.given.get("dim")
     every = not dims or len({dim % max(1, tensor.dim()) for dim in dims}) == tensor.dim()
     return every and not call.given.get("keepdim", False) and tensor.numel() > 0
 
 
-def norm(call: OpCall) -> Tensor | list[Tensor] | None:
+def norm(call: ShardedCall) -> Tensor | list[Tensor] | None:
     """Norms of one tensor or a list of them, in one exchange; None where they need the whole tensors."""
     order, dtype = float(call.given.get("ord", 2)), call.given.get("dtype")
     sharded = call.sharded
@@ -84,11 +84,17 @@ def norm(call: OpCall) -> Tensor | list[Tensor] | None:
     if not simple or any(isinstance(o.tensor, ShardedView) for o in call.operands):
         return None
     neutral = inf if order < 0 else 0.0
-    numbers = [_block_norm(tensor, order, neutral, dtype) for tensor in sharded]
+    numbers = [
+        torch.linalg.vector_norm(t.local, order, dtype=_precise(t.local, dtype))
+        if t.placement.counts and t.local.numel()
+        else t.local.new_full((), neutral)
+        for t in sharded
+    ]
     own = torch.stack([n.to(numbers[0].device, torch.float64) for n in numbers]).tolist()
     names = ", ".join(tensor.placement.name for tensor in sharded)
     found = sharded[0].placement.collectives.exchange(f"{call.name} of {names}, order {order:g}", own)
-    totals = iter(_total_norm(found, order).unbind())
+    # Norms of whole tensors (columns) from those of blocks (rows).
+    totals = iter((found.sum(0) if order == 0 else torch.linalg.vector_norm(found, order, dim=0)).unbind())
 
     def total(tensor: Tensor) -> Tensor:
         if isinstance(tensor, ShardedTensor):
@@ -98,19 +104,3 @@ def norm(call: OpCall) -> Tensor | list[Tensor] | None:
 
     norms = [total(operand.tensor) for operand in call.operands]
     return norms if call.rule.listed else norms[0]
-
-
-def _block_norm(tensor: ShardedTensor, order: float, neutral: float, dtype: torch.dtype | None) -> Tensor:
-    local = tensor.local
-    if not tensor.placement.counts or not local.numel():
-        return local.new_full((), neutral)
-    found: Tensor = torch.linalg.vector_norm(local, order, dtype=_precise(local, dtype))
-    return found
-
-
-def _total_norm(found: Tensor, order: float) -> Tensor:
-    """Norms of whole tensors (columns) from those of blocks (rows)."""
-    if order == 0:
-        return found.sum(0)
-    total: Tensor = torch.linalg.vector_norm(found, order, dim=0)
-    return total

@@ -14,7 +14,7 @@ from torch import Tensor
 from parplan.compat import schema_of
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
-__all__ = ["COUNTERS", "Kind", "OpCall", "Operand", "Rule", "replaced", "rule_of"]
+__all__ = ["COUNTERS", "OpKind", "Rule", "ShardedCall", "TensorOperand", "replaced", "rule_of"]
 
 aten = torch.ops.aten
 
@@ -40,8 +40,8 @@ _FOREACH_REDUCTIONS = frozenset({"_foreach_max", "_foreach_min", "_foreach_norm"
 COUNTERS = frozenset({"state_steps"})
 
 
-class Kind(Enum):
-    """How an op is computed."""
+class OpKind(Enum):
+    """The ways in which ops are computed."""
 
     ALIAS = auto()
     VIEW = auto()
@@ -57,7 +57,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of an op.
+    """The facts of an op that decide how it is computed.
 
     Args:
         names: its arguments.
@@ -67,7 +67,7 @@ class Rule:
         random: it draws random numbers.
     """
 
-    kind: Kind
+    kind: OpKind
     names: tuple[str, ...]
     written: frozenset[str]
     returned: tuple[str, ...]
@@ -91,27 +91,27 @@ def rule_of(func: Any) -> Rule:
     )
 
 
-def _kind(func: Any, name: str) -> Kind:
+def _kind(func: Any, name: str) -> OpKind:
     schema = schema_of(func)
     if torch.Tag.inplace_view in func.tags or name in ("set_", "resize_", "resize_as_"):
-        return Kind.RESHAPING
+        return OpKind.RESHAPING
     if name in _ALIASES:
-        return Kind.ALIAS
+        return OpKind.ALIAS
     if any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
-        return Kind.VIEW
+        return OpKind.VIEW
     if func in _REDUCTIONS:
-        return Kind.REDUCTION
+        return OpKind.REDUCTION
     special = {
-        aten.linalg_vector_norm.default: Kind.NORM,
-        aten._foreach_norm.Scalar: Kind.NORM,
-        aten._amp_foreach_non_finite_check_and_unscale_.default: Kind.UNSCALE,
-        aten.is_same_size.default: Kind.SAME_SIZE,
+        aten.linalg_vector_norm.default: OpKind.NORM,
+        aten._foreach_norm.Scalar: OpKind.NORM,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: OpKind.UNSCALE,
+        aten.is_same_size.default: OpKind.SAME_SIZE,
     }
     if func in special:
         return special[func]
     if name in _FACTORIES:
-        return Kind.FACTORY
-    return Kind.ELEMENTWISE if _is_elementwise(func, name) else Kind.WHOLE
+        return OpKind.FACTORY
+    return OpKind.ELEMENTWISE if _is_elementwise(func, name) else OpKind.WHOLE
 
 
 def _is_elementwise(func: Any, name: str) -> bool:
@@ -129,7 +129,7 @@ def _is_elementwise(func: Any, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Operand:
+class TensorOperand:
     """A tensor among an op's arguments; `index` where it is in a list."""
 
     argument: str
@@ -138,7 +138,7 @@ class Operand:
     written: bool
 
 
-class OpCall:
+class ShardedCall:
     """One call of an op, its arguments by name."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -146,9 +146,10 @@ class OpCall:
         self._positional = len(args)
         self.given = {**dict(zip(self.rule.names, args, strict=False)), **kwargs}
         self.operands = [
-            Operand(name, index, tensor, name in self.rule.written)
+            TensorOperand(name, index if isinstance(value, (list, tuple)) else None, tensor, name in self.rule.written)
             for name, value in self.given.items()
-            for index, tensor in _tensors(value)
+            for index, tensor in enumerate(value if isinstance(value, (list, tuple)) else (value,))
+            if isinstance(tensor, Tensor)
         ]
 
     def run(self, tensors: Mapping[int, Tensor]) -> Any:
@@ -174,14 +175,6 @@ class OpCall:
     def name(self) -> str:
         """The op's name, for errors and tags."""
         return str(self.func.overloadpacket.__name__)
-
-
-def _tensors(value: Any) -> list[tuple[int | None, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(None, value)]
-    if isinstance(value, (list, tuple)):
-        return [(index, each) for index, each in enumerate(value) if isinstance(each, Tensor)]
-    return []
 
 
 def replaced(value: Any, tensors: Mapping[int, Tensor]) -> Any:

@@ -24,7 +24,6 @@ from parplan.runtime.compat import (
     writes,
 )
 from parplan.runtime.sharded_state.block_placement import Placement
-from parplan.runtime.sharded_state.checkpoint_blocks import chunks, find_block, write_items
 
 __all__ = ["Gathered", "ShardedTensor", "ShardedView", "local_tensor"]
 
@@ -114,17 +113,44 @@ class ShardedTensor(torch.Tensor):
             "returns (on all ranks: it gathers), or parameter.whole()"
         )
 
+    # -- torch.distributed.checkpoint's protocol: every rank saves and loads the block that it holds. Ranks that hold
+    # the same block name it alike, and one of them writes it. Loading reads what of saved blocks lies within it --
+
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """This rank's block, for torch.distributed.checkpoint to save."""
-        return write_items(fqn, self.shape, self.placement.own, self.local)
+        """The one item to write for this rank's block; none where it holds nothing."""
+        # Not at the top: it imports all of torch's parallel modules.
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Where this rank's block lies, for torch.distributed.checkpoint to load."""
-        return chunks(self.placement.own, self.local)
+        """Where this rank's block lies; empty where it holds nothing."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        own = self.placement.own
+        if not self.local.numel():
+            return []
+        return [ChunkStorageMetadata(torch.Size(e.start for e in own), torch.Size(len(e) for e in own))]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """This rank's block, for torch.distributed.checkpoint to read from or write to."""
-        return find_block(index, self.placement.own, self.local)
+        """This rank's block, to read from or write to.
+
+        Raises:
+            ValueError: the index is that of another rank's.
+        """
+        starts = [extent.start for extent in self.placement.own]
+        if list(index.offset or ()) != starts:
+            raise ValueError(f"{index.fqn}: this rank holds the block at {starts}, not {index.offset}")
+        return self.local
 
     @property
     def data(self) -> Tensor:
@@ -139,7 +165,11 @@ class ShardedTensor(torch.Tensor):
                 f"become a tensor of shape {tuple(value.shape)}. Give it whole tensors, or build and compile anew"
             )
         same = isinstance(value, ShardedTensor) and value.placement.same(self.placement)
-        new = value if isinstance(value, ShardedTensor) and same else ShardedTensor.cut(_plain(value), self.placement)
+        if isinstance(value, ShardedTensor):
+            new = value if same else ShardedTensor.cut(value.whole(), self.placement)
+        else:
+            plain = value.current() if isinstance(value, ShardedView) else value
+            new = ShardedTensor.cut(plain, self.placement)
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.local = new.local
 
@@ -157,31 +187,19 @@ class ShardedTensor(torch.Tensor):
         """The gathered values, read only; every rank has to call this."""
         return self.whole().__array__(*args, **kwargs)
 
-    def data_ptr(self) -> int:
-        """Refused: there is no memory that holds the whole."""
-        raise self._no_memory("data_ptr()")
 
-    def untyped_storage(self) -> Any:
-        """Refused: there is no memory that holds the whole."""
-        raise self._no_memory("untyped_storage()")
-
-    def storage(self) -> Any:
-        """Refused: there is no memory that holds the whole."""
-        raise self._no_memory("storage()")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: there is no memory that holds the whole."""
-        raise self._no_memory("__dlpack__()")
-
-    def share_memory_(self) -> Any:
-        """Refused: there is no memory that holds the whole."""
-        raise self._no_memory("share_memory_()")
-
-    def _no_memory(self, what: str) -> RuntimeFailure:
-        return RuntimeFailure(
-            f"{what} of {self.placement.name}: the tensor is cut over processes, so no memory holds all of it; use "
+def _refuse_memory(name: str) -> Callable[..., Any]:
+    def refused(self: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeFailure(
+            f"{name}() of {self.placement.name}: the tensor is cut over processes, so no memory holds all of it; use "
             "parameter.local (this process's block) or parameter.whole() (gathered, on all ranks)"
         )
+
+    return refused
+
+
+for _name in ("data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"):
+    setattr(ShardedTensor, _name, _refuse_memory(_name))
 
 
 class Gathered:
@@ -273,13 +291,6 @@ class ShardedView(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Its values, read only."""
         return self.numpy().__array__(*args, **kwargs)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """An ordinary tensor with the values of any."""
-    if isinstance(tensor, ShardedTensor):
-        return tensor.whole()
-    return tensor.current() if isinstance(tensor, ShardedView) else tensor
 
 
 for _class in (ShardedTensor, ShardedView):

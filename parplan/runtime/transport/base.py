@@ -7,8 +7,9 @@ that a step never waits for data another step will use.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,103 +32,93 @@ class Pending(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Moves tensors between logical devices.
+class Transport(ABC):
+    """Moves tensors between logical devices; what is not said otherwise holds for one process with one stream.
 
     Attributes:
         owned: the logical devices whose tensors live in this process.
-        processes: how many processes share the logical devices; 1 in one process.
+        processes: how many processes share the logical devices.
         rank: of this process among them.
+        ranks: those of the processes, as numbered among all.
         process_group: of torch.distributed; None for the default one, or for one process.
-        ranks: those of the group, as numbered among all processes.
     """
 
     owned: tuple[int, ...]
-    processes: int
-    rank: int
-    tagged: Any  # collectives of sharded state, made at the first request (sharded_state/block_placement.py)
+    processes = 1
+    rank = 0
+    ranks: Sequence[int] = (0,)
+    process_group: dist.ProcessGroup | None = None
+    tagged: Any = None  # collectives of sharded state, made at the first request (sharded_state/block_placement.py)
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def ranks(self) -> list[int]: ...
-
+    @abstractmethod
     def physical(self, device: int) -> torch.device:
         """Where an owned logical device lives."""
-        ...
 
     def on(self, device: int) -> AbstractContextManager[object]:
         """The context in which an owned device computes (its stream, on CUDA)."""
-        ...
+        return nullcontext()
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """What runs from here on sees what the caller did before."""
-        ...
 
-    def show(self) -> None:
+    def show(self) -> None:  # noqa: B027
         """What the caller does from here on sees what ran before."""
-        ...
 
     def end(self) -> None:
         """The same, and everything sent has left."""
-        ...
+        self.show()
 
-    def used_here(self, tensor: Tensor) -> None:
+    def used_here(self, tensor: Tensor) -> None:  # noqa: B027
         """The current stream uses a tensor's memory, which another stream may have allocated."""
-        ...
 
-    def ready_on(self, device: int) -> None:
+    def ready_on(self, device: int) -> None:  # noqa: B027
         """What the current streams hold is ready on the current stream of an owned device."""
-        ...
 
+    @abstractmethod
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
         """Start a movement from the owned source parts to the owned target parts."""
-        ...
 
+    @abstractmethod
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """Contiguous tensors of one owned device as one flat tensor, to be summed; the tensor itself where it is one.
 
         Its memory may be used again for the next message of this `name`.
         """
-        ...
 
+    @abstractmethod
     def reduce(self, name: str, group: Sequence[int], flats: Held) -> Pending:
         """Start the sum of one flat tensor per device of `group`.
 
         The result is held by the first owned device of the group. All devices of a group give equally long tensors.
         """
-        ...
 
-    def group(self, devices: Sequence[int]) -> None:
-        """Make ready for sums over `devices`; every process calls this in the same order."""
-        ...
+    # -- collectives: every process calls them, in the same order --
 
-    # -- collectives of all processes; where there is one it has the answer --
+    def group(self, devices: Sequence[int]) -> None:  # noqa: B027
+        """Make ready for sums over `devices`, once."""
 
     def any(self, flags: Iterable[bool]) -> list[bool]:
         """Which of the flags, equally many in all processes, are set in at least one of them."""
-        ...
+        return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers that every process passes here, by rank; all pass equally many."""
-        ...
+        return [numbers]
 
     def gather_texts(self, text: str) -> list[str]:
         """The text that every process passes here, by rank."""
-        ...
+        return [text]
 
     def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
         """Every process's tensor, by rank; all of one shape and type."""
-        ...
+        return [own]
 
-    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
+    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:  # noqa: B027
         """Overwrite `tensor` in the processes of `devices` with that of the process of `source`."""
-        ...
 
     def from_first(self, make: Callable[[], str]) -> str:
         """A text that rank 0 makes and all processes get; its error, if any, is raised in all."""
-        ...
+        return make()
 
 
 def block(tensor: Tensor, region: Region) -> Tensor:

@@ -7,8 +7,8 @@ failure of a collective ends as a RuntimeFailure that names the step; the group'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.layout import Piece
 from parplan.lowering.program import Assembly, Exchange, shape_of
-from parplan.runtime.transport.base import Held, assemble, block
+from parplan.runtime.transport.base import Held, Transport, assemble, block
 
 __all__ = ["DistributedTransport", "Flat", "explained"]
 
@@ -94,7 +94,7 @@ class _Summing:
         return {self.transport.rank: self.flat}
 
 
-class DistributedTransport:
+class DistributedTransport(Transport):
     """Moves tensors between the ranks of a process group.
 
     Args:
@@ -103,45 +103,20 @@ class DistributedTransport:
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self._group = self.process_group = group
         self._device = device
         self.rank = dist.get_rank(group)
         self.processes = dist.get_world_size(group)
+        self.ranks = [self._peer(rank) for rank in range(self.processes)]
         self.owned: tuple[int, ...] = (self.rank,)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
         self.tagged: Any = None
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The process group; None for the default one."""
-        return self._group
-
-    @property
-    def ranks(self) -> list[int]:
-        """The group's ranks, as numbered among all processes."""
-        return [self._peer(rank) for rank in range(self.processes)]
-
     def physical(self, device: int) -> torch.device:
         """Where this rank's device lives."""
         return self._device
-
-    def on(self, device: int) -> AbstractContextManager[object]:
-        """The caller's own stream: torch.distributed orders its communication with it."""
-        return nullcontext()
-
-    def begin(self) -> None:
-        """Nothing to order: everything runs on the caller's stream."""
-
-    def show(self) -> None:
-        """Nothing to order: the caller's stream is the one that everything runs on."""
-
-    def used_here(self, tensor: Tensor) -> None:
-        """Nothing to tell: one stream allocates and uses everything."""
-
-    def ready_on(self, device: int) -> None:
-        """Nothing to order: there is one stream."""
 
     def end(self) -> None:
         """Wait until what was sent has left, so that its memory may be reused."""
@@ -221,10 +196,6 @@ class DistributedTransport:
         with explained("exchanging findings of the self-check", self.rank):
             dist.all_gather_object(found, text, group=self._group)
         return [str(entry) for entry in found]
-
-    def any(self, flags: Iterable[bool]) -> list[bool]:
-        """Which of the flags are set in at least one process."""
-        return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
     def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank; all of one shape and type."""

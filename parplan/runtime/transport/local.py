@@ -7,19 +7,17 @@ through pinned host memory where they cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parplan.layout import Piece
 from parplan.lowering.program import Exchange
-from parplan.runtime.transport.base import Held, assemble, block
+from parplan.runtime.transport.base import Held, Transport, assemble, block
 from parplan.runtime.transport.streams import Streams, sent
 
 __all__ = ["LocalTransport"]
@@ -39,23 +37,17 @@ class _Arrived:
         return self.parts
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Moves tensors between logical devices that live in this process.
 
     Args:
         devices: where each logical device lives; the same physical device may appear several times.
     """
 
-    processes = 1
-    rank = 0
-    tagged: Any = None
-    process_group: dist.ProcessGroup | None = None
-
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.owned = tuple(range(len(devices)))
         self._devices = tuple(devices)
         self._streams = Streams(devices)
-        self.ranks = [0]
         self._reachable: dict[tuple[int, int], bool] = {}
 
     def physical(self, device: int) -> torch.device:
@@ -74,10 +66,6 @@ class LocalTransport:
         """The caller's streams wait for the devices'."""
         self._streams.end()
 
-    def end(self) -> None:
-        """The same: nothing is sent."""
-        self.show()
-
     def used_here(self, tensor: Tensor) -> None:
         """Told to the allocator."""
         self._streams.used_here(tensor)
@@ -85,32 +73,6 @@ class LocalTransport:
     def ready_on(self, device: int) -> None:
         """The device's current stream waits for those of the other devices."""
         self._streams.ready_on(self._devices[device])
-
-    def group(self, devices: Sequence[int]) -> None:
-        """Nothing to make ready in one process."""
-
-    def any(self, flags: Iterable[bool]) -> list[bool]:
-        """The flags: there is one process."""
-        return list(flags)
-
-    def gather(self, *numbers: int) -> list[tuple[int, ...]]:
-        """This process's numbers."""
-        return [numbers]
-
-    def gather_texts(self, text: str) -> list[str]:
-        """This process's text."""
-        return [text]
-
-    def gather_tensors(self, name: str, own: Tensor) -> list[Tensor]:
-        """This process's tensor."""
-        return [own]
-
-    def broadcast(self, name: str, tensor: Tensor, source: int, devices: Sequence[int]) -> None:
-        """Nothing to send: all devices see the tensor."""
-
-    def from_first(self, make: Callable[[], str]) -> str:
-        """The text, made here."""
-        return make()
 
     def start(self, exchange: Exchange, tensors: Held) -> _Arrived:
         """Copy and add pieces; targets on the source's device share its memory where a piece is whole."""

@@ -77,7 +77,7 @@ def test_all_programs_of_a_model_share_their_copies() -> None:
         compiled.train(mode)
         for batch in (4, 6, 8):
             compiled(rand(batch, 6))
-            held.add(len(compiled._programs.copies._found))
+            held.add(len(compiled._programs.copies))
     assert held == {4}
 
 

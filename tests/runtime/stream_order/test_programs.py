@@ -14,13 +14,6 @@ from parplan.runtime.transport import local
 from tests.runtime.stream_order.machine import Edge
 from tests.runtime.stream_order.programs import PROGRAMS, plain, run
 
-# Waits that change nothing on CUDA, and why they are called for.
-REDUNDANT = {
-    # Nothing has been computed since the last update, which was shown; other transports end there what they sent.
-    "the caller's stream waits for the compute stream in "
-    "streams.py:end < local.py:show < local.py:end < staged.py:step",
-}
-
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_ordered_and_right(name: str) -> None:
@@ -39,7 +32,7 @@ def test_every_wait_and_record_stream_is_needed() -> None:
             seen[edge].append(name)
     names = {edge: sorted(found, key=lambda name: len(run(name).edges)) for edge, found in seen.items()}
     needless = {str(edge) for edge in seen if not any(run(name, edge).races for name in names[edge])}
-    assert needless == REDUNDANT
+    assert needless == set()
     assert {edge.site[0] for edge in seen} == _written_waits()
 
 
