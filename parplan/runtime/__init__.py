@@ -1,4 +1,4 @@
-"""Run a plan: lowering to a program, the executor, and two ways of moving tensors between devices."""
+"""Runs a plan: captured graphs and their programs, the executor, transports, measurement and the self-check."""
 
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.module.functional import broadcast, gather, parallel_apply, reduce, scatter

@@ -66,7 +66,7 @@ class Call:
 
     @cached_property
     def signature(self) -> Hashable:
-        """What has to agree for two calls to share a captured graph: all but the number of samples."""
+        """The facts that calls which share a captured graph have in common: all but the number of samples."""
 
         def mark(leaf: Any) -> Hashable:
             if not isinstance(leaf, Tensor):

@@ -34,7 +34,7 @@ T = TypeVar("T", bound=Tensor)
 
 @dataclass(frozen=True)
 class Version:
-    """What a tensor's memory is and how often it was written in place; every step of a fused optimizer counts."""
+    """A tensor's memory, and the number of writes to it in place; every step of a fused optimizer counts."""
 
     pointer: int
     writes: int
@@ -103,7 +103,7 @@ def call_hooks_with_gradients_only(tensors: Iterable[Tensor]) -> None:
 
 
 def writes(tensor: Tensor) -> int:
-    """How often the memory of `tensor` was written in place."""
+    """Number of in-place writes to the memory of `tensor`."""
     return tensor._version
 
 
@@ -168,7 +168,7 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long collectives of a process group wait; None where it does not tell."""
+    """The timeout of a process group's collectives; None where it does not tell."""
     known: Any = group if group is not None else dist.group.WORLD
     try:
         for device in ("cpu", "cuda"):

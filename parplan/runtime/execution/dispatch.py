@@ -1,8 +1,8 @@
 """Threads that run the work of each device within a step: the caller's, one device after another, or one for each.
 
 torch computes without Python's lock, so threads let CPU devices compute at the same time, and launch kernels on several
-GPUs side by side. All else that a run does stays as if there were one thread: whoever does something holds the turn,
-and gives it away only while it computes (`apart`).
+GPUs side by side. All else that a run does stays as if there were one thread: a thread holds the one lock whatever
+it does, and releases it only while it computes (`apart`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Inline:
             work(device)
 
     def apart(self, compute: Callable[..., T], *args: object) -> T:
-        """Inside of `work`: what `compute` returns for `args`; other devices may work meanwhile."""
+        """Called inside of `work`: the result of `compute` for `args`; other devices may work meanwhile."""
         return compute(*args)
 
 
@@ -45,7 +45,7 @@ class Threads:
 
     Args:
         devices: the logical devices of this process.
-        begin: what every thread does first, with the number of its device; its errors are raised here.
+        begin: called first in every thread, with the number of its device; its errors are raised here.
     """
 
     def __init__(self, devices: Iterable[int], begin: Callable[[int], object] | None = None) -> None:

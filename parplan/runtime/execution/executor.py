@@ -31,7 +31,7 @@ class Executor:
     """One program bound to the devices of this process; `run_program` calls it.
 
     Args:
-        graph, strategies: what the program was lowered from.
+        graph, strategies: those that the program was lowered from.
         program: the steps.
         store: parameters and buffers as the devices hold them.
         transport: moves tensors; says which devices are here.
@@ -216,5 +216,5 @@ def _last_reads(program: Program) -> list[list[str]]:
 
 
 def memory(tensor: Tensor) -> int:
-    """Where a tensor's storage begins: the same for views of one another."""
+    """The address of a tensor's storage: the same for views of one another."""
     return tensor.untyped_storage().data_ptr()

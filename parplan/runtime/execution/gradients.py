@@ -54,7 +54,7 @@ class Gradients:
     """Gathers the parameter gradients of one backward.
 
     Args:
-        store: what each device holds of each parameter.
+        store: the blocks of parameters that each device holds.
         transport: sums over devices.
         recorder: told of the sums.
     """

@@ -153,7 +153,7 @@ def _tensors(site: Site, who: str, wanted: Template, values: Any, before: Sequen
 
 @dataclass(frozen=True)
 class _Calls:
-    """How often, and where, a mark is passed."""
+    """The replicas, passes and devices that pass a mark."""
 
     replicas: int
     passes: int

@@ -239,7 +239,7 @@ class Store:
             increment_version(original)
 
     def place(self, name: str, device: int) -> Region:
-        """Where the block that `device` holds of a parameter lies in the module's own tensor."""
+        """The extent, in the module's own tensor, of the block that `device` holds of a parameter."""
         held = self._holdings[name][device]
         return tuple(Range(0, size) for size in self.shapes[name][device]) if self._sharded else held
 

@@ -123,7 +123,7 @@ class Run:
 
     @property
     def wanting(self) -> list[bool]:
-        """Which results take a gradient; inputs that are handed back do, so that autograd refuses writes into them."""
+        """Per result whether it takes a gradient; returned inputs do, so that autograd refuses writes into them."""
         slots = (self._program.slots[name] for name in self._program.outputs)
         return [slot.requires_grad or slot.value in self.inputs for slot in slots]
 

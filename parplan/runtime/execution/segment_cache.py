@@ -28,7 +28,7 @@ class SegmentCache:
     """The code of one program's compute steps.
 
     Args:
-        graph, strategies: what the program was lowered from.
+        graph, strategies: those that the program was lowered from.
         program: the steps.
         seeded: ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.

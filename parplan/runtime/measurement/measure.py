@@ -69,7 +69,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class StepsToRun:
-    """What a step consists of, and how many are run; `between` is called after each, and is not timed."""
+    """The steps to run, and their optimizer and loss; `between` is called after each, and is not timed."""
 
     steps: int
     warmup: int

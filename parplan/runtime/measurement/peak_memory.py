@@ -27,7 +27,7 @@ class StepPeak:
     """Most bytes of tensors alive at one moment of a step, on one device.
 
     Args:
-        held_bytes: what was alive before the step: state, inputs, memory kept between steps.
+        held_bytes: alive before the step: state, inputs, memory kept between steps.
         rise_bytes: by how much the step exceeded that.
     """
 

@@ -73,7 +73,7 @@ class Compiled(Wrapped):
             "off" nothing (runtime/self_check/check.py).
 
     Attributes:
-        program: what the last call ran, for reading.
+        program: that of the last call, for reading.
         predict_times: predicts a step for a graph and the plan, for `measure` to print; set by the planner's maker.
         decision: the planner's reasons for the plan; set by the planner's maker, else None.
     """
@@ -133,7 +133,7 @@ class Compiled(Wrapped):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile leaves this part as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments.
+        """The module's result for these arguments.
 
         Raises:
             RuntimeFailure: no samples, another process failed, or torch.func is at work.
@@ -234,7 +234,7 @@ class Compiled(Wrapped):
         return self._nested(captured.graph, executor.program, results)
 
     def _ready(self, call: Call, captured: Captured) -> Executor:
-        """What runs a graph for these samples, compared with the plain module, with the ranks' buffers in step."""
+        """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         wanted = self._self_check.wants(captured)
         agreement = agree(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
@@ -327,17 +327,17 @@ class Compiled(Wrapped):
 
     @property
     def checked(self) -> tuple[CheckRecord, ...]:
-        """What the comparisons with the plain module have found; under `check="always"` the last call's."""
+        """The findings of the comparisons with the plain module; under `check="always"` the last call's."""
         return tuple(self._self_check.records)
 
     @property
     def device_count(self) -> int:
-        """How many logical devices there are, over all processes."""
+        """Number of logical devices, over all processes."""
         return self._programs.device_count
 
     @property
     def device(self) -> torch.device:
-        """Where the first logical device of this process lives."""
+        """The physical device of the first logical device of this process."""
         return self._transport.physical(self._transport.owned[0])
 
     def _begins(self, graph: LayerGraph) -> None:
@@ -391,7 +391,7 @@ class Compiled(Wrapped):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what a compiled model consists of is its state and its plan."""
+        """Refused: a compiled model is saved as its state and its plan."""
         raise RuntimeFailure(
             "a compiled model is not pickled; save model.state_dict() and model.plan.to_json(), and compile with "
             "plan=... when it is loaded"

@@ -28,15 +28,15 @@ from parplan.compat import pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
-from parplan.lowering.passes import local_ranges, take
 from parplan.lowering.program import OnePass, Staged
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.staged_run import Moment, StagedRun
 from parplan.runtime.preserve_state import without_gradients
 from parplan.runtime.programs.program_cache import Captured
+from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 
 __all__ = [
-    "SampleAxis", "StagedStep", "arguments", "check_training", "checked_loss", "moments", "sample_axes",
+    "StagedStep", "arguments", "check_training", "checked_loss", "moments", "sample_axes",
 ]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
@@ -112,34 +112,10 @@ def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class SampleAxis:
-    """A dimension along which a tensor has samples, `per_sample` indices for each, `outer` times all of them."""
-
-    dim: int
-    per_sample: int
-    outer: int = 1
-
-    def of(self, tensor: Tensor, samples: int) -> bool:
-        """Whether a tensor may have `samples` samples there."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == samples * self.per_sample * self.outer
-
-    def take(self, tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
-        """The samples in `ranges`."""
-        spread = tensor.unflatten(self.dim, (self.outer, -1))
-        own = local_ranges(ranges, Range(0, spread.shape[self.dim + 1]), self.per_sample)
-        return take(spread, self.dim + 1, own).flatten(self.dim, self.dim + 1)
-
-
 def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
-    """Where a step's targets may have samples: as one of its results has them, or as its inputs do."""
-    values = [value for value in graph.user_outputs if isinstance(value, str) and value in graph.batch_dims]
-    found = []
-    for value in values:
-        at, shape, front = graph.batch_dims[value], graph.values[value].shape, graph.flattened.get(value)
-        each = shape[at] // (graph.batch or 1)
-        found.append(SampleAxis(at, each) if front is None else SampleAxis(front, each, shape[front]))
-    return tuple(dict.fromkeys([*found, SampleAxis(dim, 1)]))
+    """The dimensions along which a step's targets may have samples: those of its results, then that of its inputs."""
+    found = [result_axis(graph, value) for value in graph.user_outputs if isinstance(value, str)]
+    return tuple(dict.fromkeys([*(axis for axis in found if axis is not None), SampleAxis(dim, 1)]))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ __all__ = ["Wrapped"]
 
 
 class Wrapped(nn.Module):
-    """What a compiled model has in common with the module that it runs.
+    """The interface that a compiled model has in common with the module that it runs.
 
     Args:
         module: the model; its parameters and buffers stay its own.
@@ -35,7 +35,7 @@ class Wrapped(nn.Module):
 
     @property
     def _slices(self) -> Sharding | None:
-        """Which part of the state this process holds; None when all of it."""
+        """The blocks of the state that this process holds; None when it holds all of it."""
         return None
 
     def train(self, mode: bool = True) -> Self:
@@ -121,7 +121,7 @@ class Wrapped(nn.Module):
         return self.module[key]  # type: ignore[index]
 
     def __len__(self) -> int:
-        """How many parts the module has, where it is a list or a dictionary of modules."""
+        """Number of the module's parts, where it is a list or a dictionary of modules."""
         return len(self.module)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:

@@ -25,8 +25,8 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
 from parplan.runtime.calls import Call
-from parplan.runtime.programs.own_samples import check_own_samples
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
+from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.transport.base import Transport
 
 __all__ = ["Captures", "Planner", "bound_to_batch"]
@@ -50,7 +50,7 @@ class Captures:
 
     Attributes:
         plan: once it is made.
-        programs: what graphs are lowered to.
+        programs: lowers the graphs.
     """
 
     def __init__(self, module: nn.Module, planner: Planner, transport: Transport, options: Options) -> None:
@@ -298,11 +298,11 @@ class _OwnTensors:
 
     @property
     def trained(self) -> Hashable:
-        """Which parameters take gradients."""
+        """Per parameter whether it takes gradients."""
         return tuple(parameter.requires_grad for parameter in self._parameters)
 
     def modes(self, training: bool) -> Hashable:
-        """Which modules are in training mode when the whole is captured in this one: users switch parts by hand."""
+        """Per module whether it is in training mode when the whole is captured in this one: users switch parts."""
         if training != self._module.training:
             return training  # capture switches every module
         return tuple(module.training for module in self._modules)

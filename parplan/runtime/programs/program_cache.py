@@ -27,7 +27,7 @@ from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
-from parplan.runtime.programs.own_samples import check_own_samples
+from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.sharded_state.cutting import Sharding
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.devices import memories
@@ -42,7 +42,7 @@ KEPT_PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Options:
-    """How a compiled model runs; see `Compiled`."""
+    """Options of a compiled model; see `Compiled`."""
 
     dim: int = 0
     output: int = 0
@@ -126,7 +126,7 @@ class Programs:
 
     @property
     def device_count(self) -> int:
-        """How many logical devices there are, over all processes."""
+        """Number of logical devices, over all processes."""
         return len(self._memories)
 
     @property
@@ -175,7 +175,7 @@ class Programs:
         captured.supposed = None
 
     def groups(self, plan: Plan) -> Grid | None:
-        """Which ranks bring the same samples: the shards of one replica of the first layer.
+        """The ranks in rows that bring the same samples: the shards of one replica of the first layer.
 
         Raises:
             PlanError: the first layer is not on all ranks.

@@ -42,7 +42,7 @@ _PER_REPLICA, _FEWEST = 2, 4
 
 @dataclass(frozen=True)
 class CheckRecord:
-    """What one check found.
+    """The findings of one comparison with the plain module.
 
     Args:
         training: of the capture.
@@ -50,7 +50,7 @@ class CheckRecord:
         gradients: whether gradients were compared.
         differences: by group; none where nothing was compared.
         unchecked: why nothing was compared; "" where it was.
-        left_out: what was not compared, or not as the model runs it.
+        left_out: the things that were not compared, or not as the model runs them.
         note: how a difference beyond the tolerance of the model's type was settled.
     """
 
@@ -79,7 +79,7 @@ class SelfCheck:
         mode: "first": each capture once; "always": every call; or "off".
 
     Attributes:
-        records: what was found, in order.
+        records: the findings, in order.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class SelfCheck:
         return self._repeated(record, batch, subject, found)
 
     def _repeated(self, record: CheckRecord, batch: Batch, subject: CheckedModel, found: StepDifference) -> CheckRecord:
-        """Settle a difference: what float64 shows too is an error."""
+        """Settle a difference: one that float64 shows too is an error."""
         if found.precision is torch.float64:
             raise _error(record, batch, subject, found, "in float64")
         type_name = str(found.precision).removeprefix("torch.")
@@ -285,7 +285,7 @@ def _all(transport: Transport, agrees: bool) -> bool:
 
 
 def _part(call: Call, captured: Captured, processes: int) -> int | None:
-    """How many samples are compared: all, or a few for every replica where the capture serves any number."""
+    """Number of samples that are compared: all, or a few for every replica where the capture serves any number."""
     if call.batch is None or bound_to_batch(captured.graph):
         return call.batch
     # Results may be as long as the longest sequence, which a part of the samples may lack.
@@ -316,7 +316,7 @@ def _check_room(subject: CheckedModel, batch: Batch) -> None:
 
 
 def _left_out(options: Options, graph: LayerGraph, batch: Batch, unknown: frozenset[str]) -> tuple[str, ...]:
-    """What is not compared as the model runs it, by name."""
+    """The things that are not compared as the model runs them, by name."""
     found = []
     if not options.global_statistics and any(layer.mixes_batch for layer in graph.layers.values()):
         found.append('batch_norm="local": compared with the statistics of the whole batch')

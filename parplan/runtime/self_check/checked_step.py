@@ -139,14 +139,14 @@ def _values(
 
 @contextmanager
 def with_callers_modes() -> Iterator[None]:
-    """Where a forward that asks for torch's modes (gradients, inference) sees those of here, in whatever it runs."""
+    """A context in which a forward that asks for torch's modes (gradients, inference) sees those of its caller."""
     with callers_modes(), seen_modes(lambda name, value: None):
         yield
 
 
 @contextmanager
 def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[ConstantDraws | None]:
-    """Where one step runs without a trace; gives the mode that replaces random draws, where there are any.
+    """A context in which one step leaves no trace; gives the mode that replaces random draws, where there are any.
 
     Args:
         graph: whose ops say whether random numbers are drawn.

@@ -129,6 +129,6 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _infinite(tensor: Tensor) -> Tensor:
-    """Where a tensor holds NaN, infinity and minus infinity."""
+    """Masks of the elements that are NaN, infinity and minus infinity."""
     real = _real(tensor)
     return torch.stack([real.isnan(), real.isposinf(), real.isneginf()])

@@ -58,7 +58,7 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
     Args:
         subject: whose step differs.
         batch: on which samples.
-        found: what differs.
+        found: the differences.
     """
     module, graph = subject.module, subject.captured.graph
     alone = isolated(module, graph, subject.gradients)

@@ -11,34 +11,15 @@ import torch
 from torch import Tensor
 
 from parplan.graph.layer_graph import Constant, LayerGraph
-from parplan.layout import Grid
+from parplan.layout import Grid, Range
 from parplan.runtime.calls import Call, content
+from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 from parplan.runtime.self_check.comparison import projection_weights
 from parplan.runtime.transport.base import Transport
 
 __all__ = ["Batch", "gather_batch", "returned_leaves", "shared_digest"]
 
 _SEED = 0
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Where a result has samples: the dimension, and its indices per sample.
-
-    Args:
-        beside: the model returns the dimension as one with the next or the one before, of this size; None alone.
-        first: whether samples are the first of the two.
-    """
-
-    dim: int
-    per_sample: int
-    beside: int | None = None
-    first: bool = False
-
-    @property
-    def returned(self) -> int:
-        """The dimension of what the model returns."""
-        return self.dim if self.beside is None or self.first else self.dim - 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,7 @@ class Batch:
 
     @property
     def processes(self) -> int:
-        """How many processes share the step."""
+        """Number of processes that share the step."""
         return len(self.sizes)
 
     def whole_weights(self, graph: LayerGraph, results: Sequence[Tensor]) -> list[Tensor]:
@@ -83,7 +64,7 @@ class Batch:
         for result, axis in zip(results, axes, strict=True):
             shape = list(result.shape)
             if axis is not None and self.processes > 1:
-                shape[axis.returned] = (self.whole.batch or 0) * axis.per_sample * (axis.beside or 1)
+                shape[axis.dim] = axis.size(self.whole.batch or 0)
             like.append(torch.empty(shape, dtype=result.dtype, device="meta"))
         return [self._rows(w, a) for w, a in zip(projection_weights(like, _SEED), axes, strict=True)]
 
@@ -97,40 +78,21 @@ class Batch:
     def own_input(self, position: int, gradient: Tensor) -> Tensor:
         """This process's rows of an input's gradient."""
         sampled = self.whole.has_samples(self.whole.leaves[position])
-        return self._rows(gradient, _Axis(self.whole.dim, 1) if sampled else None)
+        return self._rows(gradient, SampleAxis(self.whole.dim, 1) if sampled else None)
 
     def shares_input(self, position: int) -> bool:
         """Whether several processes hold the same input, so that each has a part of its gradient."""
         return self.processes > 1 and not self.whole.has_samples(self.whole.leaves[position])
 
-    def _axes(self, graph: LayerGraph) -> list[_Axis | None]:
+    def _axes(self, graph: LayerGraph) -> list[SampleAxis | None]:
         """Per result that is a tensor, where it has samples."""
         values = [value for value in returned_leaves(graph) if isinstance(value, str)]
-        return [_axis(graph, value) for value in values]
+        return [result_axis(graph, value) for value in values]
 
-    def _rows(self, tensor: Tensor, axis: _Axis | None) -> Tensor:
+    def _rows(self, tensor: Tensor, axis: SampleAxis | None) -> Tensor:
         if axis is None or self.processes == 1:
             return tensor
-        start, own = self.start * axis.per_sample, (self.own.batch or 0) * axis.per_sample
-        if axis.beside is None:
-            return tensor.narrow(axis.dim, start, own)
-        both = ((self.whole.batch or 0) * axis.per_sample, axis.beside)
-        apart: Tensor = tensor.unflatten(axis.returned, both if axis.first else both[::-1])
-        return apart.narrow(axis.dim, start, own).flatten(axis.returned, axis.returned + 1)
-
-
-def _axis(graph: LayerGraph, value: str) -> _Axis | None:
-    """Where a result has samples."""
-    dim, shape = graph.batch_dims.get(value), graph.values[value].shape
-    if dim is None or not graph.batch:
-        return None
-    flat = graph.flattened.get(value)
-    if flat is None or dim not in (flat, flat + 1):
-        # A dimension behind two that are returned as one has moved up.
-        moved = dim - 1 if flat is not None and dim > flat else dim
-        return _Axis(moved, shape[dim] // graph.batch)
-    first = dim == flat
-    return _Axis(dim, shape[dim] // graph.batch, shape[flat + 1 if first else flat], first)
+        return axis.take(tensor, [Range(self.start, self.start + (self.own.batch or 0))])
 
 
 def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:

@@ -30,7 +30,7 @@ __all__ = ["GROSS", "CheckedModel", "PlainFailure", "StepDifference"]
 
 @dataclass(frozen=True)
 class _Precision:
-    """How far two runs in one type may be apart by rounding.
+    """Limits of the difference between two runs in one type by rounding.
 
     Args:
         tolerance: relative to a tensor's largest element.
@@ -58,7 +58,7 @@ class PlainFailure(Exception):
 
     @staticmethod
     def of(error: Exception) -> PlainFailure:
-        """What to tell of the module's error."""
+        """The failure that tells of the module's error."""
         line, reason = user_line(error), next(iter(str(error).strip().splitlines()), "")
         where = f" at {line}" if line else ""
         return PlainFailure(f"the plain module fails on these inputs with {type(error).__name__}: {reason}{where}")
@@ -159,7 +159,7 @@ class CheckedModel:
         raise AssertionError("unreachable")
 
     def whole(self) -> AbstractContextManager[None]:
-        """Where parameters have their whole values; every process has to enter it if they are cut."""
+        """A context in which parameters have their whole values; every process has to enter it if they are cut."""
         sharding = self.programs.sharding
         apart = sharding is not None and (sharding.cuts or sharding.fresh)
         return sharding.whole_values() if sharding is not None and apart else nullcontext()

@@ -21,7 +21,7 @@ __all__ = ["Suspects", "suspects"]
 
 
 class Suspects(TorchFunctionMode):
-    """What a forward did that a graph of ops may lack.
+    """Notes on code of a forward that a graph of ops may lack.
 
     Attributes:
         found: sentences, in the order of the forward.

@@ -139,7 +139,7 @@ class HeldBlock:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which block of one tensor every rank holds: blocks are equal or apart, and cover the tensor.
+    """The block of one tensor that every rank holds: blocks are equal or apart, and cover the tensor.
 
     Args:
         name: the parameter's dotted name, for errors and tags.

@@ -92,7 +92,7 @@ def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Sharding:
-    """Which block of every parameter and buffer each rank holds, by dotted name.
+    """The blocks of parameters and buffers that each rank holds, by dotted name.
 
     Args:
         module: the user's module, whose parameters become blocks.
@@ -126,7 +126,7 @@ class Sharding:
                 self._placements[name] = self._placed(name, parameter, held)
 
     def _placed(self, name: str, parameter: nn.Parameter, held: Mapping[int, Region]) -> Placement:
-        """Where a parameter's blocks lie; one that is cut already, as in a copied model, stays as it is."""
+        """The placement of a parameter; one that is cut already, as in a copied model, stays as it is."""
         if isinstance(parameter, ShardedTensor):
             if parameter.placement.blocks != held:
                 raise RuntimeFailure(

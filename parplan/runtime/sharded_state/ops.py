@@ -89,7 +89,7 @@ def _blocks(args: Sequence[Any]) -> tuple[list[Any], Placement | None]:
 def _on_blocks(
     func: Any, rule: Rule, args: Sequence[Any], local: Sequence[Any], kwargs: Mapping[str, Any], placement: Placement
 ) -> Any:
-    """The usual case in short: what an optimizer's step does to tensors of one placement."""
+    """The usual case in short: an optimizer's step on tensors of one placement."""
     if rule.kind is OpKind.ALIAS:
         return args[0].like(local[0])
     computed = func(*local, **kwargs)

@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Where this rank's block lies; empty where it holds nothing."""
+        """The extent of this rank's block; empty where it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         own = self.placement.own

@@ -52,17 +52,17 @@ class Transport(ABC):
 
     @abstractmethod
     def physical(self, device: int) -> torch.device:
-        """Where an owned logical device lives."""
+        """The physical device of an owned logical device."""
 
     def on(self, device: int) -> AbstractContextManager[object]:
         """The context in which an owned device computes (its stream, on CUDA)."""
         return nullcontext()
 
     def begin(self) -> None:  # noqa: B027
-        """What runs from here on sees what the caller did before."""
+        """Order everything that runs from here on after the caller's work so far."""
 
     def show(self) -> None:  # noqa: B027
-        """What the caller does from here on sees what ran before."""
+        """Order the caller's work from here on after everything that ran before."""
 
     def end(self) -> None:
         """The same, and everything sent has left."""
@@ -72,7 +72,7 @@ class Transport(ABC):
         """The current stream uses a tensor's memory, which another stream may have allocated."""
 
     def ready_on(self, device: int) -> None:  # noqa: B027
-        """What the current streams hold is ready on the current stream of an owned device."""
+        """Order the next work on the current stream of an owned device after that of all current streams."""
 
     @abstractmethod
     def start(self, exchange: Exchange, tensors: Held) -> Pending:
@@ -98,7 +98,7 @@ class Transport(ABC):
         """Make ready for sums over `devices`, once."""
 
     def any(self, flags: Iterable[bool]) -> list[bool]:
-        """Which of the flags, equally many in all processes, are set in at least one of them."""
+        """Per flag, equally many in all processes, whether it is set in at least one of them."""
         return [max(column) == 1 for column in zip(*self.gather(*map(int, flags)), strict=True)]
 
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:

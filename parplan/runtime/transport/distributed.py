@@ -115,7 +115,7 @@ class DistributedTransport(Transport):
         self.tagged: Any = None
 
     def physical(self, device: int) -> torch.device:
-        """Where this rank's device lives."""
+        """This rank's physical device."""
         return self._device
 
     def end(self) -> None:

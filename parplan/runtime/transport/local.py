@@ -51,7 +51,7 @@ class LocalTransport(Transport):
         self._reachable: dict[tuple[int, int], bool] = {}
 
     def physical(self, device: int) -> torch.device:
-        """Where a logical device lives."""
+        """The physical device of a logical device."""
         return self._devices[device]
 
     def on(self, device: int) -> AbstractContextManager[object]:

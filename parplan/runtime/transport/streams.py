@@ -50,7 +50,7 @@ class Streams:
                 torch.cuda.current_stream(place).wait_stream(torch.cuda.current_stream(device))
 
     def copy_after_compute(self, source: int, target: int) -> None:
-        """What `target` copies next sees what `source` and `target` have computed so far."""
+        """Order the next copies of `target` after everything that `source` and `target` have computed so far."""
         for device in (source, target):
             if target in self._copy and device in self._compute:
                 self._copy[target].wait_stream(self._compute[device])
@@ -60,7 +60,7 @@ class Streams:
         return self._copy[device].record_event() if device in self._copy else None
 
     def compute_after_copy(self, device: int, tensor: Tensor, mark: torch.cuda.Event | None) -> None:
-        """What `device` computes next sees its copies up to `mark`; `tensor` came with them."""
+        """Order the next work of `device` after its copies up to `mark`; `tensor` came with them."""
         if mark is not None:
             self._compute[device].wait_event(mark)
             tensor.record_stream(self._compute[device])

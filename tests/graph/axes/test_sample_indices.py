@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.runtime.programs.own_samples import check_own_samples
+from parplan.runtime.programs.sample_axes import check_own_samples
 from tests.graph.models import rand
 
 SAMPLES, TIME = 6, 3

@@ -16,7 +16,8 @@ from parplan.graph.capture.capture import capture
 from parplan.layout import Range
 from parplan.plan import Scheme
 from parplan.runtime.module.compiled import Compiled
-from parplan.runtime.module.train_step import SampleAxis, sample_axes
+from parplan.runtime.module.train_step import sample_axes
+from parplan.runtime.programs.sample_axes import SampleAxis
 from tests.runtime.helpers import compiled, differences, outcome, planner, random_passes, random_strategies, spread
 from tests.runtime.ranks import Case, run_case
 
@@ -106,6 +107,16 @@ def inputs(dim: int, samples: int) -> Tensor:
     """[samples, 3, width], or samples along dimension 1."""
     x = torch.randn(samples, 3, WIDTH, dtype=torch.float64)
     return x.transpose(0, dim).contiguous()
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+def test_samples_are_taken_out_of_a_flattened_dimension(outer: int, inner: int) -> None:
+    whole = torch.arange(5 * outer * 4 * 2 * inner).view(5, outer, 4, 2, inner)  # 4 samples, 2 indices for each
+    axis, flat = SampleAxis(1, 2, outer, inner), whole.flatten(1, 4)
+    assert axis.of(flat, 4)
+    assert not axis.of(flat, 3)
+    picked = torch.cat([whole[:, :, :1], whole[:, :, 2:]], 2)
+    assert torch.equal(axis.take(flat, [Range(0, 1), Range(2, 4)]), picked.flatten(1, 4))
 
 
 @pytest.mark.parametrize("name", MODELS)
