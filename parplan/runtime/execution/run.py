@@ -7,7 +7,7 @@ program's backward steps one by one, and asks autograd only for the gradients of
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -167,9 +167,9 @@ class Run:
             if isinstance(step, Transfer):
                 parts.start(step.target, step.exchange, parts.get(step.source))
             elif isinstance(step, Split):
-                self._split(step, parts)
+                self._split(parts, step.source, step.targets, step)
             elif isinstance(step, Join):
-                self._join(step, parts)
+                self._join(parts, step.sources, step.target, step)
             else:
                 executor.seeded.micro_batch = step.turn or 0
                 executor.each(step, partial(self._compute, step, parts=parts, record=record))
@@ -178,23 +178,32 @@ class Run:
                 if slot not in self._kept:
                     parts.drop(slot)
 
-    def _split(self, step: Split, parts: Parts) -> None:
-        held = parts.get(step.source)
-        for device in self._executor.owned(step.ranges):
+    def _split(self, parts: Parts, whole: str, pieces: Sequence[str | None], step: Split | Join) -> None:
+        """The passes' parts of a value of the whole batch, or of its gradient; None: not wanted."""
+        for device, tensor in parts.get(whole).items():
             with self._transport.on(device):
-                for target, ranges in zip(step.targets, step.ranges[device], strict=True):
-                    parts.put(target, device, take(held[device], step.dim, ranges))
+                for piece, ranges in zip(pieces, step.ranges[device], strict=True):
+                    if piece is not None:
+                        parts.put(piece, device, take(tensor, step.dim, ranges))
 
-    def _join(self, step: Join, parts: Parts) -> None:
-        slot = self._program.slots[step.target]
-        held = [parts.get(source) for source in step.sources]
+    def _join(self, parts: Parts, pieces: Sequence[str], whole: str, step: Split | Join) -> None:
+        """A value of the whole batch, or its gradient, from the passes' parts; those that are missing are zero."""
+        slot = self._program.slots[whole]
+        held = [parts.get(piece) for piece in pieces]
         for device in self._executor.owned(slot.devices):
-            with self._transport.on(device):
-                place = self._transport.physical(device)
-                whole = torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place)
-                for own, ranges in zip(held, step.ranges[device], strict=True):
-                    put(whole, step.dim, ranges, own[device])
-                parts.put(step.target, device, whole)
+            present = [device in own for own in held]
+            if any(present):
+                tensor = self._new(slot, device, torch.empty if all(present) else torch.zeros)
+                with self._transport.on(device):
+                    for own, ranges in zip(held, step.ranges[device], strict=True):
+                        if device in own:
+                            put(tensor, step.dim, ranges, own[device])
+                    parts.put(whole, device, tensor)
+
+    def _new(self, slot: Slot, device: int, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
+        """A tensor for one device's part of a slot."""
+        with self._transport.on(device):
+            return make(slot.local_shape(device), dtype=slot.dtype, device=self._transport.physical(device))
 
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
@@ -206,8 +215,7 @@ class Run:
         idle = step.batch(device) == 0 and step.code is not Code.NORMALISE
         if idle and all(0 in slot.local_shape(device) for slot in made):
             for slot in made:
-                place = self._transport.physical(device)
-                parts.add(slot.name, device, torch.empty(slot.local_shape(device), dtype=slot.dtype, device=place))
+                parts.add(slot.name, device, self._new(slot, device))
             return
         with self._transport.on(device), torch.set_grad_enabled(record):
             values = [parts.get(operand.slot)[device] for operand in step.operands]
@@ -327,41 +335,19 @@ class Run:
             if isinstance(step, Transfer):
                 self._send_back(step, grads)
             elif isinstance(step, Split):
-                self._split_back(step, grads)
+                self._join(grads, step.targets, step.source, step)
+                for target in step.targets:
+                    grads.drop(target)
             elif isinstance(step, Join):
-                self._join_back(step, grads)
+                wanted = [source if self._program.slots[source].requires_grad else None for source in step.sources]
+                self._split(grads, step.target, wanted, step)
+                grads.drop(step.target)
             elif isinstance(step, Reduce):
                 sums.launch(self._program.buckets[step.bucket])
             else:
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
                 for result in step.results:
                     grads.drop(result.slot)
-
-    def _split_back(self, step: Split, grads: Parts) -> None:
-        """The gradient of the whole batch, from those of the passes' parts."""
-        slot = self._program.slots[step.source]
-        held = [grads.get(target) for target in step.targets]
-        for device in self._executor.owned(step.ranges):
-            if not any(device in own for own in held):
-                continue
-            whole = self._zeros(slot, device)
-            with self._transport.on(device):
-                for own, ranges in zip(held, step.ranges[device], strict=True):
-                    if device in own:
-                        put(whole, step.dim, ranges, own[device])
-            grads.add(step.source, device, whole)
-        for target in step.targets:
-            grads.drop(target)
-
-    def _join_back(self, step: Join, grads: Parts) -> None:
-        """The gradients of the passes' parts, from that of the whole batch."""
-        for device, gradient in grads.get(step.target).items():
-            for number, source in enumerate(step.sources):
-                if self._program.slots[source].requires_grad:
-                    with self._transport.on(device):
-                        own = take(gradient, step.dim, step.ranges[device][number])
-                    grads.add(source, device, own)
-        grads.drop(step.target)
 
     def _send_back(self, step: Transfer, grads: Parts) -> None:
         target = self._program.slots[step.target]
@@ -371,14 +357,9 @@ class Run:
         if not held and self._transport.processes == 1:
             return
         here = self._executor.owned(target.devices)
-        whole = {device: held[device] if device in held else self._zeros(target, device) for device in here}
+        whole = {device: held[device] if device in held else self._new(target, device) for device in here}
         grads.start(step.source, step.transposed, whole)
         grads.drop(step.target)
-
-    def _zeros(self, slot: Slot, device: int) -> Tensor:
-        with self._transport.on(device):
-            place = self._transport.physical(device)
-            return torch.zeros(slot.local_shape(device), dtype=slot.dtype, device=place)
 
     def _through_layers(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
         """Gradients of one compute step on one device: to the slots of its operands, and to the sums over devices."""
@@ -417,7 +398,7 @@ class Run:
         device = self._arrival(slot)
         gradient = grads.get(name).get(device)
         if gradient is None and slot.requires_grad and 0 in slot.local_shape(device):
-            gradient = self._zeros(slot, device)  # no samples, so no step has run on it
+            gradient = self._new(slot, device)  # no samples, so no step has run on it
         if gradient is None or not slot.requires_grad:
             return None
         # The mean over processes is for parameters; a process's own inputs see its own loss.

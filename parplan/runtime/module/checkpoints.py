@@ -131,7 +131,11 @@ def _write(path: PathLike, states: Mapping[str, Any]) -> None:
             torch.save(dict(states), file)
             file.flush()
             if unsafe := _unsafe(file.name):
-                holding = [name for name, state in states.items() if _unsafe(_saved(state))]
+                holding = []
+                for name, state in states.items():
+                    torch.save(state, buffer := io.BytesIO())
+                    buffer.seek(0)
+                    holding += [name] if _unsafe(buffer) else []
                 raise CheckpointError(
                     f"{_listed(holding)} cannot be saved: loading {_listed(unsafe)} would run code from the file; save "
                     "tensors, numbers, texts, and lists, tuples and dictionaries of them"
@@ -179,13 +183,6 @@ def _digest(file: BinaryIO, size: int) -> str:
         digest.update(chunk)
         size -= len(chunk)
     return digest.hexdigest()
-
-
-def _saved(state: Any) -> BinaryIO:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return buffer
 
 
 def _unsafe(file: str | BinaryIO) -> list[str]:

@@ -62,21 +62,15 @@ def gather(results: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
     """
     if not results:
         raise RuntimeFailure("gather: no results to join; pass one per replica")
-    flat = [pytree.tree_flatten(result) for result in results]
-    spec = flat[0][1]
-    for index, (_, other) in enumerate(flat):
-        if other != spec:
-            raise RuntimeFailure(
-                f"gather: replica {index} returned {other}, replica 0 {spec}; return the same structure"
-            )
-    joined, place = [], torch.device(device)
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        if isinstance(column[0], Tensor):
-            moved = [sent(tensor, place) for tensor in column]
-            joined.append(torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim))
-        else:
-            joined.append(column[0])
-    return pytree.tree_unflatten(joined, spec)
+    place = torch.device(device)
+
+    def join(*column: Any) -> Any:
+        if not isinstance(column[0], Tensor):
+            return column[0]
+        moved = [sent(tensor, place) for tensor in column]
+        return torch.stack(moved) if moved[0].dim() == 0 else torch.cat(moved, dim)
+
+    return _joined(join, results, "gather: replica {} returned {}, replica 0 {}; return the same structure")
 
 
 def broadcast(values: Any, devices: Devices) -> list[Any]:
@@ -104,15 +98,22 @@ def reduce(values: Sequence[Any], device: torch.device | str) -> Any:
     """
     if not values:
         raise RuntimeFailure("reduce: no terms to sum; pass one per device")
+
+    def add(*terms: Tensor) -> Tensor:
+        first, *others = (term.to(device) for term in terms)
+        return sum(others, start=first)
+
+    return _joined(add, values, "reduce: term {} is {}, term 0 {}; sum equal structures")
+
+
+def _joined(join: Callable[..., Any], values: Sequence[Any], error: str) -> Any:
+    """One nested structure of joined leaves; `error` takes an index and two structures that differ."""
     flat = [pytree.tree_flatten(value) for value in values]
+    first = flat[0][1]
     for index, (_, spec) in enumerate(flat):
-        if spec != flat[0][1]:
-            raise RuntimeFailure(f"reduce: term {index} is {spec}, term 0 {flat[0][1]}; sum equal structures")
-    totals = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        first, *others = (term.to(device) for term in column)
-        totals.append(sum(others, start=first))
-    return pytree.tree_unflatten(totals, flat[0][1])
+        if spec != first:
+            raise RuntimeFailure(error.format(index, spec, first))
+    return pytree.tree_unflatten([join(*column) for column in zip(*(own for own, _ in flat), strict=True)], first)
 
 
 def parallel_apply(

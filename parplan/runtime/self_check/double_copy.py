@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,14 +47,9 @@ def double_call(call: Call) -> Call:
     return Call(tuple(map(cast, call.leaves)), call.spec, call.dim, call.batch)
 
 
-@contextmanager
-def double_casts(active: bool = True) -> Iterator[None]:
-    """While it lasts, casts to shorter floating-point types are casts to float64, if `active`."""
-    if not active:
-        yield
-        return
-    with _DoubleCasts():
-        yield
+def double_casts(active: bool = True) -> AbstractContextManager[object]:
+    """A context in which casts to shorter floating-point types are casts to float64, if `active`."""
+    return _DoubleCasts() if active else nullcontext()
 
 
 class _DoubleCasts(TorchFunctionMode):

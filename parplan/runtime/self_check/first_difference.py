@@ -168,23 +168,19 @@ def _lost_in_capture(
             continue
         for value, tensor in zip(layer.outputs, tensors, strict=True):
             if _differs(tensor, whole.values[value]):
-                before = [other for other in between if graph.digraph.has_node(other) and _feeds(graph, other, name)]
-                return _captured_otherwise(graph, before[0] if before else name)
-        between = [other for other in between if not _feeds(graph, other, name)]
+                before = [other for other in between if nx.has_path(graph.digraph, other, name)]
+                return _captured_otherwise(before[0] if before else name)
+        between = [other for other in between if not nx.has_path(graph.digraph, other, name)]
     for leaf, result in zip(returned_leaves(graph), plain.results, strict=False):
         made = whole.values.get(str(leaf))
         if made is not None and isinstance(result, Tensor) and _differs(result, made):
-            return _captured_otherwise(graph, graph.producer[str(leaf)])
+            return _captured_otherwise(graph.producer[str(leaf)])
     return None
 
 
-def _captured_otherwise(graph: LayerGraph, name: str) -> FirstDifference:
+def _captured_otherwise(name: str) -> FirstDifference:
     text = f"the first layer that differs is {name}: the captured graph, run whole, does not give the module's value"
     return FirstDifference(name, (text,))
-
-
-def _feeds(graph: LayerGraph, source: str, target: str) -> bool:
-    return bool(nx.has_path(graph.digraph, source, target))
 
 
 # --- the planned program ---------------------------------------------------------------------

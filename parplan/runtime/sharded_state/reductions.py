@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
-from parplan.runtime.sharded_state.rules import ShardedCall
+from parplan.runtime.sharded_state.rules import REDUCTIONS, ShardedCall
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, ShardedView
 
 __all__ = ["norm", "reduction"]
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """A number of each block, and what becomes of all ranks' numbers.
-
-    Args:
-        block: of a block, computed in a type.
-        neutral: the number of a rank that does not count.
-    """
-
-    block: Callable[[Tensor, torch.dtype], Tensor]
-    neutral: float
-    total: Callable[[Tensor], Tensor]
-
-
-_SUM = _Reduction(lambda block, dtype: block.sum(dtype=dtype), 0.0, Tensor.sum)
-_LARGEST = _Reduction(lambda block, _: block.max(), -inf, Tensor.amax)
-_SMALLEST = _Reduction(lambda block, _: block.min(), inf, Tensor.amin)
-_REDUCTIONS = {
-    aten.sum.default: _SUM,
-    aten.mean.default: _SUM,
-    aten.max.default: _LARGEST,
-    aten.min.default: _SMALLEST,
-    aten.amax.default: _LARGEST,
-    aten.amin.default: _SMALLEST,
-    aten.any.default: _Reduction(lambda block, _: block.any(), 0.0, Tensor.amax),
-    aten.all.default: _Reduction(lambda block, _: block.all(), 1.0, Tensor.amin),
-}
 
 
 def _precise(tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -58,7 +27,7 @@ def reduction(call: ShardedCall) -> Tensor | None:
     simple = logical or (tensor.is_floating_point() and (wanted is None or wanted.is_floating_point))
     if not simple or not _over_all(call, tensor):
         return None
-    rule = _REDUCTIONS[call.func]
+    rule = REDUCTIONS[call.func]
     placement, local = tensor.placement, tensor.local
     own = float(rule.block(local, _precise(local, wanted))) if placement.counts and local.numel() else rule.neutral
     numbers = placement.collectives.exchange(f"{call.name} of {placement.name}", [own])

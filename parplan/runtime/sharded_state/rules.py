@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from parplan.compat import schema_of
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 
-__all__ = ["COUNTERS", "OpKind", "Rule", "ShardedCall", "TensorOperand", "replaced", "rule_of"]
+__all__ = ["COUNTERS", "REDUCTIONS", "OpKind", "Rule", "ShardedCall", "TensorOperand", "replaced", "rule_of"]
 
 aten = torch.ops.aten
 
@@ -28,16 +29,39 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 _FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
 _ALIASES = frozenset({"detach", "alias", "lift_fresh"})
-_REDUCTIONS = frozenset(
-    {
-        aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.amax.default, aten.amin.default,
-        aten.any.default, aten.all.default,
-    }
-)  # fmt: skip
 # Ops of lists that are no elementwise ones, although the op of the same name has elementwise forms.
 _FOREACH_REDUCTIONS = frozenset({"_foreach_max", "_foreach_min", "_foreach_norm"})
 # Arguments that are no operand of an elementwise computation.
 COUNTERS = frozenset({"state_steps"})
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A number of each block, and what becomes of all ranks' numbers.
+
+    Args:
+        block: of a block, computed in a type.
+        neutral: the number of a rank that does not count.
+    """
+
+    block: Callable[[Tensor, torch.dtype], Tensor]
+    neutral: float
+    total: Callable[[Tensor], Tensor]
+
+
+_SUM = _Reduction(lambda block, dtype: block.sum(dtype=dtype), 0.0, Tensor.sum)
+_LARGEST = _Reduction(lambda block, _: block.max(), -inf, Tensor.amax)
+_SMALLEST = _Reduction(lambda block, _: block.min(), inf, Tensor.amin)
+REDUCTIONS = {
+    aten.sum.default: _SUM,
+    aten.mean.default: _SUM,
+    aten.max.default: _LARGEST,
+    aten.min.default: _SMALLEST,
+    aten.amax.default: _LARGEST,
+    aten.amin.default: _SMALLEST,
+    aten.any.default: _Reduction(lambda block, _: block.any(), 0.0, Tensor.amax),
+    aten.all.default: _Reduction(lambda block, _: block.all(), 1.0, Tensor.amin),
+}
 
 
 class OpKind(Enum):
@@ -99,7 +123,7 @@ def _kind(func: Any, name: str) -> OpKind:
         return OpKind.ALIAS
     if any(r.alias_info and not r.alias_info.is_write for r in schema.returns):
         return OpKind.VIEW
-    if func in _REDUCTIONS:
+    if func in REDUCTIONS:
         return OpKind.REDUCTION
     special = {
         aten.linalg_vector_norm.default: OpKind.NORM,
