@@ -39,8 +39,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if rule.kind in (OpKind.ELEMENTWISE, OpKind.ALIAS) and not any(isinstance(v, Tensor) for v in kwargs.values()):
         local, placement = _blocks(args)
         if placement is not None:
-            if torch.is_grad_enabled() and rule.kind is Kind.ELEMENTWISE:
-                _check_alike(OpCall(func, args, kwargs), placement)
+            if torch.is_grad_enabled() and rule.kind is OpKind.ELEMENTWISE:
+                _check_alike(ShardedCall(func, args, kwargs), placement)
             return _on_blocks(func, rule, args, local, kwargs, placement)
     call = ShardedCall(func, args, kwargs)
     views = {id(o.tensor): o for o in call.operands if isinstance(o.tensor, ShardedView)}
@@ -149,7 +149,7 @@ def _leader(operands: Sequence[TensorOperand]) -> Placement | None:
     return None
 
 
-def _check_alike(call: OpCall, placement: Placement) -> None:
+def _check_alike(call: ShardedCall, placement: Placement) -> None:
     """Refuse a term of a loss for which processes would compute different things, each for its own block.
 
     Of what comes after a sum, a factor above all, the backward takes the mean (`_on_block`).
@@ -178,7 +178,7 @@ def _told(value: Any) -> str:
     return str(value.item() if isinstance(value, Tensor) else value)
 
 
-def _on_block(call: OpCall, tensor: Tensor, leader: Placement) -> Tensor:
+def _on_block(call: ShardedCall, tensor: Tensor, leader: Placement) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         return tensor.local if tensor.placement.same(leader) else leader.cut(tensor.whole())
     if in_backward() and (tensor.is_floating_point() or tensor.is_complex()):

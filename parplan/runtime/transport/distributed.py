@@ -112,7 +112,6 @@ class DistributedTransport(Transport):
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.processes)): group}
         self._sent: list[_Sent] = []
         self._kept: dict[Hashable, Tensor] = {}
-        self.tagged: Any = None
 
     def physical(self, device: int) -> torch.device:
         """This rank's physical device."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.runtime.sharded_state.outside_gradients import OutsideGradients, aliases
+from parplan.runtime.sharded_state.outside_gradients import OutsideGradients, ParameterAliases
 from tests.runtime.outside_gradient_cases import CASES
 from tests.runtime.ranks import run_case
 
@@ -33,7 +33,7 @@ class _Counting:
 def test_the_sum_of_programs_gradients_is_told_from_one_with_other_terms(uses: str) -> None:
     parameter, collectives = nn.Parameter(torch.ones(3)), _Counting()
     OutsideGradients.watch("p", parameter, collectives)  # type: ignore[arg-type]
-    (alias,) = aliases([parameter])
+    (alias,) = ParameterAliases([parameter]).tensors
     terms = [({"a": alias, "p": parameter}[use] * (index + 2)).sum() for index, use in enumerate(uses)]
     torch.stack(terms).sum().backward()
     assert collectives.count == ("p" in uses)
