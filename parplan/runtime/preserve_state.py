@@ -10,9 +10,8 @@ import copy
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,17 +65,31 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def preserved(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Leave no trace of what happens to `module` and `optimizer` inside; gradients are None at first."""
-    values = [_Value.of(tensor) for tensor in (*module.parameters(), *module.buffers())]
-    state = _OptimizerState.of(optimizer) if optimizer is not None else None
+    """Leave no trace of changes to `module` and `optimizer` inside; gradients are None at first."""
+    held: list[Any] = [*module.parameters(), *module.buffers()]
+    states: dict[Tensor, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        groups = [dict(group) for group in optimizer.param_groups]
+        for parameter, state in optimizer.state.items():
+            # Tensors stay the ones they are.
+            states[parameter] = {k: v if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
+        held += [value for mapping in (*states.values(), *groups) for value in mapping.values()]
+    tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+    values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     with without_gradients(module.parameters()), preserved_generators():
         try:
             yield
         finally:
-            if state is not None:
-                state.restore()
-            for value in values:
-                value.restore()
+            if optimizer is not None:
+                optimizer.state.clear()
+                optimizer.state.update({parameter: dict(state) for parameter, state in states.items()})
+                for group, before in zip(optimizer.param_groups, groups, strict=True):
+                    group.clear()
+                    group.update(before)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.detach().copy_(value)
 
 
 @contextmanager
@@ -171,51 +184,3 @@ class _Attributes:
         for tensor, value in self._tensors:
             if tensor.shape != value.shape or not torch.equal(tensor, value):
                 tensor.data = value if tensor.shape != value.shape else tensor.data.copy_(value)
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A tensor and its values, which wait in the host's memory."""
-
-    tensor: Tensor
-    values: Tensor
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Value:
-        return _Value(tensor, tensor.detach().to("cpu", copy=True))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        self.tensor.detach().copy_(self.values)
-
-
-@dataclass(frozen=True)
-class _OptimizerState:
-    """An optimizer's state per parameter and its groups' options; tensors stay the ones they are."""
-
-    optimizer: torch.optim.Optimizer
-    states: Mapping[Tensor, Mapping[str, Any]]
-    groups: list[dict[str, Any]]
-    tensors: list[_Value]
-
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> _OptimizerState:
-        states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        groups = [dict(group) for group in optimizer.param_groups]
-        held = [value for mapping in (*states.values(), *groups) for value in mapping.values()]
-        tensors = [_Value.of(value) for value in held if isinstance(value, Tensor)]
-        plain = {
-            p: {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()}
-            for p, state in states.items()
-        }
-        return _OptimizerState(optimizer, plain, groups, tensors)
-
-    def restore(self) -> None:
-        self.optimizer.state.clear()
-        for parameter, state in self.states.items():
-            self.optimizer.state[parameter] = dict(state)
-        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.clear()
-            group.update(before)
-        for value in self.tensors:
-            value.restore()

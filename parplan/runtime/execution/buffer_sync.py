@@ -21,7 +21,7 @@ from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.segment_cache import written_buffers
 from parplan.runtime.transport.base import Transport, block
 
-__all__ = ["BufferBroadcast", "BufferSync", "fresh_buffers"]
+__all__ = ["BufferBroadcast", "BufferSync"]
 
 
 @dataclass(frozen=True)
@@ -175,21 +175,3 @@ def _pieces(message: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Parts of a flat message, from its start, with the shapes of `tensors`."""
     sizes = [tensor.numel() for tensor in tensors]
     return [p.view(t.shape) for p, t in zip(message[: sum(sizes)].split(sizes), tensors, strict=True)]
-
-
-def fresh_buffers(graph: LayerGraph, program: Program, global_statistics: bool) -> dict[str, dict[int, Region]]:
-    """Blocks of the buffers that batch norm writes, by dotted name and device.
-
-    All replicas have the same global statistics; of local ones the first replica's are the model's.
-    """
-    found: dict[str, dict[int, Region]] = {}
-    for step in program.forward:
-        if isinstance(step, Compute):
-            written = written_buffers(graph, step)
-            devices = step.grid.devices if global_statistics else step.grid.row(0)
-            found |= {
-                graph.buffers[state.name]: {device: state.blocks[device] for device in devices}
-                for state in step.states
-                if state.name in written
-            }
-    return found

@@ -8,7 +8,7 @@ it does, and releases it only while it computes (`apart`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,31 +100,20 @@ def dispatch_for(threads: ThreadsOption, transport: Transport) -> Dispatch:
 
 
 @dataclass(frozen=True)
-class _Autocast:
-    """Whether and to what one kind of device casts."""
-
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class CallersModes:
     """The modes that torch keeps per thread, for a device's thread: gradients, inference, autocast, streams."""
 
     gradients: bool
     inference: bool
-    autocast: tuple[_Autocast, ...]
+    autocast: Mapping[str, torch.dtype]
     streams: tuple[torch.cuda.Stream, ...]
 
     @staticmethod
     def here() -> CallersModes:
         """Those of this thread."""
-        kinds = ("cpu", "cuda")
-        casts = tuple(_Autocast(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         # A thread starts without autocast.
-        active = tuple(cast for cast in casts if cast.enabled)
-        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), active, _other_streams())
+        casts = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
+        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, _other_streams())
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -133,8 +122,8 @@ class CallersModes:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
-            for cast in self.autocast:
-                stack.enter_context(torch.autocast(cast.kind, dtype=cast.dtype))
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield

@@ -79,10 +79,10 @@ class Executor:
         # a backward that another thread starts within would wait for that thread forever.
         gpus = any(place.type == "cuda" for place in places.values())
         self.backward_dispatch: Dispatch = Inline() if gpus else self.dispatch
-        self._drawing = {id(step) for step in program.forward if isinstance(step, Compute) and draws_any(graph, step)}
-        self._indices = {id(step): index for index, step in enumerate(program.forward)}
-        self._written = [written_buffers(graph, step) for step in program.forward]
-        self._statistics = frozenset[str]().union(*self._written)
+        steps = [step for step in program.forward if isinstance(step, Compute)]
+        self._drawing = {id(step) for step in steps if draws_any(graph, step.layers)}
+        self._written = {id(step): written_buffers(graph, step) for step in program.forward}
+        self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
         self._last_reads = _last_reads(program)
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
@@ -159,7 +159,7 @@ class Executor:
         Buffers that the step's end assigns, and numbers, are copied: the backward needs what the forward has read.
         """
         spare = self.transport.processes == 1 and step.grid.position(device)[0] > 0
-        written = self._written[self._indices[id(step)]]
+        written = self._written[id(step)]
         found = []
         for state in step.states:
             tensor = self.store.get(state, device)
@@ -179,39 +179,30 @@ class Executor:
         """Copy the buffers that a step wrote on its first replica to the module."""
         if self.transport.processes == 1 and step.grid.position(device)[0] == 0:
             for state in step.states:
-                if state.name in self._written[self._indices[id(step)]]:
+                if state.name in self._written[id(step)]:
                     self.store.write_back(state, device)
 
     def last_reads(self, step: Forward) -> Sequence[str]:
         """Slots that nothing reads after this forward step."""
-        return self._last_reads[self._indices[id(step)]]
+        return self._last_reads[id(step)]
 
 
-def _rewritten_elsewhere(program: Program, written: Sequence[Set[str]]) -> Set[int]:
+def _rewritten_elsewhere(program: Program, written: Mapping[int, Set[str]]) -> Set[int]:
     """Steps that write buffers which steps on other devices go on from: a batch norm that is called more than once."""
     grids: dict[str, set[Grid]] = defaultdict(set)
     for step in program.forward:
         if isinstance(step, Compute):
             for state in step.states:
                 grids[state.name].add(step.grid)
-    return {
-        id(step)
-        for step, names in zip(program.forward, written, strict=True)
-        if any(len(grids[name]) > 1 for name in names)
-    }
+    return {step for step, names in written.items() if any(len(grids[name]) > 1 for name in names)}
 
 
-def _last_reads(program: Program) -> list[list[str]]:
+def _last_reads(program: Program) -> dict[int, list[str]]:
     """Per forward step, the slots that no later step and no caller reads."""
-    kept = {*program.outputs, *program.updates.values()}
-    last: dict[str, int] = {}
-    for index, step in enumerate(program.forward):
-        for slot in step.reads:
-            last[slot] = index
-    found: list[list[str]] = [[] for _ in program.forward]
-    for slot, index in last.items():
-        if slot not in kept:
-            found[index].append(slot)
+    last = {slot: id(step) for step in program.forward for slot in step.reads}
+    found: dict[int, list[str]] = {id(step): [] for step in program.forward}
+    for slot in last.keys() - {*program.outputs, *program.updates.values()}:
+        found[last[slot]].append(slot)
     return found
 
 

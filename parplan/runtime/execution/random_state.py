@@ -9,7 +9,7 @@ row and column of the grid that the result differs by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.local import LocalLayer
 from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.graph.sites import site_of
-from parplan.lowering.program import Compute
 from parplan.plan import Strategy
 
-__all__ = ["SeededOps", "draws_any", "draws_numbers"]
+__all__ = ["SeededOps", "draws_any"]
 
 aten = torch.ops.aten
 
@@ -100,14 +99,9 @@ class SeededOps:
         return seeded
 
 
-def draws_any(graph: LayerGraph, step: Compute) -> bool:
-    """Whether a step draws random numbers, from whichever generator."""
-    return any(_is_random(node) for name in step.layers for node in graph.layers[name].nodes)
-
-
-def draws_numbers(graph: LayerGraph) -> bool:
-    """Whether any op of a graph draws random numbers."""
-    return any(_is_random(node) for layer in graph.layers.values() for node in layer.nodes)
+def draws_any(graph: LayerGraph, layers: Iterable[str]) -> bool:
+    """Whether an op of these layers draws random numbers, from whichever generator."""
+    return any(_is_random(node) for name in layers for node in graph.layers[name].nodes)
 
 
 def _joint(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:

@@ -17,16 +17,17 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Region
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
-from parplan.lowering.program import Program
+from parplan.lowering.program import Compute, Program
 from parplan.lowering.stages import stages
 from parplan.lowering.step_setting import Setting
 from parplan.lowering.strategies import strategies_for
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.runtime.execution.buffer_sync import BufferSync, fresh_buffers
+from parplan.runtime.execution.buffer_sync import BufferSync
 from parplan.runtime.execution.dispatch import ThreadsOption, dispatch_for
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
+from parplan.runtime.execution.segment_cache import written_buffers
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.sharded_state.cutting import Sharding
 from parplan.runtime.transport.base import Transport
@@ -121,8 +122,18 @@ class Programs:
         self.copies: Copies = {}
 
     def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
-        """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date."""
-        return fresh_buffers(graph, program, self._options.global_statistics)
+        """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date.
+
+        All replicas have the same global statistics; of local ones the first replica's are the model's.
+        """
+        found: dict[str, dict[int, Region]] = {}
+        for step in program.forward:
+            written = written_buffers(graph, step)
+            if isinstance(step, Compute) and written:
+                devices = step.grid.devices if self._options.global_statistics else step.grid.row(0)
+                own = [state for state in step.states if state.name in written]
+                found |= {graph.buffers[s.name]: {device: s.blocks[device] for device in devices} for s in own}
+        return found
 
     @property
     def device_count(self) -> int:

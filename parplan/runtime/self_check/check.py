@@ -220,23 +220,19 @@ class SelfCheck:
                 how = f"in {type_name}; a copy in float64 cannot be made: {reason}"
                 raise _error(record, batch, subject, found, how)
             return replace(record, note=f"differs by rounding of {type_name}; a copy cannot be made: {reason}")
-        double = self._captured_anew(subject, twin, double_call(batch.own))
+        plan = self._captures.plan
+        assert plan is not None  # else nothing was captured
+        options = Options(dim=self._options.dim, output=self._options.output, groups=self._options.groups)
+        captures = Captures(twin, lambda graph: plan, subject.transport, options)
+        with double_casts():
+            captured = captures.find(double_call(batch.own), subject.training)
+        double = replace(subject, module=twin, programs=captures.programs, captured=captured, double=True)
         exact, unknown = replace(batch, whole=double_call(batch.whole), own=double_call(batch.own)), set[str]()
         again = double.compare(exact, double.plain(exact, unknown), unknown, keep=False)
         if _all(subject.transport, again.agrees):
             return replace(record, note=f"differs by rounding of {type_name}, and agrees in float64")
         record = replace(record, differences=again.differences)
         raise _error(record, exact, double, again, f"in {type_name}, and in float64 on a copy")
-
-    def _captured_anew(self, subject: CheckedModel, module: nn.Module, call: Call) -> CheckedModel:
-        """The module's copy in float64, captured under the same plan."""
-        plan = self._captures.plan
-        assert plan is not None  # else nothing was captured
-        options = Options(dim=self._options.dim, output=self._options.output, groups=self._options.groups)
-        captures = Captures(module, lambda graph: plan, subject.transport, options)
-        with double_casts():
-            captured = captures.find(call, subject.training)
-        return replace(subject, module=module, programs=captures.programs, captured=captured, double=True)
 
 
 def _error(record: CheckRecord, batch: Batch, subject: CheckedModel, found: StepDifference, how: str) -> SelfCheckError:

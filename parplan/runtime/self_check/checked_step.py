@@ -24,7 +24,7 @@ from parplan.runtime.calls import Call
 from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
-from parplan.runtime.execution.random_state import draws_numbers
+from parplan.runtime.execution.random_state import draws_any
 from parplan.runtime.preserve_state import preserved_by_forward, preserved_modes, without_gradients
 from parplan.runtime.self_check.comparison import projected
 from parplan.runtime.self_check.constant_draws import ConstantDraws
@@ -163,7 +163,7 @@ def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[
         # Casts of weights made here must not serve the step itself: they may lack a graph.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        draws = ConstantDraws() if draws_numbers(graph) else None
+        draws = ConstantDraws() if draws_any(graph, graph.layers) else None
         if draws is not None:
             stack.enter_context(draws)
         yield draws

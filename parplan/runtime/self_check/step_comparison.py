@@ -197,16 +197,13 @@ class CheckedModel:
         wanted: dict[str, Tensor | None] = {}
         given: dict[str, Tensor | None] = {}
         for path, gradient in plain.gradients.items():
-            region = held.get(path)
+            region, own = held.get(path), planned.gradients[path]
             if path in held and region is None:
                 continue
-            own = planned.gradients[path]
+            wanted[path] = block(gradient, region) if gradient is not None and region is not None else gradient
             own = local_tensor(own) if own is not None else None
-            cut = gradient is not None and region is not None
-            wanted[path] = block(gradient, region) if cut and gradient is not None and region is not None else gradient
-            if own is not None and region is not None and tuple(own.shape) != shape_of(region):
-                own = block(own, region)
-            given[path] = own
+            cut = own is None or region is None or tuple(own.shape) == shape_of(region)
+            given[path] = own if cut or own is None or region is None else block(own, region)
         positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
         compared = [name for name, position in positions.items() if not batch.shares_input(position)]
         wholes = {name: plain.input_gradients[name] for name in compared}

@@ -59,18 +59,13 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds[tensor.dtype, tensor.device].append(tensor.detach())
     for group in kinds.values():
-        chunk: list[Tensor] = []
-        room = CHUNK_BYTES
+        elements, before = CHUNK_BYTES // group[0].element_size(), 0
+        chunks: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in group:
-            elements = CHUNK_BYTES // tensor.element_size()
             for piece in tensor.view(-1).split(elements) if tensor.is_contiguous() else (tensor,):
-                if chunk and piece.numel() * piece.element_size() > room:
-                    yield chunk
-                    chunk, room = [], CHUNK_BYTES
-                chunk.append(piece)
-                room -= piece.numel() * piece.element_size()
-        if chunk:
-            yield chunk
+                chunks[before // elements].append(piece)
+                before += piece.numel()
+        yield from chunks.values()
 
 
 def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
