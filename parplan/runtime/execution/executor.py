@@ -18,9 +18,8 @@ from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import SeededOps, draws_any
-from parplan.runtime.execution.recorder import SILENT, Recorder, TimelineRecorder
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
-from parplan.runtime.execution.timeline import StepTimeline
+from parplan.runtime.execution.timeline import SILENT, Recorder, StepTimeline, TimelineRecorder
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Transport
 

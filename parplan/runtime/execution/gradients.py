@@ -16,7 +16,7 @@ from parplan.layout import Range, Region
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.program import State
 from parplan.runtime.execution.parameter_store import Store
-from parplan.runtime.execution.recorder import Recorder
+from parplan.runtime.execution.timeline import Recorder
 from parplan.runtime.transport.base import Pending, Transport, block
 
 __all__ = ["Gradients"]

@@ -185,13 +185,14 @@ class Store:
         copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.where.place]
         stale: dict[_Route, dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
+        written: list[_Wanted] = []
         for _, wanted in copied:
-            original, known = self.original(wanted.name), self._copies.get(wanted.where)
-            if known is None or known.version != version(original):
-                stale[_Route(original.device, wanted.where.place, original.dtype)][wanted] = None
-            else:
+            known = self._copies.get(wanted.where)
+            if known is not None and known.version == version(self.original(wanted.name)):
                 unwritten[wanted] = known
-        for wanted in self._changed(unwritten):
+            else:
+                written.append(wanted)
+        for wanted in (*written, *self._changed(unwritten)):
             original = self.original(wanted.name)
             stale[_Route(original.device, wanted.where.place, original.dtype)][wanted] = None
         for route, group in stale.items():

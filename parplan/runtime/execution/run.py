@@ -20,7 +20,7 @@ from parplan.lowering.program import Code, Compute, Exchange, Forward, Join, Red
 from parplan.runtime.compat import keeps_graph
 from parplan.runtime.execution.executor import Executor, memory
 from parplan.runtime.execution.gradients import Gradients
-from parplan.runtime.execution.recorder import Recorder, Span
+from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 

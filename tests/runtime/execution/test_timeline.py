@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from parplan.graph.capture.capture import capture
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
-from parplan.runtime.execution.recorder import Silent
-from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
+from parplan.runtime.execution.timeline import REST, ActivityKind, Silent, StepActivity, StepTimeline, StepTimes
 from tests.runtime.helpers import Rule, executor, spread
 from tests.runtime.nets import Towers, conv_net, mlp
 
