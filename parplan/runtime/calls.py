@@ -16,13 +16,13 @@ from torch import Tensor
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 
-__all__ = ["Call", "Example", "content"]
+__all__ = ["Example", "ModelCall", "content"]
 
 _SEED = 0
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call of a model.
 
     Args:
@@ -38,7 +38,7 @@ class Call:
     batch: int | None
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> Call:
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> ModelCall:
         """Read a call.
 
         Raises:
@@ -52,7 +52,7 @@ class Call:
                 f"samples are said to lie along dimension {dim}, which no input has (shapes {shapes}); give another dim"
             )
         sizes = (leaf.shape[dim] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim)
-        return Call(tuple(leaves), spec, dim, next(sizes, None))
+        return ModelCall(tuple(leaves), spec, dim, next(sizes, None))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Call:
         args, kwargs = pytree.tree_unflatten(list(map(like, self.leaves)), self.spec)
         return args, kwargs
 
-    def first(self, samples: int | None) -> Call:
+    def first(self, samples: int | None) -> ModelCall:
         """A call of its own tensors, detached, with the first `samples` samples; None for all of them."""
         whole = samples is None or self.batch is None
 
@@ -103,7 +103,7 @@ class Call:
             part = leaf if whole or not self.has_samples(leaf) else leaf.narrow(self.dim, 0, samples or 0)
             return part.detach().clone().requires_grad_(leaf.requires_grad)
 
-        return Call(tuple(map(own, self.leaves)), self.spec, self.dim, self.batch if whole else samples)
+        return ModelCall(tuple(map(own, self.leaves)), self.spec, self.dim, self.batch if whole else samples)
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -154,7 +154,7 @@ class Example:
     dim: int
 
     @staticmethod
-    def of(call: Call) -> Example:
+    def of(call: ModelCall) -> Example:
         """An example of calls like this one."""
         leaves = tuple(
             _Numbers(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -164,7 +164,7 @@ class Example:
         )
         return Example(leaves, call.spec, tuple(map(call.has_samples, call.leaves)), call.dim)
 
-    def call(self, batch: int | None) -> Call:
+    def call(self, batch: int | None) -> ModelCall:
         """A call like it with `batch` samples; the same numbers every time."""
         generator = torch.Generator().manual_seed(_SEED)
         leaves = []
@@ -175,7 +175,7 @@ class Example:
                 made = made.detach().index_select(self.dim, again).requires_grad_(made.requires_grad)
             leaves.append(made)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return Call.of(args, kwargs, self.dim)
+        return ModelCall.of(args, kwargs, self.dim)
 
 
 def content(tensor: Tensor) -> bytes:

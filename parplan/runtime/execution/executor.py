@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,12 @@ class Executor:
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
-        self._rewritten = _rewritten_elsewhere(program, self._written)
+        grids: dict[str, set[Grid]] = defaultdict(set)
+        for step in steps:
+            for state in step.states:
+                grids[state.name].add(step.grid)
+        # Steps that write buffers which steps on other devices go on from: a batch norm that is called more than once.
+        self._rewritten = {step for step, names in self._written.items() if any(len(grids[name]) > 1 for name in names)}
         self._broadcast: BufferBroadcast | None = None
         if transport.processes > 1:
             self._broadcast = BufferBroadcast(graph, program, store, transport)
@@ -184,16 +189,6 @@ class Executor:
     def last_reads(self, step: Forward) -> Sequence[str]:
         """Slots that nothing reads after this forward step."""
         return self._last_reads[id(step)]
-
-
-def _rewritten_elsewhere(program: Program, written: Mapping[int, Set[str]]) -> Set[int]:
-    """Steps that write buffers which steps on other devices go on from: a batch norm that is called more than once."""
-    grids: dict[str, set[Grid]] = defaultdict(set)
-    for step in program.forward:
-        if isinstance(step, Compute):
-            for state in step.states:
-                grids[state.name].add(step.grid)
-    return {step for step, names in written.items() if any(len(grids[name]) > 1 for name in names)}
 
 
 def _last_reads(program: Program) -> dict[int, list[str]]:

@@ -45,11 +45,6 @@ class _BucketSum:
     pending: Pending
 
 
-def _dense(gradient: Tensor) -> bool:
-    """Whether its elements lie apart in memory; those of a linear layer's weights may be transposed."""
-    return gradient.is_contiguous() or (gradient.dim() == 2 and gradient.t().is_contiguous())
-
-
 class Gradients:
     """Gathers the parameter gradients of one backward.
 
@@ -70,7 +65,9 @@ class Gradients:
         """Take in one compute step's gradient of the block it used; our `own` may be written to."""
         terms, term = self._terms[state.name][device], _Term(state.blocks[device], gradient, own)
         pair = [terms[-1], term] if terms and terms[-1].block == term.block else []
-        usable = [one for one in pair if one.own and _dense(one.gradient)]
+        # Elements lie apart in memory; those of a linear layer's weights may be transposed.
+        dense = [t.gradient.is_contiguous() or (t.gradient.dim() == 2 and t.gradient.t().is_contiguous()) for t in pair]
+        usable = [one for one, apart in zip(pair, dense, strict=True) if one.own and apart]
         if not usable:
             terms.append(term)
             return

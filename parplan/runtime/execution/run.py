@@ -24,7 +24,7 @@ from parplan.runtime.execution.timeline import Recorder, Span
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Held, Pending, Transport
 
-__all__ = ["Parts", "Run"]
+__all__ = ["Run", "SlotParts"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Moving:
     span: Span
 
 
-class Parts:
+class SlotParts:
     """The parts of every slot that are in this process, and those that are on their way to it."""
 
     def __init__(self, transport: Transport, recorder: Recorder) -> None:
@@ -145,9 +145,9 @@ class Run:
         shared = [counts[memory(tensor)] > 1 or number in states for number, tensor in enumerate(results)]
         return [t.view_as(t) if one else t.detach() for t, one in zip(results, shared, strict=True)]
 
-    def begin(self, tensors: Sequence[Tensor]) -> Parts:
+    def begin(self, tensors: Sequence[Tensor]) -> SlotParts:
         """The user's inputs, where they arrive."""
-        parts = Parts(self._transport, self._recorder)
+        parts = SlotParts(self._transport, self._recorder)
         self._input_devices = [tensor.device for tensor in tensors]
         self._executor.store.refresh()
         for name, tensor in zip(self.inputs, tensors, strict=True):
@@ -160,7 +160,7 @@ class Run:
                     self._transport.used_here(tensor)  # a graph may be the last to hold it
         return parts
 
-    def go_forward(self, steps: Iterable[Forward], parts: Parts, record: bool) -> None:
+    def go_forward(self, steps: Iterable[Forward], parts: SlotParts, record: bool) -> None:
         """Take forward steps."""
         executor = self._executor
         for step in steps:
@@ -178,7 +178,7 @@ class Run:
                 if slot not in self._kept:
                     parts.drop(slot)
 
-    def _split(self, parts: Parts, whole: str, pieces: Sequence[str | None], step: Split | Join) -> None:
+    def _split(self, parts: SlotParts, whole: str, pieces: Sequence[str | None], step: Split | Join) -> None:
         """The passes' parts of a value of the whole batch, or of its gradient; None: not wanted."""
         for device, tensor in parts.get(whole).items():
             with self._transport.on(device):
@@ -186,7 +186,7 @@ class Run:
                     if piece is not None:
                         parts.put(piece, device, take(tensor, step.dim, ranges))
 
-    def _join(self, parts: Parts, pieces: Sequence[str], whole: str, step: Split | Join) -> None:
+    def _join(self, parts: SlotParts, pieces: Sequence[str], whole: str, step: Split | Join) -> None:
         """A value of the whole batch, or its gradient, from the passes' parts; those that are missing are zero."""
         slot = self._program.slots[whole]
         held = [parts.get(piece) for piece in pieces]
@@ -208,7 +208,7 @@ class Run:
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
 
-    def _compute(self, step: Compute, device: int, parts: Parts, record: bool) -> None:
+    def _compute(self, step: Compute, device: int, parts: SlotParts, record: bool) -> None:
         executor, slots = self._executor, self._program.slots
         made = [slots[result.slot] for result in step.results]
         # Without samples a device takes part in a normalisation alone, for the running statistics.
@@ -239,7 +239,7 @@ class Run:
         if record:
             self._recorded[id(step), device] = _Recorded(inputs, results)
 
-    def update_buffers(self, parts: Parts) -> None:
+    def update_buffers(self, parts: SlotParts) -> None:
         """Assign buffers that the forward writes; those that the model writes last wait for `end`."""
         found = {buffer: parts.get(slot) for buffer, slot in self._program.updates.items()}
         if found:
@@ -252,7 +252,7 @@ class Run:
         self._assign({buffer: value for buffer, value in values.items() if buffer not in late})
         self._executor.share_buffers()
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, parts: SlotParts) -> None:
         """Wait for movements that nothing has read, and until all messages have left."""
         parts.settle()
         with self._recorder.sends:
@@ -279,7 +279,7 @@ class Run:
         self._recorder.runtime()
         self._frees = not keeps_graph()
         self._reached, self._touched = self._reached_slots(outputs), set()
-        grads = Parts(self._transport, self._recorder)
+        grads = SlotParts(self._transport, self._recorder)
         sums = Gradients(self._executor.store, self._transport, self._recorder)
         self.take_outputs(self._program.outputs, outputs, grads)
         self._transport.begin()
@@ -320,7 +320,7 @@ class Run:
                 reached.update(step.reads)
         return reached
 
-    def take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: Parts) -> None:
+    def take_outputs(self, slots: Sequence[str], outputs: Sequence[Tensor | None], grads: SlotParts) -> None:
         """Put the gradients that the caller gives for results."""
         for slot, gradient in zip(slots, outputs, strict=True):
             if gradient is not None and self._program.slots[slot].requires_grad:
@@ -329,7 +329,7 @@ class Run:
                 share = gradient if self._transport.processes == 1 else gradient / self._transport.processes
                 grads.put(slot, self._executor.deliver_from, share.to(place))
 
-    def go_backward(self, steps: Iterable[Step], grads: Parts, sums: Gradients) -> None:
+    def go_backward(self, steps: Iterable[Step], grads: SlotParts, sums: Gradients) -> None:
         """Take backward steps."""
         for step in steps:
             if isinstance(step, Transfer):
@@ -349,7 +349,7 @@ class Run:
                 for result in step.results:
                     grads.drop(result.slot)
 
-    def _send_back(self, step: Transfer, grads: Parts) -> None:
+    def _send_back(self, step: Transfer, grads: SlotParts) -> None:
         target = self._program.slots[step.target]
         if not target.requires_grad or (self._reached is not None and step.target not in self._reached):
             return
@@ -361,7 +361,7 @@ class Run:
         grads.start(step.source, step.transposed, whole)
         grads.drop(step.target)
 
-    def _through_layers(self, step: Compute, device: int, grads: Parts, sums: Gradients) -> None:
+    def _through_layers(self, step: Compute, device: int, grads: SlotParts, sums: Gradients) -> None:
         """Gradients of one compute step on one device: to the slots of its operands, and to the sums over devices."""
         recorded = self._recorded.get((id(step), device))
         if self._frees:
@@ -382,7 +382,9 @@ class Run:
         with self._transport.on(device):
             given: Sequence[Tensor | None] = self._executor.backward_dispatch.apart(differentiate, ends, leaves, pulls)
         self._recorder.runtime((device,))
-        shared = _shared(pulls, given) if self._frees else None
+        # Memory that holds more than one gradient: of results that were passed on, or of several inputs.
+        counts = Counter(memory(gradient) for gradient in given if gradient is not None)
+        counts.update(memory(gradient) for gradient in pulls for _ in range(2))
         found = {id(leaf): gradient for leaf, gradient in zip(leaves, given, strict=True)}
         gradients = [found.get(id(tensor)) for tensor in recorded.inputs]
         for operand, gradient in zip(step.operands, gradients, strict=False):
@@ -391,9 +393,9 @@ class Run:
         for state, gradient in zip(step.states, gradients[len(step.operands) :], strict=True):
             if gradient is not None:
                 self._touched.add(state.name)
-                sums.add(state, device, gradient, own=shared is not None and memory(gradient) not in shared)
+                sums.add(state, device, gradient, own=self._frees and counts[memory(gradient)] == 1)
 
-    def _input_gradient(self, name: str, grads: Parts) -> Tensor | None:
+    def _input_gradient(self, name: str, grads: SlotParts) -> Tensor | None:
         slot = self._program.slots[name]
         device = self._arrival(slot)
         gradient = grads.get(name).get(device)
@@ -403,10 +405,3 @@ class Run:
             return None
         # The mean over processes is for parameters; a process's own inputs see its own loss.
         return gradient if self._transport.processes == 1 else gradient * self._transport.processes
-
-
-def _shared(taken: Sequence[Tensor], given: Sequence[Tensor | None]) -> set[int]:
-    """Memory that holds more than one gradient: of results that were passed on, or of several inputs."""
-    counts = Counter(memory(gradient) for gradient in given if gradient is not None)
-    counts.update(memory(gradient) for gradient in taken for _ in range(2))
-    return {memory for memory, count in counts.items() if count > 1}

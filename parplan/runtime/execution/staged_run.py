@@ -15,7 +15,7 @@ from torch import Tensor
 from parplan.lowering.program import Staged
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.gradients import Gradients
-from parplan.runtime.execution.run import Parts, Run
+from parplan.runtime.execution.run import Run, SlotParts
 
 __all__ = ["LossGradients", "Moment", "StagedRun"]
 
@@ -65,7 +65,7 @@ class StagedRun:
             update: updates parameters.
         """
         run, staged, executor = self._run, self._staged, self._executor
-        parts, grads = run.begin(tensors), Parts(self._transport, executor.recorder)
+        parts, grads = run.begin(tensors), SlotParts(self._transport, executor.recorder)
         sums = Gradients(executor.store, self._transport, executor.recorder)
         run.go_forward(staged.before, parts, record=True)
         run.update_buffers(parts)

@@ -246,16 +246,16 @@ class TimelineRecorder:
         self._timeline = timeline
         self.marks: Marks | None = timeline
         sums = StepActivity(ActivityKind.REDUCTION, backward=True)
-        self.sums: Span = _Span(timeline, sums, owned)
-        self.totals: Span = _Span(timeline, sums, None)
-        self.sends: Span = _Span(timeline, StepActivity(ActivityKind.TRANSFER), owned)
-        self._moves: dict[int, _Span] = {}
+        self.sums: Span = _TimelineSpan(timeline, sums, owned)
+        self.totals: Span = _TimelineSpan(timeline, sums, None)
+        self.sends: Span = _TimelineSpan(timeline, StepActivity(ActivityKind.TRANSFER), owned)
+        self._moves: dict[int, _TimelineSpan] = {}
         for transfer in program.transfers:
             for exchange, backward in ((transfer.exchange, False), (transfer.transposed, True)):
                 involved = exchange.shapes.keys() | {piece.source for piece in exchange.pieces}
                 activity = StepActivity(ActivityKind.TRANSFER, transfer.target, backward=backward)
                 devices = tuple(device for device in owned if device in involved)
-                self._moves[id(exchange)] = _Span(timeline, activity, devices)
+                self._moves[id(exchange)] = _TimelineSpan(timeline, activity, devices)
 
     def runtime(self, devices: Iterable[int] | None = None) -> None:
         """From now on these devices, or without any the caller, are in the runtime itself."""
@@ -271,7 +271,7 @@ class TimelineRecorder:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _TimelineSpan:
     """Enters an activity, and at its end the runtime itself."""
 
     timeline: StepTimeline

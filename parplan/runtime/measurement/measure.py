@@ -15,7 +15,7 @@ from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.program import Compute, Join, Program
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
 from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
@@ -62,8 +62,8 @@ class MeasuredModel:
     module: nn.Module
     transport: Transport
     graph: LayerGraph
-    call: Call
-    forward: Callable[[Call, StepRecorder | None], Any]
+    call: ModelCall
+    forward: Callable[[ModelCall, StepRecorder | None], Any]
     expected: Expected | None
 
 

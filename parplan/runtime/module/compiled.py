@@ -20,7 +20,7 @@ from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
-from parplan.runtime.calls import Call, Example
+from parplan.runtime.calls import Example, ModelCall
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
@@ -108,9 +108,10 @@ class Compiled(Wrapped):
         self._example: Example | None = None
         self._batch: int | None = None
         self._latest: Captured | None = None
-        self._given: dict[str, Any] = {"devices": devices, "output_device": output_device, "dim": dim, "group": group}
-        self._given |= {"batch_norm": batch_norm, "scalars": scalars, "dropout": dropout, "threads": threads}
-        self._given |= {"inputs": inputs, "check": check}
+        self._given: dict[str, Any] = {
+            "devices": devices, "output_device": output_device, "dim": dim, "batch_norm": batch_norm, "group": group,
+            "scalars": scalars, "inputs": inputs, "dropout": dropout, "threads": threads, "check": check,
+        }  # fmt: skip
         self._planner = planner
         self._transport = transport_for(devices, group)
         self._dim = dim
@@ -145,7 +146,7 @@ class Compiled(Wrapped):
             )
         if torch.compiler.is_exporting():
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
-        return self._follow(Call.of(args, kwargs, self._dim))
+        return self._follow(ModelCall.of(args, kwargs, self._dim))
 
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
@@ -176,7 +177,7 @@ class Compiled(Wrapped):
             raise RuntimeFailure("train_step trains, and the model is in evaluation mode; call train() first")
         check_training(self.module, loss_fn, optimizer)
         args, kwargs = arguments(inputs)
-        call = Call.of(args, kwargs, self._dim)
+        call = ModelCall.of(args, kwargs, self._dim)
         step = self._staged(call, targets, loss_fn, optimizer)
         if step is not None:
             return step
@@ -187,7 +188,7 @@ class Compiled(Wrapped):
         return loss.detach()
 
     def _staged(
-        self, call: Call, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
+        self, call: ModelCall, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer
     ) -> Tensor | None:
         """The loss of a step whose passes are updated at different moments; None where all weights are updated once."""
         captured = self._find(call)
@@ -220,20 +221,20 @@ class Compiled(Wrapped):
         )
         self._begins(graph)
         loss = step.run(program.staged, call.named(graph.user_inputs), found)
-        self._ends(graph)
+        end_forward(self.module, graph)
         return loss
 
-    def _follow(self, call: Call, recorder: StepRecorder | None = None) -> Any:
+    def _follow(self, call: ModelCall, recorder: StepRecorder | None = None) -> Any:
         captured = self._find(call)
         executor = self._ready(call, captured)
         if recorder is not None:
             executor = recorder.executor(executor)
         self._begins(captured.graph)
         results = run_program(executor, call.named(captured.graph.user_inputs))
-        self._ends(captured.graph)
+        end_forward(self.module, captured.graph)
         return self._nested(captured.graph, executor.program, results)
 
-    def _ready(self, call: Call, captured: Captured) -> Executor:
+    def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         wanted = self._self_check.wants(captured)
         agreement = agree(self._transport, call, captured, wanted)
@@ -250,11 +251,11 @@ class Compiled(Wrapped):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""
-        self._find(Call.of(args, kwargs, self._dim))
+        self._find(ModelCall.of(args, kwargs, self._dim))
         assert self.plan is not None
         return self.plan
 
-    def _find(self, call: Call) -> Captured:
+    def _find(self, call: ModelCall) -> Captured:
         captured = self._captures.find(call, self.training)
         self._batch = call.batch
         if captured is not self._latest:
@@ -290,7 +291,7 @@ class Compiled(Wrapped):
         """
         wanted = StepsToRun(steps, warmup, optimizer, loss_fn, memory, between)
         if args or kwargs:
-            call = Call.of(args, kwargs, self._dim)
+            call = ModelCall.of(args, kwargs, self._dim)
         elif self._example is not None:
             call = self._example.call(self._batch)
         else:
@@ -345,10 +346,6 @@ class Compiled(Wrapped):
         begin_forward(self.module, graph)
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
-
-    def _ends(self, graph: LayerGraph) -> None:
-        """Count a forward that has run to its end."""
-        end_forward(self.module, graph)
 
     # -- results --
 

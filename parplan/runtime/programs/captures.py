@@ -24,7 +24,7 @@ from parplan.graph.capture.number_graphs import computes_alike
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.transport.base import Transport
@@ -82,7 +82,7 @@ class Captures:
         if self.programs.sync is not None:
             self.programs.sync.forget()
 
-    def find(self, call: Call, training: bool) -> Captured:
+    def find(self, call: ModelCall, training: bool) -> Captured:
         """The graph for a call, captured and planned for if it is the first of its kind."""
         if self._own.replaced:
             for name, parameter in self._module.named_parameters():
@@ -129,7 +129,7 @@ class Captures:
                 return captured
         return None
 
-    def _capture(self, call: Call, training: bool, batch: int | None, plan: Plan) -> None:
+    def _capture(self, call: ModelCall, training: bool, batch: int | None, plan: Plan) -> None:
         """A new graph, for one number of samples if it is bound to that."""
         kind = self._kind(call, training)
         self._make_room((kind, batch) if kind in self._bound else kind)
@@ -144,7 +144,7 @@ class Captures:
             self._captured[kind].insert(0, known)
 
     def _with_numbers(
-        self, call: Call, training: bool, batch: int | None, known: Sequence[Captured]
+        self, call: ModelCall, training: bool, batch: int | None, known: Sequence[Captured]
     ) -> LayerGraph | None:
         """A graph that takes numbers as inputs which change for the second time; None where there are none, or it
         would not do the same."""
@@ -189,13 +189,13 @@ class Captures:
             )
         known.pop()
 
-    def _kind(self, call: Call, training: bool) -> Hashable:
+    def _kind(self, call: ModelCall, training: bool) -> Hashable:
         """The facts that two calls which share a graph have in common."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         modes = (self._own.modes(training), torch.is_grad_enabled())
         return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
 
-    def _whole_batch(self, call: Call) -> int | None:
+    def _whole_batch(self, call: ModelCall) -> int | None:
         """Samples over all processes, which all have to ask."""
         if call.batch is None:
             return None
@@ -205,7 +205,7 @@ class Captures:
         call.check(whole)
         return whole
 
-    def _trace(self, call: Call, training: bool, batch: int | None) -> LayerGraph:
+    def _trace(self, call: ModelCall, training: bool, batch: int | None) -> LayerGraph:
         """Capture for `batch` samples, or for 2 where it is 1, as an axis of 1 looks like none at all."""
         key = (self._kind(call, training), batch)
         known = self._traced.pop(key, None)
@@ -216,19 +216,21 @@ class Captures:
             return self._traced_at(call, training, batch)
         return graph
 
-    def _traced_at(self, call: Call, training: bool, batch: int | None, numbers: Sequence[Number] = ()) -> LayerGraph:
+    def _traced_at(
+        self, call: ModelCall, training: bool, batch: int | None, numbers: Sequence[Number] = ()
+    ) -> LayerGraph:
         def as_it_is(tensor: Tensor) -> Tensor:
             return tensor
 
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
-        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(as_it_is, as_it_is):
+        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
         if self._transport.processes > 1 and not self.programs.grouped:
             check_own_samples(graph)
         return graph
 
-    def _make_plan(self, call: Call, batch: int | None) -> None:
+    def _make_plan(self, call: ModelCall, batch: int | None) -> None:
         # Every rank captures, at the same time; only one plans.
         graph = self._trace(call, True, batch)
         self._traced[self._kind(call, True), batch] = graph
@@ -240,6 +242,10 @@ class Captures:
                 f"start as many, or make a plan for {count}"
             )
         self.plan = plan
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def bound_to_batch(graph: LayerGraph) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.layout import Grid
-from parplan.runtime.calls import Call, content
+from parplan.runtime.calls import ModelCall, content
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
 
@@ -37,7 +36,7 @@ class Agreement:
     wishes: tuple[bool, ...] | None
 
 
-def agree(transport: Transport, call: Call, captured: Captured, wish: bool = False) -> Agreement:
+def agree(transport: Transport, call: ModelCall, captured: Captured, wish: bool = False) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
 
     Args:
@@ -77,12 +76,23 @@ def agree(transport: Transport, call: Call, captured: Captured, wish: bool = Fal
             f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
         )
     if captured.groups is not None:
-        _same_in_rows(captured.groups, sizes, call)
+        # Groups that cannot have brought the same samples, and gradients that no rank has the whole of, are refused.
+        for row in map(captured.groups.row, range(captured.groups.replicas)):
+            if len({sizes[rank] for rank in row}) > 1:
+                told = ", ".join(f"rank {rank}: {sizes[rank]}" for rank in row)
+                raise RuntimeFailure(
+                    f'with inputs="group" the shards of one replica bring the same samples, these brought {told}; let '
+                    "them read the same ones (parplan.PlanSampler with same_within_group=True)"
+                )
+        if any(tensor.requires_grad for tensor in call.tensors):
+            raise RuntimeFailure(
+                'an input needs a gradient, of which each rank has a part only; compile with inputs="own"'
+            )
     call.check(sum(sizes))
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
-def _checksum(shared: Iterable[Tensor], call: Call, first: bool) -> int:
+def _checksum(shared: Iterable[Tensor], call: ModelCall, first: bool) -> int:
     """A checksum of inputs that have to be the same on all processes.
 
     Of large tensors, and of those on another device, only at the first call: a copy to the host waits for the device.
@@ -96,17 +106,3 @@ def _checksum(shared: Iterable[Tensor], call: Call, first: bool) -> int:
 
 
 _SMALL_BYTES = 1 << 20
-
-
-def _same_in_rows(groups: Grid, sizes: Sequence[int], call: Call) -> None:
-    """Refuse groups that cannot have brought the same samples, and gradients that no rank has the whole of."""
-    for row in range(groups.replicas):
-        found = {rank: sizes[rank] for rank in groups.row(row)}
-        if len(set(found.values())) > 1:
-            told = ", ".join(f"rank {rank}: {size}" for rank, size in found.items())
-            raise RuntimeFailure(
-                f'with inputs="group" the shards of one replica bring the same samples, these brought {told}; let them '
-                "read the same ones (parplan.PlanSampler with same_within_group=True)"
-            )
-    if any(tensor.requires_grad for tensor in call.tensors):
-        raise RuntimeFailure('an input needs a gradient, of which each rank has a part only; compile with inputs="own"')

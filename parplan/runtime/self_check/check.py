@@ -20,7 +20,7 @@ from torch import nn
 from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.captures import Captures, bound_to_batch
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.rank_agreement import Agreement
@@ -100,7 +100,7 @@ class SelfCheck:
         """Whether a capture is to be compared before the step that is about to run."""
         return self._mode == "always" or (self._mode == "first" and torch.is_grad_enabled() not in captured.checked)
 
-    def before(self, call: Call, captured: Captured, training: bool, agreement: Agreement) -> None:
+    def before(self, call: ModelCall, captured: Captured, training: bool, agreement: Agreement) -> None:
         """Compare a step of the planned program with the plain module's.
 
         Raises:
@@ -121,7 +121,7 @@ class SelfCheck:
         self.records.append(record)
 
     def _checked(
-        self, call: Call, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
+        self, call: ModelCall, captured: Captured, training: bool, agreement: Agreement, record: CheckRecord
     ) -> CheckRecord:
         subject = CheckedModel(
             self._module, self._captures.programs, self._transport, captured, training, record.gradients
@@ -150,7 +150,7 @@ class SelfCheck:
         return replace(found, left_out=(*found.left_out, "what processes send each other: it was checked in this one"))
 
     def _compared(
-        self, subject: CheckedModel, call: Call, step: tuple[int, ...] | None, record: CheckRecord
+        self, subject: CheckedModel, call: ModelCall, step: tuple[int, ...] | None, record: CheckRecord
     ) -> CheckRecord:
         """Compare on a part of the samples, or on all where the module fails on a part.
 
@@ -171,7 +171,7 @@ class SelfCheck:
     def _compared_on(
         self,
         subject: CheckedModel,
-        call: Call,
+        call: ModelCall,
         samples: int | None,
         step: tuple[int, ...] | None,
         record: CheckRecord,
@@ -255,7 +255,7 @@ def _error(record: CheckRecord, batch: Batch, subject: CheckedModel, found: Step
     return SelfCheckError("\n".join(text), layer or None)
 
 
-def _batch(transport: Transport, part: Call, captured: Captured) -> Batch:
+def _batch(transport: Transport, part: ModelCall, captured: Captured) -> Batch:
     """The samples of all processes.
 
     Raises:
@@ -280,7 +280,7 @@ def _all(transport: Transport, agrees: bool) -> bool:
     return not transport.any([not agrees])[0]
 
 
-def _part(call: Call, captured: Captured, processes: int) -> int | None:
+def _part(call: ModelCall, captured: Captured, processes: int) -> int | None:
     """Number of samples that are compared: all, or a few for every replica where the capture serves any number."""
     if call.batch is None or bound_to_batch(captured.graph):
         return call.batch

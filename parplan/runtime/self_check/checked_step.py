@@ -20,7 +20,7 @@ from parplan.compat import pytree
 from parplan.graph.attributes.surroundings import callers_modes, seen_modes
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.graph.user_code.module_hooks import without_hooks
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.compat import without_tensor_hooks
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
@@ -64,7 +64,7 @@ Weigh = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def plain_step(
-    module: nn.Module, call: Call, training: bool, weigh: Weigh | None, accumulated: bool = False
+    module: nn.Module, call: ModelCall, training: bool, weigh: Weigh | None, accumulated: bool = False
 ) -> StepValues:
     """One step of the module itself.
 
@@ -81,7 +81,7 @@ def plain_step(
         return _values(module, call, leaves, weigh, accumulated)
 
 
-def executed_step(module: nn.Module, executor: Executor, call: Call, weigh: Weigh | None) -> StepValues:
+def executed_step(module: nn.Module, executor: Executor, call: ModelCall, weigh: Weigh | None) -> StepValues:
     """One step of a program made from the module."""
     graph = executor.graph
     begin_forward(module, graph)
@@ -113,7 +113,7 @@ def _count(module: nn.Module, graph: LayerGraph, counters: Iterable[str]) -> Non
 
 
 def _values(
-    module: nn.Module, call: Call, leaves: Sequence[Any], weigh: Weigh | None, accumulated: bool = False
+    module: nn.Module, call: ModelCall, leaves: Sequence[Any], weigh: Weigh | None, accumulated: bool = False
 ) -> StepValues:
     """The values of a step whose forward has run, and the gradients of its results' projection."""
     gradients: dict[str, Tensor | None] = {}

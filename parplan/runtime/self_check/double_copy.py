@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 
 __all__ = ["double", "double_call", "double_casts", "double_copy"]
 
@@ -36,7 +36,7 @@ def double_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def double_call(call: Call) -> Call:
+def double_call(call: ModelCall) -> ModelCall:
     """The same call in double precision."""
 
     def cast(leaf: Any) -> Any:
@@ -44,7 +44,7 @@ def double_call(call: Call) -> Call:
             return double(leaf.detach()).clone().requires_grad_(leaf.requires_grad)
         return _SHORT.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
-    return Call(tuple(map(cast, call.leaves)), call.spec, call.dim, call.batch)
+    return ModelCall(tuple(map(cast, call.leaves)), call.spec, call.dim, call.batch)
 
 
 def double_casts(active: bool = True) -> AbstractContextManager[object]:

@@ -8,7 +8,8 @@ values agree, gradients differ: the layers are walked from the last one back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from parplan.graph.local import LocalLayer, local_module
 from parplan.graph.user_line import code_line
 from parplan.lowering.program import Compute, Forward, Join, Transfer
 from parplan.plan import Strategy
-from parplan.runtime.calls import Call
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.run import Run
 from parplan.runtime.self_check.checked_step import StepValues, begin_forward, isolated, plain_step, with_callers_modes
@@ -62,8 +63,9 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
     """
     module, graph = subject.module, subject.captured.graph
     alone = isolated(module, graph, subject.gradients)
-    watch, outputs = suspects(module, graph), _Outputs(module)
-    with subject.whole(), with_callers_modes(), alone, double_casts(subject.double), watch as seen, outputs:
+    watch, recorded = suspects(module, graph), _module_outputs(module)
+    casts = double_casts(subject.double)
+    with subject.whole(), with_callers_modes(), alone, casts, watch as seen, recorded as outputs:
         plain_step(module, batch.whole.first(None), subject.training, None)
     executor = subject.programs.checking_executor(subject.captured, batch.sizes, keep=False)
     with subject.whole(), isolated(module, graph, subject.gradients):
@@ -72,7 +74,7 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
         written = _written_slots(module, executor, batch.own.first(None))
     off = found.off
     forward = not off or any(name.startswith("result ") for name in off)
-    place = _lost_in_capture(graph, outputs.tensors, whole, found.plain) if forward else None
+    place = _lost_in_capture(graph, outputs, whole, found.plain) if forward else None
     if place is None and forward:
         place = _lost_by_plan(graph, executor, written, whole)
     if place is None:
@@ -92,29 +94,23 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
 # --- the plain module's parts ----------------------------------------------------------------
 
 
-class _Outputs:
-    """Records what every module returns, under the names that layers have: "conv1", "relu@1"."""
+@contextmanager
+def _module_outputs(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Records the tensors that every module returns, under the names that layers have: "conv1", "relu@1"."""
+    calls, found = Counter[str](), dict[str, list[Tensor]]()
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._calls: Counter[str] = Counter()
-        self._handles: list[Any] = []
-        self.tensors: dict[str, list[Tensor]] = {}
-
-    def __enter__(self) -> _Outputs:
-        for path, part in self._module.named_modules():
-            self._handles.append(part.register_forward_hook(partial(self._record, path)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _record(self, path: str, part: nn.Module, args: Any, result: Any) -> None:
-        call = self._calls[path]
-        self._calls[path] += 1
+    def record(path: str, part: nn.Module, args: Any, result: Any) -> None:
+        call = calls[path]
+        calls[path] += 1
         tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.tensors[path if call == 0 else f"{path}@{call}"] = tensors
+        found[path if call == 0 else f"{path}@{call}"] = tensors
+
+    handles = [part.register_forward_hook(partial(record, path)) for path, part in module.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # --- the captured graph in one piece ---------------------------------------------------------
@@ -196,7 +192,7 @@ class _Written:
 
 
 @torch.no_grad()
-def _written_slots(module: nn.Module, executor: Executor, call: Call) -> list[_Written]:
+def _written_slots(module: nn.Module, executor: Executor, call: ModelCall) -> list[_Written]:
     """The values that every step of a forward of the planned program writes, in order."""
     begin_forward(module, executor.graph)
     inputs = call.named(executor.graph.user_inputs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.layout import Grid, Range
-from parplan.runtime.calls import Call, content
+from parplan.runtime.calls import ModelCall, content
 from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 from parplan.runtime.self_check.comparison import projection_weights
 from parplan.runtime.transport.base import Transport
@@ -34,14 +34,14 @@ class Batch:
         repeats: how many processes bring each sample.
     """
 
-    whole: Call
-    own: Call
+    whole: ModelCall
+    own: ModelCall
     sizes: tuple[int, ...]
     start: int = 0
     repeats: int = 1
 
     @staticmethod
-    def of_one_process(call: Call) -> Batch:
+    def of_one_process(call: ModelCall) -> Batch:
         """All samples are this process's."""
         return Batch(call, call, (call.batch if call.batch is not None else 1,))
 
@@ -100,7 +100,7 @@ def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
     return graph.user_outputs[: len(graph.user_outputs) - sum(one.count for one in graph.stored)]
 
 
-def gather_batch(transport: Transport, own: Call, sizes: Sequence[int], groups: Grid | None) -> Batch:
+def gather_batch(transport: Transport, own: ModelCall, sizes: Sequence[int], groups: Grid | None) -> Batch:
     """The samples of all processes, on every one of them; inputs without samples are the same (`shared_digest`).
 
     Args:
@@ -122,12 +122,12 @@ def gather_batch(transport: Transport, own: Call, sizes: Sequence[int], groups: 
         every = torch.cat([found[rank][: sizes[rank]] for rank in bringing]).movedim(0, own.dim)
         return every.requires_grad_(leaf.requires_grad)
 
-    whole = Call(tuple(map(gathered, own.leaves)), own.spec, own.dim, sum(sizes[rank] for rank in bringing))
+    whole = ModelCall(tuple(map(gathered, own.leaves)), own.spec, own.dim, sum(sizes[rank] for rank in bringing))
     start = sum(sizes[rank] for rank in bringing[: bringing.index(mine)])
     return Batch(whole, own, tuple(sizes), start, len(sizes) // len(bringing))
 
 
-def shared_digest(call: Call) -> int:
+def shared_digest(call: ModelCall) -> int:
     """A number that calls have in common, over processes, which differ in their samples alone."""
     found = hashlib.blake2b(repr(call.signature).encode(), digest_size=7)
     for tensor in call.tensors:

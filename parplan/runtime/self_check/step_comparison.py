@@ -240,7 +240,7 @@ def _differences(
     ]
     # As many leaves, tensors in the same places, and the same values in the others.
     alike = len(expected.results) == len(planned.results) and all(
-        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _equal(a, b))
+        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _same_value(a, b))
         for a, b in zip(expected.results, planned.results, strict=True)
     )
     found = [compare_group(n, a, b, floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
@@ -249,7 +249,7 @@ def _differences(
     return tuple(found)
 
 
-def _equal(a: object, b: object) -> bool:
+def _same_value(a: object, b: object) -> bool:
     simple = (bool, int, float, str, bytes)
     return a == b or (a != a and b != b) if isinstance(a, simple) and isinstance(b, simple) else type(a) is type(b)
 

@@ -68,7 +68,14 @@ class TaggedCollectives:
         message[TEXT_BYTES : TEXT_BYTES + DIGEST_BYTES] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         message[TEXT_BYTES + DIGEST_BYTES :][: 8 * len(first)] = first.view(torch.uint8)
         found = self._all_gather(tag, message)
-        self._check(found)
+        digests = found[:, TEXT_BYTES : TEXT_BYTES + DIGEST_BYTES]
+        if not bool((digests == digests[0]).all()):
+            texts = [bytes(row[:TEXT_BYTES].tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise RuntimeFailure(
+                f"ranks run different operations on tensors that are cut over them, which all have to run alike "
+                f"({told}); move such lines out of `if rank == 0:` and the like"
+            )
         values = found[:, TEXT_BYTES + DIGEST_BYTES :].contiguous().view(torch.float64)[:, : len(first)]
         return torch.cat([values, self._all_gather(tag, rest)], 1) if len(rest) else values
 
@@ -83,17 +90,6 @@ class TaggedCollectives:
                 "of `if rank == 0:` and the like, or see the other ranks' output"
             ) from error
         return torch.stack(found)
-
-    def _check(self, found: Tensor) -> None:
-        digests = found[:, TEXT_BYTES : TEXT_BYTES + DIGEST_BYTES]
-        if bool((digests == digests[0]).all()):
-            return
-        texts = [bytes(row[:TEXT_BYTES].tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise RuntimeFailure(
-            f"ranks run different operations on tensors that are cut over them, which all have to run alike ({told}); "
-            "move such lines out of `if rank == 0:` and the like"
-        )
 
     def gather(self, tag: str, own: Tensor, placement: Placement) -> Tensor:
         """The whole tensor, of which `own` is this rank's block; new memory."""

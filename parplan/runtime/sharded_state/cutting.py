@@ -111,7 +111,9 @@ class Sharding:
         self._module = module
         self._transport = transport
         self.fresh: dict[str, dict[int, Region]] = {}
-        self._aliases = _aliases(module)
+        # The first name of every parameter name, for tied parameters.
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._placements: dict[str, Placement] = {}
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
         with explained("making a group for what is cut over processes", transport.rank):
@@ -154,7 +156,11 @@ class Sharding:
         problem = ""
         with without_weak_references(self._module):
             for name, parameter in whole.items():
-                other = _block_of(parameter, self._placements[name])
+                placement = self._placements[name]
+                other = nn.Parameter(ShardedTensor.cut(parameter, placement), requires_grad=parameter.requires_grad)
+                vars(other).update(vars(parameter))
+                if parameter.grad is not None:
+                    other.grad = ShardedTensor.cut(parameter.grad, placement)
                 try:
                     become(parameter, other)
                 except RuntimeError as error:
@@ -225,21 +231,6 @@ class Sharding:
                     )
                 cut[name] = ShardedTensor.cut(value, placement)
         return cut
-
-
-def _block_of(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """A parameter with this rank's block of another one and of its gradient, and its attributes."""
-    made = nn.Parameter(ShardedTensor.cut(parameter, placement), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    if parameter.grad is not None:
-        made.grad = ShardedTensor.cut(parameter.grad, placement)
-    return made
-
-
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """First name of every parameter name, for tied parameters."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 # -- optimizers: their state is cut with the parameters, and saved and loaded whole --

@@ -210,7 +210,7 @@ def _write_back(call: ShardedCall, known: Mapping[int, Tensor], leaders: Mapping
             own, computed = operand.tensor, known[id(operand.tensor)]
             if computed is not own.local:
                 if computed.shape != own.shape:
-                    raise _reshaped(call, own)
+                    _refuse_reshaping(call, own)
                 own.local.copy_(own.placement.cut(computed))
             changed.append(own.local)
     if changed:
@@ -330,8 +330,9 @@ def _view(call: ShardedCall) -> Any:
     return pytree.tree_map_only(Tensor, lambda view: ShardedView(view, source), views)
 
 
-def _reshaped(call: ShardedCall, tensor: ShardedTensor) -> RuntimeFailure:
-    return RuntimeFailure(
+def _refuse_reshaping(call: ShardedCall, tensor: ShardedTensor | None = None) -> Any:
+    tensor = tensor if tensor is not None else call.sharded[0]
+    raise RuntimeFailure(
         f"{call.name} would change the shape or memory of {tensor.placement.name}, which is cut over processes; "
         "work on parameter.whole(), or build the model anew and compile it"
     )
@@ -340,10 +341,6 @@ def _reshaped(call: ShardedCall, tensor: ShardedTensor) -> RuntimeFailure:
 def _reduced(reduce: Callable[[ShardedCall], Any], call: ShardedCall) -> Any:
     found = reduce(call)
     return _computed(call, on_blocks=False) if found is None else found
-
-
-def _refused(call: ShardedCall) -> Any:
-    raise _reshaped(call, call.sharded[0])
 
 
 _HANDLERS: Mapping[OpKind, Callable[[ShardedCall], Any]] = {
@@ -355,7 +352,7 @@ _HANDLERS: Mapping[OpKind, Callable[[ShardedCall], Any]] = {
     OpKind.NORM: lambda call: _reduced(_norm, call),
     OpKind.REDUCTION: lambda call: _reduced(_reduction, call),
     OpKind.SAME_SIZE: lambda call: len({operand.tensor.shape for operand in call.operands}) == 1,
-    OpKind.RESHAPING: _refused,
+    OpKind.RESHAPING: _refuse_reshaping,
     OpKind.WHOLE: lambda call: _computed(call, on_blocks=False),
 }
 
