@@ -172,7 +172,7 @@ def test_threads_have_the_callers_modes() -> None:
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
             found.append(modes)
 
-        dispatch.each([0, 1], look, in_turn=True)
+        dispatch.each([0, 1], look, ordered=True)
         return found
 
     threads = Threads([0, 1])

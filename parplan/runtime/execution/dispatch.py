@@ -30,8 +30,8 @@ ThreadsOption = bool | Callable[[int], object]
 class Inline:
     """The caller's thread does everything, in the order of the devices."""
 
-    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
-        """Call `work` with every device, `in_turn` if order matters; raises the first device's error, noting others."""
+    def each(self, devices: Sequence[int], work: Callable[[int], object], ordered: bool = False) -> None:
+        """Call `work` with every device, `ordered` if order matters; raises the first device's error, noting others."""
         for device in devices:
             work(device)
 
@@ -54,10 +54,10 @@ class Threads:
         for job in [pool.submit(begin, device) for device, pool in self._pools.items() if begin is not None]:
             job.result()
 
-    def each(self, devices: Sequence[int], work: Callable[[int], object], in_turn: bool = False) -> None:
+    def each(self, devices: Sequence[int], work: Callable[[int], object], ordered: bool = False) -> None:
         """As `Inline.each`; an error keeps the traceback of the thread it comes from."""
-        modes = CallersModes.here()
-        if in_turn:
+        modes = CallersModes.current()
+        if ordered:
             for device in devices:
                 self._pools[device].submit(self._work, modes, work, device).result()
             return
@@ -109,7 +109,7 @@ class CallersModes:
     streams: tuple[torch.cuda.Stream, ...]
 
     @staticmethod
-    def here() -> CallersModes:
+    def current() -> CallersModes:
         """Those of this thread."""
         # A thread starts without autocast.
         casts = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}

@@ -128,7 +128,7 @@ class Executor:
     def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:
         """Do `work` for those devices of a step that are in this process; in turn where it draws random numbers."""
         dispatch = self.backward_dispatch if backward else self.dispatch
-        dispatch.each(self.owned(step.grid.devices), work, in_turn=not backward and id(step) in self._drawing)
+        dispatch.each(self.owned(step.grid.devices), work, ordered=not backward and id(step) in self._drawing)
 
     def done(self, step: Compute) -> None:
         """A step has run in all processes: give others the buffers that it wrote, where they go on from them."""

@@ -155,9 +155,10 @@ class Store:
         """
         sharded = {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
-        asked = partial if touched is None else list(found)
+        exchanged = partial if touched is None else list(found)
         known = touched if touched is not None else {name for name in partial if found[name] is not None}
-        used = dict(zip(asked, self._transport.any(name in known for name in asked) if asked else (), strict=True))
+        flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
+        used = dict(zip(exchanged, flags, strict=True))
         gradients: dict[str, Tensor | None] = {}
         for name, own in found.items():
             if not used.get(name, own is not None):

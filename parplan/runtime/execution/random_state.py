@@ -54,8 +54,8 @@ class SeededOps:
     def __init__(self, graph: LayerGraph, strategies: Mapping[str, Strategy]) -> None:
         order = [node.name for layer in graph.layers.values() for node in layer.nodes]
         self._index = {name: index for index, name in enumerate(order)}
-        self._most = 1 + max((len(strategy.devices) for strategy in strategies.values()), default=0)
-        self._places = len(order) * self._most**2
+        self._limit = 1 + max((len(strategy.devices) for strategy in strategies.values()), default=0)
+        self._places = len(order) * self._limit**2
         self._layers = {
             name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
         }
@@ -79,7 +79,7 @@ class SeededOps:
                 own_row = row if _by_row(part.layer, part.strategy, node) else 0
                 axis = part.layer.axis(part.strategy.axis) if part.strategy.shards > 1 else None
                 own_column = part.column if axis is not None and not _results(node).isdisjoint(axis.dims) else 0
-                place = (self._index[node.name] * self._most + own_row) * self._most + own_column
+                place = (self._index[node.name] * self._limit + own_row) * self._limit + own_column
                 made.target = self._seeded(made.target, place)
         code.recompile()
 

@@ -74,7 +74,7 @@ class StepTimes:
 
 
 class _Lane:
-    """The activities of all steps on one clock: the host's, or events on a CUDA stream.
+    """The activities of all steps, timed by the host or by events on one CUDA stream.
 
     Args:
         stream: the stream of a CUDA device, asked for at the begin of each step; None for the host's clock.
@@ -160,7 +160,7 @@ class StepTimeline:
             lane.enter(activity)
 
     def steps(self) -> list[StepTimes]:
-        """All steps so far; on CUDA waits for the last one. The length of a step is that on the caller's clock."""
+        """All steps so far; on CUDA waits for the last one. The length of a step is that on the caller's lane."""
         found = []
         for lanes in zip(*(lane.read() for lane in self._all), strict=True):
             spent: dict[StepActivity, int] = defaultdict(int)

@@ -44,7 +44,9 @@ def save_checkpoint(path: PathLike, /, **parts: Any) -> None:
     Raises:
         CheckpointError: on every rank, if the file cannot be written, or a part holds more than data.
     """
-    states = {name: part.state_dict() if _has(part, "state_dict") else part for name, part in parts.items()}
+    states = {
+        name: part.state_dict() if callable(getattr(part, "state_dict", None)) else part for name, part in parts.items()
+    }
     ranks = _Ranks(parts.values())
     trouble = ""
     if ranks.own == 0:
@@ -73,7 +75,7 @@ def load_checkpoint(path: PathLike, /, **parts: Any) -> dict[str, Any]:
             lacks one of `parts`; nothing is loaded then.
     """
     for name, part in parts.items():
-        if not _has(part, "load_state_dict"):
+        if not callable(getattr(part, "load_state_dict", None)):
             raise CheckpointError(
                 f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out, and take it from "
                 "what load_checkpoint returns"
@@ -104,19 +106,19 @@ class _Ranks:
     def __init__(self, parts: Iterable[Any]) -> None:
         groups = [part.process_group for part in parts if isinstance(part, Compiled)]
         self._group = groups[0] if groups else None
-        self._many = self._group is not None or (dist.is_available() and dist.is_initialized())
-        self.own = dist.get_rank(self._group) if self._many else 0
+        self._several = self._group is not None or (dist.is_available() and dist.is_initialized())
+        self.own = dist.get_rank(self._group) if self._several else 0
 
     def raise_any(self, step: str, trouble: str, digest: str = "") -> None:
         """Raise on every rank what is in the way of one of them, or that they read different files."""
         told = [(trouble, digest)]
-        if self._many:
+        if self._several:
             told = [("", "")] * dist.get_world_size(self._group)
             with explained(step, self.own):
                 dist.all_gather_object(told, (trouble, digest), self._group)
         for rank, (reason, _) in enumerate(told):
             if reason:
-                raise CheckpointError(f"rank {rank}: {reason}" if self._many else reason)
+                raise CheckpointError(f"rank {rank}: {reason}" if self._several else reason)
         differing = [rank for rank, (_, other) in enumerate(told) if other != told[0][1]]
         if differing:
             raise CheckpointError(
@@ -198,10 +200,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(cause, OSError):
         return cause.strerror or str(cause)
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _has(part: Any, method: str) -> bool:
-    return callable(getattr(part, method, None))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ from parplan.runtime.module.wrapper import Wrapped
 from parplan.runtime.preserve_state import preserved_generators, preserved_modes
 from parplan.runtime.programs.captures import Captures, Planner
 from parplan.runtime.programs.program_cache import Captured, Options
-from parplan.runtime.programs.rank_agreement import agree
+from parplan.runtime.programs.rank_agreement import exchange_facts
 from parplan.runtime.self_check.check import CheckRecord, SelfCheck
 from parplan.runtime.self_check.checked_step import begin_forward, end_forward
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
@@ -237,7 +237,7 @@ class Compiled(Wrapped):
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
         wanted = self._self_check.wants(captured)
-        agreement = agree(self._transport, call, captured, wanted)
+        agreement = exchange_facts(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
             self._programs.sync.run()
         if self._programs.sharding is not None:

@@ -135,7 +135,7 @@ def parallel_apply(
         )
     if len(functions) == 1:
         return [functions[0](*args[0], **named[0])]
-    modes = CallersModes.here()
+    modes = CallersModes.current()
 
     def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with modes.set():

@@ -61,7 +61,7 @@ class Captured:
     Attributes:
         seeded: ops whose random numbers devices draw together.
         supposed: the program of a few samples per process, which says what each holds of the parameters.
-        shares: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
+        exchanges: whether ranks have to tell each other their numbers of samples, or a seed, before a step.
         moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
@@ -72,7 +72,7 @@ class Captured:
     scheme: Scheme
     seeded: SeededOps
     supposed: Program | None = None
-    shares: bool = True
+    exchanges: bool = True
     groups: Grid | None = None
     moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Programs:
             check_own_samples(graph)
         known.supposed = self._lower(known, (SUPPOSED_SAMPLES,) * self._transport.processes, self._options)
         known.moves = bool(known.supposed.transfers)
-        known.shares = known.moves or seeded.any or known.groups is not None
+        known.exchanges = known.moves or seeded.any or known.groups is not None
         return known
 
     def hold(self, captured: Captured) -> None:

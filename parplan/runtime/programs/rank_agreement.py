@@ -20,7 +20,7 @@ from parplan.runtime.calls import ModelCall, content
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
 
-__all__ = ["Agreement", "agree"]
+__all__ = ["Agreement", "exchange_facts"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Agreement:
     wishes: tuple[bool, ...] | None
 
 
-def agree(transport: Transport, call: ModelCall, captured: Captured, wish: bool = False) -> Agreement:
+def exchange_facts(transport: Transport, call: ModelCall, captured: Captured, wish: bool = False) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
 
     Args:
@@ -51,7 +51,7 @@ def agree(transport: Transport, call: ModelCall, captured: Captured, wish: bool 
         captured.seeded.seed = seed
         call.check(own)
         return Agreement((own,), (wish,))
-    if not captured.shares:
+    if not captured.exchanges:
         return Agreement((own,) * transport.processes, None)  # a rank may have no samples, and not know the others'
     graph, reads = captured.graph, captured.graph.reads
     given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()

@@ -163,7 +163,7 @@ def isolated(module: nn.Module, graph: LayerGraph, gradients: bool) -> Iterator[
         # Casts of weights made here must not serve the step itself: they may lack a graph.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        draws = ConstantDraws() if draws_any(graph, graph.layers) else None
-        if draws is not None:
-            stack.enter_context(draws)
-        yield draws
+        constants = ConstantDraws() if draws_any(graph, graph.layers) else None
+        if constants is not None:
+            stack.enter_context(constants)
+        yield constants

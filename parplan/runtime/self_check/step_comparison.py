@@ -146,10 +146,10 @@ class CheckedModel:
         for accumulated in (False, True):
             try:
                 alone = isolated(self.module, graph, self.gradients)
-                with self.whole(), with_callers_modes(), alone as draws, double_casts(self.double):
+                with self.whole(), with_callers_modes(), alone as constants, double_casts(self.double):
                     whole, loss = batch.whole.first(None), weigh if self.gradients else None
                     found = plain_step(self.module, whole, self.training, loss, accumulated)
-                unknown |= draws.unknown if draws is not None else set()
+                unknown |= constants.unknown if constants is not None else set()
                 return found
             except torch.OutOfMemoryError:
                 raise
@@ -172,10 +172,10 @@ class CheckedModel:
         """
         graph = self.captured.graph
         weigh = (lambda results: batch.own_weights(graph, results)) if self.gradients else None
-        with isolated(self.module, graph, self.gradients) as draws:
+        with isolated(self.module, graph, self.gradients) as constants:
             executor = self.programs.checking_executor(self.captured, batch.sizes, keep)
             planned = executed_step(self.module, executor, batch.own.first(None), weigh)
-        found = unknown | (draws.unknown if draws is not None else set())
+        found = unknown | (constants.unknown if constants is not None else set())
         if self.transport.processes > 1:
             expected, planned = self._own_share(batch, plain, planned, executor, self.transport.rank)
         else:

@@ -121,19 +121,17 @@ class Sharding:
         for name, held in parameters.items():
             parameter = module.get_parameter(name)
             whole = tuple(parameter.shape)
-            if len(held) < transport.processes or any(shape_of(block) != whole for block in held.values()):
-                self._placements[name] = self._placed(name, parameter, held)
-
-    def _placed(self, name: str, parameter: nn.Parameter, held: Mapping[int, Region]) -> Placement:
-        """The placement of a parameter; one that is cut already, as in a copied model, stays as it is."""
-        if isinstance(parameter, ShardedTensor):
-            if parameter.placement.blocks != held:
+            if len(held) == transport.processes and all(shape_of(block) == whole for block in held.values()):
+                continue
+            if not isinstance(parameter, ShardedTensor):
+                self._placements[name] = Placement(name, whole, dict(held), self._collectives)
+            elif parameter.placement.blocks == held:
+                self._placements[name] = parameter.placement  # cut already, as in a copied model
+            else:
                 raise RuntimeFailure(
                     f"{name} is cut over processes as {parameter.placement.blocks}, and this plan needs {dict(held)}; "
                     "build the model anew, compile it, and load state_dict()"
                 )
-            return parameter.placement
-        return Placement(name, tuple(parameter.shape), dict(held), self._collectives)
 
     @property
     def cuts(self) -> bool:
@@ -256,29 +254,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _WATCHED not in vars(optimizer):
         vars(optimizer)[_WATCHED] = optimizer.register_state_dict_post_hook(_gathered_state)
     for parameter in found:
-        if parameter.dim():
-            _cut_state(optimizer, parameter)
-
-
-def _cut_state(optimizer: Optimizer, parameter: ShardedTensor) -> None:
-    state = optimizer.state.get(parameter)
-    if not state:
-        return
-    plain = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() and not isinstance(v, ShardedTensor)}
-    if not plain:
-        return
-    whole, shapes = tuple(parameter.shape), {tuple(value.shape) for value in plain.values()}
-    blocks = {shape_of(block) for block in parameter.placement.blocks.values()} - {whole}
-    if shapes <= blocks:
-        raise RuntimeFailure(
-            f"the state of {type(optimizer).__name__} for {parameter.placement.name} has shape {sorted(shapes)[0]}, "
-            f"which one process holds of the parameter, whose shape is {whole}: it was saved in blocks. Load a state "
-            "of whole tensors, as optimizer.state_dict() gives it (on all processes: it gathers)"
-        )
-    with torch.no_grad():
-        state.update(
-            {k: ShardedTensor.cut(v, parameter.placement) for k, v in plain.items() if tuple(v.shape) == whole}
-        )
+        state, placement = optimizer.state.get(parameter) if parameter.dim() else None, parameter.placement
+        known = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and v.dim()}
+        plain = {key: value for key, value in known.items() if not isinstance(value, ShardedTensor)}
+        if state is None or not plain:
+            continue
+        whole, shapes = tuple(parameter.shape), {tuple(value.shape) for value in plain.values()}
+        if shapes <= {shape_of(block) for block in placement.blocks.values()} - {whole}:
+            raise RuntimeFailure(
+                f"the state of {type(optimizer).__name__} for {placement.name} has shape {sorted(shapes)[0]}, which "
+                f"one process holds of the parameter, whose shape is {whole}: it was saved in blocks. Load a state of "
+                "whole tensors, as optimizer.state_dict() gives it (on all processes: it gathers)"
+            )
+        with torch.no_grad():
+            state.update({k: ShardedTensor.cut(v, placement) for k, v in plain.items() if tuple(v.shape) == whole})
 
 
 def _gathered_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

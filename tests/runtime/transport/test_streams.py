@@ -175,10 +175,10 @@ def test_a_device_thread_works_on_the_callers_streams(monkeypatch: pytest.Monkey
         entered.append(one)
         yield
 
-    assert CallersModes.here().streams == () or torch.cuda.is_initialized()
+    assert CallersModes.current().streams == () or torch.cuda.is_initialized()
     fakes = {"is_initialized": lambda: True, "current_device": lambda: 1, "device_count": lambda: 2, "stream": stream}
     fakes |= {"current_stream": current.__getitem__, "default_stream": lambda device: None}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    with CallersModes.here().set():
+    with CallersModes.current().set():
         assert entered == [current[0], current[1]]  # the current device comes last
