@@ -142,16 +142,13 @@ class Tree:
             whole = tables.table[v] + rest
             result[v] = whole.reshape(bucket.shape[0], -1).min(axis=1)
             for factor in bucket.senders:
-                total[factor.index] = _outside(whole, tables.message[factor.index], factor.shape)
+                # The least cost of everything but the sender, in the shape of its message.
+                message = tables.message[factor.index]
+                away = tuple(axis for axis, size in enumerate(factor.shape) if size == 1 and whole.shape[axis] != 1)
+                least = whole.min(axis=away, keepdims=True).reshape(message.shape)
+                with np.errstate(invalid="ignore"):
+                    total[factor.index] = np.where(np.isfinite(message), least - message, np.inf)
         return [result[v] for v in range(len(result))]
-
-
-def _outside(whole: FloatArray, message: FloatArray, shape: tuple[int, ...]) -> FloatArray:
-    """The least cost of everything but the sender of `message`, in the message's shape."""
-    away = tuple(axis for axis, size in enumerate(shape) if size == 1 and whole.shape[axis] != 1)
-    least: FloatArray = whole.min(axis=away, keepdims=True).reshape(message.shape)
-    with np.errstate(invalid="ignore"):
-        return np.where(np.isfinite(message), least - message, np.inf)
 
 
 def plant(problem: Problem, sizes: Sequence[int]) -> Tree | None:
@@ -164,7 +161,8 @@ def plant(problem: Problem, sizes: Sequence[int]) -> Tree | None:
     edges: dict[int, list[_Factor]] = {v: [] for v in scopes}
     senders: dict[int, list[_Factor]] = {v: [] for v in scopes}
     for index, edge in enumerate(problem.edges):
-        v, u = sorted((edge.source, edge.target), key=place.__getitem__)
+        # An end with one class is no axis of any table: the edge's costs then belong to the other end.
+        v, u = sorted((edge.source, edge.target), key=lambda end: (sizes[end] == 1, place[end]))
         edges[v].append(_Factor(index, _shape((v, *scopes[v]), {v, u}, sizes), v == edge.target))
     for v, scope in scopes.items():
         if scope:
@@ -178,11 +176,12 @@ def _shape(axes: Sequence[int], present: set[int], sizes: Sequence[int]) -> tupl
 
 
 def _eliminate(problem: Problem, sizes: Sequence[int]) -> list[tuple[int, set[int]]] | None:
-    """Greedy order, smallest table first: each node with its neighbours at that time."""
+    """Greedy order, smallest table first: each node with its neighbours (of several classes) at that time."""
     near: list[set[int]] = [set() for _ in sizes]
     for edge in problem.edges:
-        near[edge.source].add(edge.target)
-        near[edge.target].add(edge.source)
+        if sizes[edge.source] > 1 and sizes[edge.target] > 1:
+            near[edge.source].add(edge.target)
+            near[edge.target].add(edge.source)
     weigh = [_weight(v, near, sizes) for v in range(len(sizes))]
     heap = [(weight, v) for v, weight in enumerate(weigh)]
     heapq.heapify(heap)

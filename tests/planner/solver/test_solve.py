@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.instances import chain, network, random_problem, residual
 from benchmarks.iopddl import read
-from parplan.planner.solver.problem import Cause, Edge, Linear, Node, Problem, Status, Usage, evaluate
+from parplan.planner.solver.problem import Cause, Edge, Linear, Node, Problem, Status, Usage, evaluate, objective
 from parplan.planner.solver.solve import GAP, solve
 from tests.planner.oracle import brute_force
 
@@ -89,6 +89,18 @@ def test_of_equal_strategies_the_lowest() -> None:
     nodes = tuple(Node(f"n{i}", costs, zeros, zeros) for i in range(4))
     edges = tuple(Edge(i, i + 1, 1 - np.eye(3), np.zeros((3, 3))) for i in range(3))
     assert solve(Problem(nodes, edges), workers=1).choice == (1, 1, 1, 1)
+
+
+def test_a_node_with_many_readers_is_solved() -> None:
+    """A value that 70 layers read, each with one way to run: as many neighbours as an array cannot have dimensions."""
+    readers = [Node(f"reader{v}", np.ones(1), np.ones(1), np.full(1, 0.5)) for v in range(70)]
+    problem = Problem(
+        (Node("source", np.ones(3), np.array([3.0, 2.0, 4.0]), np.full(3, 0.5)), *readers),
+        tuple(Edge(0, v, np.array([[1.0], [2.0], [1.0]]) * (v % 3), np.zeros((3, 1))) for v in range(1, 71)),
+    )
+    found = solve(problem, workers=1)
+    assert found.status is Status.OPTIMAL
+    assert found.objective == min(objective(problem, (k, *[0] * 70)) for k in range(3))
 
 
 def _nodes(count: int, usages: tuple[tuple[Usage, ...], ...] | None = None) -> tuple[Node, ...]:
