@@ -29,14 +29,14 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     unhidden = sum(option.stolen_s + option.late_s for option in chosen)
     transfer = max(0.0, found.forward_s + found.backward_s - forward - backward - update - unhidden - step.overhead_s)
     doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
-    doubt += step.spread * (transfer + found.exposed + unhidden)
+    doubt += step.spread * (transfer + found.exposed_s + unhidden)
     return Prediction(
         step_s=found.objective,
         forward_s=forward,
         backward_s=backward,
         transfer_s=transfer,
         reduce_s=sum(option.reduce_s for option in chosen),
-        exposed_reduce_s=found.exposed + unhidden,
+        exposed_reduce_s=found.exposed_s + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or tuple(int(peak) for peak in found.peaks),
         update_s=update,
         overhead_s=step.overhead_s,

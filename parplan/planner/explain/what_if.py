@@ -7,11 +7,11 @@ chosen plan instead of from scratch: a report for hundreds of layers asks thousa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parplan.planner.solver.problem import Edge, FloatArray, Problem
+from parplan.planner.solver.problem import Edge, Problem, phases
 
 __all__ = ["Change", "WhatIf"]
 
@@ -37,16 +37,11 @@ class WhatIf:
     def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
         self._problem = problem
         self._choice = tuple(choice)
-        count = len(problem.nodes)
-        self._touching: list[list[Edge]] = [[] for _ in range(count)]
-        self._back, self._tail, self._edge_back = (np.zeros(count) for _ in range(3))
-        for index, node in enumerate(problem.nodes):
-            self._back[index], self._tail[index] = node.backward_s[choice[index]], node.reduction_s[choice[index]]
+        self._touching: list[list[Edge]] = [[] for _ in problem.nodes]
         for edge in problem.edges:
             self._touching[edge.source].append(edge)
             self._touching[edge.target].append(edge)
-            self._edge_back[edge.target] += edge.backward_s[choice[edge.source], choice[edge.target]]
-        self._exposed = _exposed(self._back, self._tail, self._edge_back)
+        self._phases = phases(problem, choice)
 
     def changes(self, index: int) -> list[Change]:
         """Every other allowed strategy of node `index`, the best first."""
@@ -56,23 +51,21 @@ class WhatIf:
 
     def _change(self, index: int, strategy: int) -> Change:
         node, now = self._problem.nodes[index], self._choice[index]
-        back, tail, edge_back = self._back.copy(), self._tail.copy(), self._edge_back.copy()
-        back[index], tail[index] = node.backward_s[strategy], node.reduction_s[strategy]
+        known = self._phases
+        backward, arriving, reduction = known.backward_s.copy(), known.arriving_s.copy(), known.reduction_s.copy()
+        backward[index], reduction[index] = node.backward_s[strategy], node.reduction_s[strategy]
         moved = 0.0
         for edge in self._touching[index]:
             old, new = self._pair(edge), self._pair(edge, index, strategy)
             moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
-            edge_back[edge.target] += edge.backward_s[new] - edge.backward_s[old]
+            arriving[edge.target] += edge.backward_s[new] - edge.backward_s[old]
         compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now] - node.backward_s[now]
-        exposed = _exposed(back, tail, edge_back) - self._exposed if np.isfinite(moved) else np.inf
-        return Change(strategy, float(compute), moved, exposed)
+        if not np.isfinite(moved):
+            return Change(strategy, float(compute), moved, np.inf)
+        exposed_s = replace(known, backward_s=backward, arriving_s=arriving, reduction_s=reduction).exposed_s
+        return Change(strategy, float(compute), moved, exposed_s - known.exposed_s)
 
     def _pair(self, edge: Edge, index: int = -1, strategy: int = 0) -> tuple[int, int]:
         source = strategy if edge.source == index else self._choice[edge.source]
         target = strategy if edge.target == index else self._choice[edge.target]
         return source, target
-
-
-def _exposed(back: FloatArray, tail: FloatArray, edge_back: FloatArray) -> float:
-    rows = np.cumsum(tail) - (np.cumsum(back) - back) - np.cumsum(edge_back)
-    return max(0.0, float(rows.max(initial=0.0)))

@@ -71,7 +71,7 @@ class _Times:
         self.step_s = found.objective
         own = [float(node.forward_s[k] + node.backward_s[k]) for node, k in zip(problem.nodes, choice, strict=True)]
         tails = [float(node.reduction_s[k]) for node, k in zip(problem.nodes, choice, strict=True)]
-        exposed = found.exposed / sum(tails) if sum(tails) > 0 else 0.0
+        exposed = found.exposed_s / sum(tails) if sum(tails) > 0 else 0.0
         for edge in problem.edges:
             pair = choice[edge.source], choice[edge.target]
             own[edge.target] += float(edge.forward_s[pair] + edge.backward_s[pair])

@@ -13,9 +13,9 @@ of T; the returned bound has it subtracted. Whole-number costs (up to 2^50) are 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -142,23 +142,19 @@ def _model(problem: Problem, rows: Sequence[Row], unit: Resolution) -> _Build:
 
     build = _Build(cp_model.CpModel(), problem, unit)
     for v in range(len(problem.nodes)):
-        _add_node(build, v)
+        node = build.problem.nodes[v]
+        literals = [build.model.new_bool_var(f"x{v}_{k}") for k in range(node.size)]
+        build.model.add_exactly_one(literals)
+        build.x.append(literals)
+        build.cost += _weighted(literals, build.unit.whole(node.forward_s) + build.unit.whole(node.backward_s))
+        build.node_backward.append(_weighted(literals, build.unit.whole(node.backward_s)))
+        build.edge_backward.append([])
     for edge in range(len(problem.edges)):
         _add_edge(build, edge)
     _add_overlap(build)
     for row in rows:
         _add_row(build, row)
     return build
-
-
-def _add_node(build: _Build, v: int) -> None:
-    node = build.problem.nodes[v]
-    literals = [build.model.new_bool_var(f"x{v}_{k}") for k in range(node.size)]
-    build.model.add_exactly_one(literals)
-    build.x.append(literals)
-    build.cost += _weighted(literals, build.unit.whole(node.forward_s) + build.unit.whole(node.backward_s))
-    build.node_backward.append(_weighted(literals, build.unit.whole(node.backward_s)))
-    build.edge_backward.append([])
 
 
 def _weighted(literals: Sequence[object], weights: Ints) -> list[tuple[object, int]]:
@@ -175,7 +171,18 @@ def _add_edge(build: _Build, index: int) -> None:
     place = np.ix_([k for k, _ in sources], [k for k, _ in targets])
     forward, backward = forward[place], backward[place]
     allowed = np.argwhere(np.isfinite(forward))
-    flow = _flow(build, [x for _, x in sources], [x for _, x in targets], allowed)
+    # One literal per allowed pair, tied to both ends.
+    outgoing: list[list[object]] = [[] for _ in sources]
+    incoming: list[list[object]] = [[] for _ in targets]
+    flow: list[object] = []
+    for p, q in allowed:
+        single = targets[q] if len(sources) == 1 else sources[p] if len(targets) == 1 else None
+        literal = build.model.new_bool_var("") if single is None else single[1]
+        flow.append(literal)
+        outgoing[p].append(literal)
+        incoming[q].append(literal)
+    for (_, literal), group in [*zip(sources, outgoing, strict=True), *zip(targets, incoming, strict=True)]:
+        build.model.add_exactly_one([*group, literal.negated()])  # type: ignore[list-item]
     costs = [(forward[p, q], backward[p, q]) for p, q in allowed]
     whole = build.unit.whole(np.array(costs).reshape(-1, 2))
     build.cost += _weighted(flow, whole.sum(axis=1))
@@ -194,24 +201,6 @@ def _class_literals(build: _Build, v: int, lines: FloatArray) -> list[tuple[int,
             build.model.add_exactly_one([*members, literal.negated()])
         result.append((int(first), literal))
     return result
-
-
-def _flow(
-    build: _Build, sources: list[cp_model.IntVar], targets: list[cp_model.IntVar], allowed: NDArray[np.intp]
-) -> list[object]:
-    """One literal per allowed pair, tied to both ends."""
-    rows: list[list[object]] = [[] for _ in sources]
-    columns: list[list[object]] = [[] for _ in targets]
-    flow: list[object] = []
-    for p, q in allowed:
-        single = targets[q] if len(sources) == 1 else sources[p] if len(targets) == 1 else None
-        literal = build.model.new_bool_var("") if single is None else single
-        flow.append(literal)
-        rows[p].append(literal)
-        columns[q].append(literal)
-    for literal, group in [*zip(sources, rows, strict=True), *zip(targets, columns, strict=True)]:
-        build.model.add_exactly_one([*group, literal.negated()])  # type: ignore[list-item]
-    return flow
 
 
 def _add_overlap(build: _Build) -> None:
@@ -326,27 +315,13 @@ def _interruptible(
     solver: cp_model.CpSolver, model: cp_model.CpModel, callback: cp_model.CpSolverSolutionCallback | None
 ) -> int:
     """Solve in a thread, so that Ctrl-C reaches Python; it stops the search and is raised again."""
-    statuses: list[int] = []
-    failed: list[BaseException] = []
-    done = threading.Event()  # not join: an interrupted join may take a running thread for a stopped one (Python 3.11)
-
-    def work() -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        found = pool.submit(solver.solve, model, callback)
         try:
-            statuses.append(int(solver.solve(model, callback)))
-        except BaseException as error:  # raised again in the caller's thread
-            failed.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        while not done.wait(0.2):
-            pass
-    except KeyboardInterrupt:
-        while not done.is_set():
-            solver.stop_search()
-            done.wait(0.1)
-        raise
-    if failed:
-        raise failed[0]
-    return statuses[0]
+            while not wait([found], timeout=0.2).done:
+                pass
+        except KeyboardInterrupt:
+            while not wait([found], timeout=0.1).done:
+                solver.stop_search()
+            raise
+        return int(found.result())

@@ -85,7 +85,9 @@ class _Search:
         if better.sum() == len(kept):
             return better
         differences = [self._differences(edge, v, kept) for edge in self.at[v]]
-        for scenario in self._scenarios(v):
+        targets = [edge.target for edge in self.at[v]]
+        scenarios = {_Scenario(v >= m, v <= m, tuple(target > m for target in targets)) for m in self.reduced}
+        for scenario in {_Scenario(True, False, (True,) * len(targets)), *scenarios}:
             cost = (
                 node.forward_s
                 + (node.backward_s if scenario.backward else 0.0)
@@ -107,12 +109,6 @@ class _Search:
         forward = np.where(np.isfinite(backward), forward, np.inf)
         without = _largest_difference(forward)
         return [without, _largest_difference(forward + backward) if backward.any() else without]
-
-    def _scenarios(self, v: int) -> set[_Scenario]:
-        targets = [edge.target for edge in self.at[v]]
-        everything = _Scenario(True, False, (True,) * len(targets))
-        rows = (_Scenario(v >= m, v <= m, tuple(target > m for target in targets)) for m in self.reduced)
-        return {everything, *rows}
 
 
 def _largest_difference(lines: FloatArray) -> FloatArray:

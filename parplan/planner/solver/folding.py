@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.problem import Edge, FloatArray, Linear, Problem, Reduced
+from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced
 
 __all__ = ["fold", "foldable"]
 
@@ -68,14 +68,6 @@ class _Graph:
             return []
         if self.nodes[v].size * int(np.prod(sizes)) > MAX_PRODUCT:
             return []
-        table = self._table(v, near)
-        self.folds.append(_Fold(v, near, table.argmin(axis=0)))
-        self._remove(v)
-        self._put_back(near, table.min(axis=0))
-        return sorted(set(near) & self.free, reverse=True)
-
-    def _table(self, v: int, near: tuple[int, ...]) -> FloatArray:
-        """Cost of v with its edges, shape (strategies of v, of its first neighbour, of its second)."""
         node = self.nodes[v]
         table: FloatArray = (node.forward_s + node.backward_s).reshape(-1, *[1] * len(near))
         for axis, u in enumerate(near):
@@ -84,20 +76,18 @@ class _Graph:
             shape = [node.size, *[1] * len(near)]
             shape[axis + 1] = self.nodes[u].size
             table = table + (cost if u > v else cost.T).reshape(shape)
-        return table
-
-    def _remove(self, v: int) -> None:
+        self.folds.append(_Fold(v, near, table.argmin(axis=0)))
         del self.nodes[v]
         for u in self.near.pop(v):
             self.near[u].discard(v)
             del self.edges[min(u, v), max(u, v)]
-
-    def _put_back(self, near: tuple[int, ...], cost: FloatArray) -> None:
+        cost = table.min(axis=0)
         if len(near) == 2:
             self._add_edge(Edge(near[0], near[1], cost, np.zeros_like(cost)))
         else:
             u = near[0] if near else min(self.nodes)
             self.nodes[u] = replace(self.nodes[u], forward_s=self.nodes[u].forward_s + cost)
+        return sorted(set(near) & self.free, reverse=True)
 
     def _add_edge(self, edge: Edge) -> None:
         key = edge.source, edge.target
@@ -115,7 +105,9 @@ class _Graph:
         edges = tuple(
             Edge(place[e.source], place[e.target], e.forward_s, e.backward_s) for _, e in sorted(self.edges.items())
         )
-        linear = tuple(_moved(row, place) for row in self.problem.linear)
+        linear = tuple(
+            replace(row, terms={place[v]: values for v, values in row.terms.items()}) for row in self.problem.linear
+        )
 
         def lift(choice: Sequence[int]) -> list[int]:
             picked = dict(zip(order, choice, strict=True))
@@ -125,7 +117,3 @@ class _Graph:
 
         nodes = tuple(self.nodes[v] for v in order)
         return Reduced(replace(self.problem, nodes=nodes, edges=edges, linear=linear), lift)
-
-
-def _moved(row: Linear, place: dict[int, int]) -> Linear:
-    return replace(row, terms={place[v]: values for v, values in row.terms.items()})

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from parplan.planner.solver.cpsat import least_excess, search
-from parplan.planner.solver.limits import Live, broken_rows, peak_rows, rows_at, some_rows, timeline
+from parplan.planner.solver.limits import broken_rows, peak_rows, rows_at, some_rows, timeline
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice
 from parplan.planner.solver.presolve import drop_dominated, drop_forbidden, merge_parallel_edges, pair_linear, presolve
 from parplan.planner.solver.problem import (
@@ -145,7 +145,7 @@ def explain(problem: Problem, time_limit_s: float, workers: int) -> Infeasibilit
     deadline = time.monotonic() + time_limit_s
     free = without_costs(problem)
     pairs_only = replace(free, linear=(), limits=(np.inf,) * len(free.limits))
-    found = _strategy(problem) or _edge(problem)
+    found = _nothing_allowed(problem)
     if found is None and _fits(pairs_only, deadline, workers) is False:
         found = _conflict(pairs_only, deadline, workers)
     if found is None and _fits(replace(pairs_only, linear=free.linear), deadline, workers) is False:
@@ -166,15 +166,12 @@ def _fits(problem: Problem, deadline: float, workers: int) -> bool | None:
     return None if found.status is Status.UNKNOWN else found.status is not Status.INFEASIBLE
 
 
-def _strategy(problem: Problem) -> Infeasibility | None:
+def _nothing_allowed(problem: Problem) -> Infeasibility | None:
+    """A node without a strategy, or an edge without a pair."""
     for node in problem.nodes:
         if not node.allowed.any():
             text = f"{node.name}: all {node.size} strategies are forbidden; allow one of them"
             return Infeasibility(Cause.STRATEGY, (node.name,), text)
-    return None
-
-
-def _edge(problem: Problem) -> Infeasibility | None:
     for edge in problem.edges:
         first, second = problem.nodes[edge.source], problem.nodes[edge.target]
         if not np.isfinite(edge.forward_s + edge.backward_s)[np.ix_(first.allowed, second.allowed)].any():
@@ -244,22 +241,18 @@ def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | 
         if not more:
             break
         rows += more
-    return _peak(problem, allowed.lift(choice), proven)
-
-
-def _peak(problem: Problem, choice: list[int], proven: bool) -> Infeasibility | None:
-    """The worst memory and moment of a choice that exceeds the limits least."""
+    choice = allowed.lift(choice)
     lines = [timeline(problem, resource) for resource in range(len(problem.limits))]
-    loads = [line.loads(lambda item: _held(item, choice)) for line in lines]
+    loads = [line.loads(lambda item: float(item.amounts[choice[item.node]])) for line in lines]
     over = [float(load.max(initial=0.0)) - limit for load, limit in zip(loads, problem.limits, strict=True)]
     if not over or max(over) <= 0:
         return None
     worst = int(np.argmax(over))
     point = int(loads[worst].argmax())
-    live = [item for item in lines[worst].live if item.first <= point < item.last]
     held = Counter[str]()
-    for item in live:
-        held[problem.nodes[item.node].name] += int(_held(item, choice))
+    for item in lines[worst].live:
+        if item.first <= point < item.last:
+            held[problem.nodes[item.node].name] += int(item.amounts[choice[item.node]])
     largest = held.most_common(MOST_NAMES)
     when, limit = lines[worst].times[point], problem.limits[worst]
     text = (
@@ -269,7 +262,3 @@ def _peak(problem: Problem, choice: list[int], proven: bool) -> Infeasibility | 
     )
     names, amounts = tuple(name for name, _ in largest), tuple(float(amount) for _, amount in largest)
     return Infeasibility(Cause.MEMORY, names, text, amounts, worst, when, over[worst])
-
-
-def _held(item: Live, choice: list[int]) -> float:
-    return float(item.amounts[choice[item.node]])

@@ -8,12 +8,12 @@ from none and adds those that its choices break.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parplan.planner.solver.problem import FloatArray, Linear, Mask, Node, Problem, Usage
+from parplan.planner.solver.problem import FloatArray, Mask, Problem
 
 __all__ = [
     "Live", "Row", "Timeline", "broken_rows", "count_terms", "drop_loose_linear", "drop_loose_memory", "limit_allowed",
@@ -80,92 +80,63 @@ def timeline(problem: Problem, resource: int) -> Timeline:
 def limit_allowed(problem: Problem, masks: list[Mask]) -> bool:
     """Clear, in `masks`, strategies that break a limit whatever the other nodes choose; whether any was."""
     before = sum(int(mask.sum()) for mask in masks)
-    for resource in range(len(problem.limits)):
-        _memory_allowed(problem, timeline(problem, resource), masks)
+    for resource, limit in enumerate(problem.limits):
+        line = timeline(problem, resource)
+        floor = {i: i.amounts[masks[i.node]].min() if masks[i.node].any() else 0.0 for i in line.live}
+        loads = line.loads(floor.__getitem__)
+        if loads.max(initial=0.0) + max((i.amounts.max() for i in line.live), default=0.0) > limit:
+            for item in line.live:
+                others = loads[item.first : item.last].max() - floor[item]
+                masks[item.node] = masks[item.node] & (item.amounts <= limit - others)
     for row in problem.linear:
-        _linear_allowed(row, masks)
+        if all(masks[v].any() for v in row.terms):
+            least = {v: float(c[masks[v]].min()) for v, c in row.terms.items()}
+            most = {v: float(c[masks[v]].max()) for v, c in row.terms.items()}
+            below, above = sum(least.values()), sum(most.values())
+            for v, values in row.terms.items():
+                fits = (values <= row.high - below + least[v]) & (values >= row.low - above + most[v])
+                masks[v] = masks[v] & fits
     return sum(int(mask.sum()) for mask in masks) < before
-
-
-def _memory_allowed(problem: Problem, line: Timeline, masks: list[Mask]) -> None:
-    least = [item.amounts[masks[item.node]].min() if masks[item.node].any() else 0.0 for item in line.live]
-    floor = dict(zip(map(id, line.live), least, strict=True))
-    loads = line.loads(lambda item: floor[id(item)])
-    limit = problem.limits[line.resource]
-    if loads.max(initial=0.0) + max((i.amounts.max() for i in line.live), default=0.0) <= limit:
-        return
-    for item in line.live:
-        others = loads[item.first : item.last].max() - floor[id(item)]
-        masks[item.node] = masks[item.node] & (item.amounts <= limit - others)
-
-
-def _linear_allowed(row: Linear, masks: list[Mask]) -> None:
-    if not all(masks[v].any() for v in row.terms):
-        return
-    least = {v: float(c[masks[v]].min()) for v, c in row.terms.items()}
-    most = {v: float(c[masks[v]].max()) for v, c in row.terms.items()}
-    below, above = sum(least.values()), sum(most.values())
-    for v, values in row.terms.items():
-        masks[v] = masks[v] & (values <= row.high - below + least[v]) & (values >= row.low - above + most[v])
 
 
 def drop_loose_memory(problem: Problem) -> Problem:
     """Without usages that are only live while even the largest strategies together fit."""
-    loose = {(item.node, item.place) for item in _loose_usages(problem)}
-    if not loose:
-        return problem
-    nodes = tuple(_without(node, v, loose) for v, node in enumerate(problem.nodes))
-    return replace(problem, nodes=nodes)
-
-
-def _loose_usages(problem: Problem) -> Iterator[Live]:
+    loose: set[tuple[int, int]] = set()
     for resource, limit in enumerate(problem.limits):
         line = timeline(problem, resource)
         full = line.loads(lambda item: float(item.amounts.max())) > limit
-        yield from (item for item in line.live if not full[item.first : item.last].any())
-
-
-def _without(node: Node, v: int, loose: set[tuple[int, int]]) -> Node:
-    kept: tuple[Usage, ...] = tuple(u for i, u in enumerate(node.usages) if (v, i) not in loose and u.start < u.end)
-    return node if len(kept) == len(node.usages) else replace(node, usages=kept)
+        loose |= {(item.node, item.place) for item in line.live if not full[item.first : item.last].any()}
+    if not loose:
+        return problem
+    nodes = list(problem.nodes)
+    for v, node in enumerate(nodes):
+        kept = tuple(u for i, u in enumerate(node.usages) if (v, i) not in loose and u.start < u.end)
+        if len(kept) < len(node.usages):
+            nodes[v] = replace(node, usages=kept)
+    return replace(problem, nodes=tuple(nodes))
 
 
 def drop_loose_linear(problem: Problem) -> Problem:
     """Without linear constraints that every choice meets."""
-    kept = tuple(row for row in problem.linear if not _always(row))
-    return problem if len(kept) == len(problem.linear) else replace(problem, linear=kept)
-
-
-def _always(row: Linear) -> bool:
-    least = sum(float(values.min()) for values in row.terms.values())
-    most = sum(float(values.max()) for values in row.terms.values())
-    return row.low <= least and most <= row.high
+    kept = []
+    for row in problem.linear:
+        least = sum(float(values.min()) for values in row.terms.values())
+        most = sum(float(values.max()) for values in row.terms.values())
+        if least < row.low or most > row.high:
+            kept.append(row)
+    return problem if len(kept) == len(problem.linear) else replace(problem, linear=tuple(kept))
 
 
 def memory_rows(problem: Problem) -> list[Row]:
     """One row per maximal live set that can exceed its limit."""
-    return [row for resource in range(len(problem.limits)) for row in _rows_of(problem, resource)]
-
-
-def _rows_of(problem: Problem, resource: int) -> Iterator[Row]:
-    line, limit = timeline(problem, resource), problem.limits[resource]
-    most = line.loads(lambda item: float(item.amounts.max()))
-    starts: list[list[Live]] = [[] for _ in line.times]
-    for item in line.live:
-        starts[item.first].append(item)
-    live: list[Live] = []
-    for point, time in enumerate(line.times):
-        live = [item for item in live if item.last > point] + starts[point]
-        maximal = any(item.last == point + 1 for item in live)
-        if maximal and most[point] > limit:
-            yield Row(problem.resource_name(resource), _sum_terms(live), -np.inf, limit, resource, time)
-
-
-def _sum_terms(live: list[Live]) -> dict[int, FloatArray]:
-    terms: dict[int, FloatArray] = {}
-    for item in live:
-        terms[item.node] = terms[item.node] + item.amounts if item.node in terms else item.amounts
-    return terms
+    rows = []
+    for resource, limit in enumerate(problem.limits):
+        line = timeline(problem, resource)
+        most = line.loads(lambda item: float(item.amounts.max()))
+        ends = {item.last for item in line.live}
+        points = [p for p in range(len(line.times)) if p + 1 in ends and most[p] > limit]
+        rows += [_row(problem, line, point) for point in points]
+    return rows
 
 
 def some_rows(problem: Problem, most_terms: int) -> list[Row]:
@@ -183,29 +154,26 @@ def broken_rows(problem: Problem, choice: Sequence[int], have: Sequence[Row]) ->
 
 def peak_rows(problem: Problem, choice: Sequence[int]) -> list[Row]:
     """Per memory in use, the row at the moment when `choice` holds most of it."""
-    found = []
-    for resource, limit in enumerate(problem.limits):
-        line = timeline(problem, resource)
-        if line.times:
-            point = int(line.loads(lambda item: float(item.amounts[choice[item.node]])).argmax())
-            found.append(_row(problem.resource_name(resource), line, point, limit))
-    return found
+    lines = [line for resource in range(len(problem.limits)) if (line := timeline(problem, resource)).times]
+    loads = (line.loads(lambda item: float(item.amounts[choice[item.node]])) for line in lines)
+    return [_row(problem, line, int(load.argmax())) for line, load in zip(lines, loads, strict=True)]
 
 
 def rows_at(problem: Problem, time: int) -> list[Row]:
     """Per memory in use at `time`, the row of that moment."""
-    found = []
-    for resource, limit in enumerate(problem.limits):
-        line = timeline(problem, resource)
-        point = bisect_right(line.times, time) - 1
-        if point >= 0:
-            found.append(_row(problem.resource_name(resource), line, point, limit))
-    return found
+    lines = [timeline(problem, resource) for resource in range(len(problem.limits))]
+    points = [(line, bisect_right(line.times, time) - 1) for line in lines]
+    return [_row(problem, line, point) for line, point in points if point >= 0]
 
 
-def _row(name: str, line: Timeline, point: int, limit: float) -> Row:
-    live = [item for item in line.live if item.first <= point < item.last]
-    return Row(name, _sum_terms(live), -np.inf, limit, line.resource, line.times[point])
+def _row(problem: Problem, line: Timeline, point: int) -> Row:
+    """The limit of a memory at one of its time points, as a row over the nodes that hold some of it then."""
+    terms: dict[int, FloatArray] = {}
+    for item in line.live:
+        if item.first <= point < item.last:
+            terms[item.node] = terms[item.node] + item.amounts if item.node in terms else item.amounts
+    resource = line.resource
+    return Row(problem.resource_name(resource), terms, -np.inf, problem.limits[resource], resource, line.times[point])
 
 
 def count_terms(problem: Problem) -> int:

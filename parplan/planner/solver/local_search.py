@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from parplan.planner.solver.elimination import edge_costs
 from parplan.planner.solver.limits import Live, Timeline, timeline
-from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.problem import FloatArray, Problem, phases
 
 __all__ = ["BRIEF", "descend", "first_choice", "leanest_choice", "settle"]
 
@@ -76,11 +77,14 @@ def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int
     return state.choice
 
 
+@dataclass(frozen=True, eq=False)
 class _Side:
     """One edge seen from one end: matrices with this end's strategies first."""
 
-    def __init__(self, other: int, target: int, forward: FloatArray, backward: FloatArray) -> None:
-        self.other, self.target, self.forward_s, self.backward_s = other, target, forward, backward
+    other: int
+    target: int
+    forward_s: FloatArray
+    backward_s: FloatArray
 
 
 class _State:
@@ -96,7 +100,7 @@ class _State:
             self.sides[edge.source].append(_Side(edge.target, edge.target, forward, backward))
             self.sides[edge.target].append(_Side(edge.source, edge.target, forward.T, backward.T))
         self.overlapped = any(node.reduction_s[node.allowed].any() for node in problem.nodes)
-        self.rows = self._overlap_rows() if self.overlapped else np.zeros(0)
+        self.rows = phases(problem, choice).rows if self.overlapped else np.zeros(0)
         self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
         self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
         self.live: list[list[Live]] = [[] for _ in problem.nodes]
@@ -108,21 +112,6 @@ class _State:
         for i, row in enumerate(problem.linear):
             for v in row.terms:
                 self.linear_of[v].append(i)
-
-    def _overlap_rows(self) -> FloatArray:
-        """P_i of the module `problem`."""
-        picked = list(zip(self.problem.nodes, self.choice, strict=True))
-        reduction, backward = (
-            np.array([n.reduction_s[k] for n, k in picked]),
-            np.array([n.backward_s[k] for n, k in picked]),
-        )
-        edge_backward = np.zeros(len(picked))
-        for v, sides in enumerate(self.sides):
-            for side in sides:
-                if side.target == v:
-                    edge_backward[v] += side.backward_s[self.choice[v], self.choice[side.other]]
-        rows: FloatArray = np.cumsum(reduction) - (np.cumsum(backward) - backward) - np.cumsum(edge_backward)
-        return rows
 
     def costs(self, v: int) -> FloatArray:
         """T per strategy of v, up to a constant."""

@@ -13,7 +13,7 @@ import numpy as np
 from parplan.planner.solver.dominance import undominated
 from parplan.planner.solver.folding import fold
 from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
-from parplan.planner.solver.problem import Edge, Mask, Problem, Reduced, restrict
+from parplan.planner.solver.problem import Edge, Problem, Reduced, restrict
 
 __all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_parallel_edges", "pair_linear", "presolve"]
 
@@ -74,16 +74,12 @@ def drop_forbidden(problem: Problem) -> Reduced | None:
             return None
         changed = limit_allowed(problem, masks)
         for edge, allowed in partial:
-            changed |= _supported(allowed, masks, edge)
+            # Keep, at both ends, the strategies that have a partner.
+            source, target = masks[edge.source], masks[edge.target]
+            masks[edge.source] = source & allowed[:, target].any(axis=1)
+            masks[edge.target] = target & allowed[source].any(axis=0)
+            changed |= bool((masks[edge.source] != source).any() or (masks[edge.target] != target).any())
     return restrict(problem, masks)
-
-
-def _supported(allowed: Mask, masks: list[Mask], edge: Edge) -> bool:
-    """Keep, at both ends, what has a partner; whether anything went."""
-    source, target = masks[edge.source], masks[edge.target]
-    masks[edge.source] = source & allowed[:, target].any(axis=1)
-    masks[edge.target] = target & allowed[source].any(axis=0)
-    return bool((masks[edge.source] != source).any() or (masks[edge.target] != target).any())
 
 
 def drop_loose(problem: Problem) -> Reduced:

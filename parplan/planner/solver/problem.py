@@ -41,6 +41,7 @@ __all__ = [
     "Linear",
     "Mask",
     "Node",
+    "Phases",
     "Problem",
     "Reduced",
     "Solution",
@@ -48,6 +49,7 @@ __all__ = [
     "Usage",
     "evaluate",
     "objective",
+    "phases",
     "restrict",
 ]
 
@@ -96,12 +98,8 @@ class Node:
     def __post_init__(self) -> None:
         for field in ("forward_s", "backward_s", "reduction_s"):
             object.__setattr__(self, field, _costs(getattr(self, field), f"node {self.name}", 1))
-        lengths = {
-            len(self.forward_s),
-            len(self.backward_s),
-            len(self.reduction_s),
-            *(len(usage.amounts) for usage in self.usages),
-        }
+        arrays = [self.forward_s, self.backward_s, self.reduction_s, *(usage.amounts for usage in self.usages)]
+        lengths = set(map(len, arrays))
         if len(lengths) != 1:
             raise ParplanError(f"node {self.name}: costs and usages for {sorted(lengths)} strategies; give one count")
 
@@ -188,12 +186,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Seconds and peak bytes per memory of a choice, and the constraints that it breaks (none if feasible)."""
+    """Costs of a choice: seconds (`objective` is the step), peak bytes per memory, broken constraints.
+
+    It is feasible if it breaks none.
+    """
 
     objective: float
     forward_s: float
     backward_s: float
-    exposed: float
+    exposed_s: float
     peaks: tuple[float, ...]
     violations: tuple[str, ...]
 
@@ -265,74 +266,66 @@ class Solution:
     infeasibility: Infeasibility | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """Seconds of one choice: of the whole forward, and per node (shape (nodes,)) of the phases that overlap.
+
+    `arriving_s` is the backward of the edges into a node. With a forbidden strategy or pair `forward_s` is inf, and its
+    other phases count 0.
+    """
+
+    forward_s: float
+    backward_s: FloatArray
+    arriving_s: FloatArray
+    reduction_s: FloatArray
+
+    @property
+    def rows(self) -> FloatArray:
+        """P_i of the module, in seconds: > 0 where reductions take longer than the backward pass that hides them."""
+        hiding = np.cumsum(self.backward_s) - self.backward_s + np.cumsum(self.arriving_s)
+        rows: FloatArray = np.cumsum(self.reduction_s) - hiding
+        return rows
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of gradient reductions that nothing hides; inf for a forbidden choice."""
+        return max(0.0, float(self.rows.max(initial=0.0))) if np.isfinite(self.forward_s) else np.inf
+
+
+def phases(problem: Problem, choice: Sequence[int]) -> Phases:
+    """The seconds of `choice` (one strategy per node), whatever limits it breaks."""
+    if len(choice) != len(problem.nodes):
+        raise ParplanError(f"a choice for {len(choice)} nodes does not fit a problem of {len(problem.nodes)}")
+    chosen = zip(problem.nodes, choice, strict=True)
+    picked = [(node.forward_s[k], node.backward_s[k], node.reduction_s[k]) for node, k in chosen]
+    table = np.array(picked, dtype=np.float64).reshape(-1, 3)
+    allowed = np.isfinite(table).all(axis=1)
+    forward, backward, reduction = np.where(allowed, table.T, 0.0)
+    edges_s, arriving = 0.0 if allowed.all() else np.inf, np.zeros(len(picked))
+    for edge in problem.edges:
+        pair = choice[edge.source], choice[edge.target]
+        seconds = edge.forward_s[pair], edge.backward_s[pair]
+        edges_s += seconds[0] if np.isfinite(sum(seconds)) else np.inf
+        arriving[edge.target] += seconds[1] if np.isfinite(sum(seconds)) else 0.0
+    return Phases(float(forward.sum() + edges_s), backward, arriving, reduction)
+
+
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     """Costs and broken constraints of `choice` (one strategy per node); independent of every solver.
 
     The peak of a memory is its largest sum over all time points, 0 if nothing is ever live.
     """
-    picked = _checked(problem, choice)
-    forward, backward, exposed = _seconds(problem, picked)
-    violations = [*_forbidden(problem, picked), *_broken_linear(problem, picked)]
-    peaks = _peaks(problem, picked)
-    for resource, (peak, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
-        if peak > limit:
-            name = problem.resource_name(resource)
-            violations.append(f"{name}: {peak:.0f} bytes exceed {limit:.0f}")
-    return Evaluation(forward + backward + exposed, forward, backward, exposed, peaks, tuple(violations))
-
-
-def objective(problem: Problem, choice: Sequence[int]) -> float:
-    """Seconds of `choice`, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
-    return sum(_seconds(problem, _checked(problem, choice)))
-
-
-def _checked(problem: Problem, choice: Sequence[int]) -> list[int]:
-    if len(choice) != len(problem.nodes):
-        raise ParplanError(f"a choice for {len(choice)} nodes does not fit a problem of {len(problem.nodes)}")
-    return list(choice)
-
-
-def _seconds(problem: Problem, picked: Sequence[int]) -> tuple[float, float, float]:
-    """Forward, backward and exposed seconds."""
-    chosen = list(zip(problem.nodes, picked, strict=True))
-    node_forward = np.array([node.forward_s[k] for node, k in chosen])
-    node_backward = np.array([node.backward_s[k] for node, k in chosen])
-    reduction = np.array([node.reduction_s[k] for node, k in chosen])
-    edge_forward, edge_backward = 0.0, np.zeros(len(chosen))
-    for edge in problem.edges:
-        edge_forward += edge.forward_s[picked[edge.source], picked[edge.target]]
-        edge_backward[edge.target] += edge.backward_s[picked[edge.source], picked[edge.target]]
-    forward, backward = float(node_forward.sum() + edge_forward), float(node_backward.sum() + edge_backward.sum())
-    exposed = (
-        _exposed(reduction, node_backward, edge_backward)
-        if np.isfinite(forward + backward + reduction.sum())
-        else np.inf
-    )
-    return forward, backward, exposed
-
-
-def _exposed(reduction: FloatArray, node_backward: FloatArray, edge_backward: FloatArray) -> float:
-    rows = np.cumsum(reduction) - (np.cumsum(node_backward) - node_backward) - np.cumsum(edge_backward)
-    return max(0.0, float(rows.max(initial=0.0)))
-
-
-def _forbidden(problem: Problem, choice: list[int]) -> list[str]:
-    nodes = problem.nodes
+    found, nodes = phases(problem, choice), problem.nodes
+    backward_s = float(found.backward_s.sum() + found.arriving_s.sum())
     broken = [f"{n.name}: strategy {k} is forbidden" for n, k in zip(nodes, choice, strict=True) if not n.allowed[k]]
     for edge in problem.edges:
         pair = choice[edge.source], choice[edge.target]
         if not np.isfinite(edge.forward_s[pair] + edge.backward_s[pair]):
             broken.append(f"{nodes[edge.source].name} -> {nodes[edge.target].name}: strategies {pair} cannot meet")
-    return broken
-
-
-def _broken_linear(problem: Problem, choice: list[int]) -> list[str]:
-    sums = [(row, float(sum(values[choice[node]] for node, values in row.terms.items()))) for row in problem.linear]
-    broken = [(row, total) for row, total in sums if not row.low <= total <= row.high]
-    return [f"{row.name}: {total:g} is not in [{row.low:g}, {row.high:g}]" for row, total in broken]
-
-
-def _peaks(problem: Problem, choice: list[int]) -> tuple[float, ...]:
+    for row in problem.linear:
+        total = float(sum(values[choice[node]] for node, values in row.terms.items()))
+        if not row.low <= total <= row.high:
+            broken.append(f"{row.name}: {total:g} is not in [{row.low:g}, {row.high:g}]")
     changes: list[dict[int, float]] = [{} for _ in problem.limits]
     for node, strategy in zip(problem.nodes, choice, strict=True):
         for usage in node.usages:
@@ -340,14 +333,21 @@ def _peaks(problem: Problem, choice: list[int]) -> tuple[float, ...]:
                 events, amount = changes[usage.resource], float(usage.amounts[strategy])
                 events[usage.start] = events.get(usage.start, 0.0) + amount
                 events[usage.end] = events.get(usage.end, 0.0) - amount
-    return tuple(float(np.cumsum([0.0] + [e[t] for t in sorted(e)]).max()) for e in changes)
+    peaks = tuple(float(np.cumsum([0.0] + [e[t] for t in sorted(e)]).max()) for e in changes)
+    for resource, (peak, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
+        if peak > limit:
+            broken.append(f"{problem.resource_name(resource)}: {peak:.0f} bytes exceed {limit:.0f}")
+    step_s = found.forward_s + backward_s + found.exposed_s
+    return Evaluation(step_s, found.forward_s, backward_s, found.exposed_s, peaks, tuple(broken))
+
+
+def objective(problem: Problem, choice: Sequence[int]) -> float:
+    """Seconds of `choice`, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
+    found = phases(problem, choice)
+    return found.forward_s + float(found.backward_s.sum() + found.arriving_s.sum()) + found.exposed_s
 
 
 Mask = NDArray[np.bool_]
-
-
-def _same(choice: Sequence[int]) -> list[int]:
-    return list(choice)
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,7 +355,7 @@ class Reduced:
     """A smaller problem, and what turns a choice for it into a choice for the problem it came from."""
 
     problem: Problem
-    lift: Callable[[Sequence[int]], list[int]] = _same
+    lift: Callable[[Sequence[int]], list[int]] = list
 
     def then(self, step: Callable[[Problem], Reduced | None]) -> Reduced | None:
         """Reduce further; None (no choice is feasible) passes through."""
@@ -371,22 +371,15 @@ def restrict(problem: Problem, keep: Sequence[Mask]) -> Reduced:
     if all(mask.all() for mask in keep):
         return Reduced(problem)
     index = [np.flatnonzero(mask) for mask in keep]
-    nodes = tuple(_take_node(node, kept) for node, kept in zip(problem.nodes, index, strict=True))
-    edges = tuple(_take_edge(edge, index[edge.source], index[edge.target]) for edge in problem.edges)
+    nodes, edges = list(problem.nodes), list(problem.edges)
+    for v, (node, kept) in enumerate(zip(nodes, index, strict=True)):
+        if len(kept) < node.size:
+            usages = tuple(Usage(u.resource, u.start, u.end, u.amounts[kept]) for u in node.usages)
+            nodes[v] = Node(node.name, node.forward_s[kept], node.backward_s[kept], node.reduction_s[kept], usages)
+    for e, edge in enumerate(edges):
+        if (len(index[edge.source]), len(index[edge.target])) != edge.forward_s.shape:
+            pairs = np.ix_(index[edge.source], index[edge.target])
+            edges[e] = Edge(edge.source, edge.target, edge.forward_s[pairs], edge.backward_s[pairs])
     linear = tuple(replace(row, terms={v: c[index[v]] for v, c in row.terms.items()}) for row in problem.linear)
-    smaller = replace(problem, nodes=nodes, edges=edges, linear=linear)
+    smaller = replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=linear)
     return Reduced(smaller, lambda choice: [int(kept[k]) for kept, k in zip(index, choice, strict=True)])
-
-
-def _take_node(node: Node, kept: NDArray[np.intp]) -> Node:
-    if len(kept) == node.size:
-        return node
-    usages = tuple(Usage(u.resource, u.start, u.end, u.amounts[kept]) for u in node.usages)
-    return Node(node.name, node.forward_s[kept], node.backward_s[kept], node.reduction_s[kept], usages)
-
-
-def _take_edge(edge: Edge, source: NDArray[np.intp], target: NDArray[np.intp]) -> Edge:
-    if (len(source), len(target)) == edge.forward_s.shape:
-        return edge
-    pairs = np.ix_(source, target)
-    return Edge(edge.source, edge.target, edge.forward_s[pairs], edge.backward_s[pairs])

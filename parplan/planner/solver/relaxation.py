@@ -17,9 +17,9 @@ import numpy as np
 
 from parplan.planner.solver.elimination import Classes, Tables, Tree, classes_of, edge_costs, plant
 from parplan.planner.solver.limits import Row
-from parplan.planner.solver.problem import FloatArray, Mask, Problem
+from parplan.planner.solver.problem import FloatArray, Problem, phases
 
-__all__ = ["Priced", "Prices", "Relaxation", "climb", "relax", "survivors"]
+__all__ = ["Priced", "Prices", "Relaxation", "climb", "relax"]
 
 PATIENCE = 6
 """Steps without a better bound after which the step is halved."""
@@ -75,7 +75,7 @@ class Relaxation:
         tables = self.tree.upward(costs.node_class, costs.edge)
         picked = self.tree.choice(tables)
         choice = [c.cheapest(cost, k) for c, cost, k in zip(self.classes, costs.node, picked, strict=True)]
-        return Priced(prices, tables.value + costs.constant, choice, self._slope(prices, choice, picked))
+        return Priced(prices, tables.value + costs.constant, choice, self._slope(prices, choice))
 
     def marginals(self, prices: Prices) -> list[FloatArray]:
         """Per node and strategy, a lower bound on T of every choice that uses it."""
@@ -104,24 +104,16 @@ class Relaxation:
         edge = [forward + (1 - reduction_weight[e.target]) * backward for e, forward, backward in pairs]
         return _Costs(node, [c.least(cost) for c, cost in zip(self.classes, node, strict=True)], edge, constant)
 
-    def _slope(self, prices: Prices, choice: Sequence[int], picked: Sequence[int]) -> Prices:
-        chosen = list(zip(self.problem.nodes, choice, strict=True))
-        backward = np.array([n.backward_s[k] for n, k in chosen])
-        reduction = np.array([n.reduction_s[k] for n, k in chosen])
-        edge_backward = np.zeros(len(chosen))
-        for edge, matrix in zip(self.problem.edges, self.backward_s, strict=True):
-            edge_backward[edge.target] += matrix[picked[edge.source], picked[edge.target]]
-        overlap = np.cumsum(reduction) - (np.cumsum(backward) - backward) - np.cumsum(edge_backward)
-        limits = [_excess(row, price, choice) for row, price in zip(self.rows, prices.limits, strict=True)]
-        return Prices(overlap[self.reduced], np.array(limits))
-
-
-def _excess(row: Row, price: float, choice: Sequence[int]) -> float:
-    """By how much a limit is broken; negative slack where it has a price already."""
-    total = float(sum(values[choice[v]] for v, values in row.terms.items()))
-    if price > 0 or total > row.high:
-        return total - row.high
-    return total - row.low if price < 0 or total < row.low else 0.0
+    def _slope(self, prices: Prices, choice: Sequence[int]) -> Prices:
+        """The excess of every row over its bound at a choice; negative slack only where the row has a price already."""
+        limits = np.zeros(len(self.rows))
+        for r, (row, price) in enumerate(zip(self.rows, prices.limits, strict=True)):
+            total = float(sum(values[choice[v]] for v, values in row.terms.items()))
+            if price > 0 or total > row.high:
+                limits[r] = total - row.high
+            elif price < 0 or total < row.low:
+                limits[r] = total - row.low
+        return Prices(phases(self.problem, choice).rows[self.reduced], limits)
 
 
 def relax(problem: Problem, rows: Sequence[Row]) -> Relaxation | None:
@@ -154,43 +146,28 @@ def climb(
     if not np.isfinite(point.value):
         return best
     target, step, waited = min(target, seen(point)), 1.0, 0
+    largest = [max((float(abs(c).max()) for c in row.terms.values()), default=0.0) for row in relaxation.rows]
     for _ in range(steps):
-        moved = _step(relaxation, point, target, step)
-        if moved is None:
+        prices, slope = point.prices, point.slope
+        # Brings the limits' units to seconds, so that one step length suits all prices.
+        scale = target / np.maximum(largest, 1.0)
+        overlap = np.where((prices.overlap > 0) | (slope.overlap > 0), slope.overlap, 0.0)
+        limits = slope.limits * scale
+        norm = float((overlap**2).sum() + (limits**2).sum())
+        if norm == 0:
             break
-        point = relaxation.at(moved)
+        length = step * max(target - point.value, 1e-9 * abs(target)) / norm
+        moved = prices.limits + length * limits * scale
+        crossed = moved * prices.limits < 0
+        point = relaxation.at(Prices(_onto_simplex(prices.overlap + length * overlap), np.where(crossed, 0.0, moved)))
         target = min(target, seen(point))
-        if point.value > best.value + 1e-7 * abs(best.value):
-            waited = 0
-        else:
-            waited += 1
+        waited = 0 if point.value > best.value + 1e-7 * abs(best.value) else waited + 1
         best = point if point.value > best.value else best
         if target - best.value <= 1e-9 * abs(target) or step < 1e-2 or time.monotonic() > deadline:
             break
         if waited == PATIENCE:
             point, step, waited = best, step / 2, 0
     return best
-
-
-def _step(relaxation: Relaxation, point: Priced, target: float, step: float) -> Prices | None:
-    """One projected step from `point`; None where no direction climbs."""
-    prices, slope = point.prices, point.slope
-    scale = np.array([_scale(row, target) for row in relaxation.rows])
-    overlap = np.where((prices.overlap > 0) | (slope.overlap > 0), slope.overlap, 0.0)
-    limits = slope.limits * scale
-    norm = float((overlap**2).sum() + (limits**2).sum())
-    if norm == 0:
-        return None
-    length = step * max(target - point.value, 1e-9 * abs(target)) / norm
-    moved = prices.limits + length * limits * scale
-    crossed = moved * prices.limits < 0
-    return Prices(_onto_simplex(prices.overlap + length * overlap), np.where(crossed, 0.0, moved))
-
-
-def _scale(row: Row, target: float) -> float:
-    """Brings a limit's units to seconds, so that one step length suits all prices."""
-    largest = max((float(abs(values).max()) for values in row.terms.values()), default=0.0)
-    return target / max(largest, 1.0)
 
 
 def _onto_simplex(weights: FloatArray) -> FloatArray:
@@ -203,8 +180,3 @@ def _onto_simplex(weights: FloatArray) -> FloatArray:
     shift = excess[np.flatnonzero(ordered > excess)[-1]]
     result: FloatArray = np.maximum(weights - shift, 0.0)
     return result
-
-
-def survivors(marginals: Sequence[FloatArray], cutoff: float) -> list[Mask]:
-    """Which strategies a choice below `cutoff` may still use."""
-    return [values < cutoff for values in marginals]

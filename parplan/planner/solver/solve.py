@@ -24,7 +24,7 @@ from parplan.planner.solver.problem import (
     evaluate,
     restrict,
 )
-from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax, survivors
+from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
 
 __all__ = ["GAP", "Progress", "solve"]
 
@@ -78,7 +78,9 @@ class _Run:
         self.problem, self.workers, self.on_progress = problem, workers, on_progress
         self.began = time.monotonic()
         self.deadline = self.began + time_limit_s
-        self.whole = _whole(problem)
+        parts = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
+        parts += [part for edge in problem.edges for part in (edge.forward_s, edge.backward_s)]
+        self.whole = all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
         self.choice: list[int] | None = None
         self.objective, self.bound, self.cut = np.inf, 0.0, np.inf
         self.told = np.inf, 0.0
@@ -122,12 +124,12 @@ class _Run:
             return True
         rest = self.tighten(reduced)
         if rest is not None and self.choice is None:
-            if self.full(rest):
+            if self.overfull(rest):
                 return False
             rest = self.tighten(rest) if np.isfinite(self.objective) else rest
         return (rest is not None and self.search(rest)) or self.choice is not None
 
-    def full(self, reduced: Reduced) -> bool:
+    def overfull(self, reduced: Reduced) -> bool:
         """Whether prices on the limits alone prove that memory is too small."""
         until = time.monotonic() + SHARE * self.left()
         return overfull(reduced.problem, until, lambda choice: self.improve(reduced, choice))
@@ -169,7 +171,7 @@ class _Run:
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
         """Without strategies that no better choice uses; None if nothing is left."""
         self.cut = min(self.cut, self.cutoff())
-        keep = survivors(marginals, self.cutoff())
+        keep = [values < self.cutoff() for values in marginals]
         if not all(mask.any() for mask in keep):
             return None
         smaller = reduced.then(lambda problem: restrict(problem, keep))
@@ -200,7 +202,10 @@ class _Run:
         while self.left() > 0.05:
             cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
             self.cut = min(self.cut, cutoff)
-            guess = self.objective if np.isfinite(self.objective) else max(self.bound, _guess(reduced.problem))
+            guess = self.objective
+            if not np.isfinite(guess):
+                largest = float(sum(n.forward_s.max() + n.backward_s.max() for n in reduced.problem.nodes))
+                guess = max(self.bound, largest or 1.0)
             found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
             if found.choice is not None:
                 self.offer(reduced.lift(found.choice))
@@ -236,14 +241,3 @@ class _Run:
         gap = (self.objective - bound) / self.objective if self.objective > 0 else 0.0
         status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
         return Solution(status, tuple(self.choice), self.objective, bound, gap, time.monotonic() - self.began)
-
-
-def _whole(problem: Problem) -> bool:
-    """Whether all costs are whole numbers, so that T is."""
-    parts = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
-    parts += [part for edge in problem.edges for part in (edge.forward_s, edge.backward_s)]
-    return all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
-
-
-def _guess(problem: Problem) -> float:
-    return float(sum(node.forward_s.max() + node.backward_s.max() for node in problem.nodes)) or 1.0

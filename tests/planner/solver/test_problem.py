@@ -28,7 +28,7 @@ def test_sums_and_overlap_by_hand() -> None:
     edge = Edge(0, 1, np.array([[0.25]]), np.array([[0.5]]))
     found = evaluate(Problem(nodes, (edge,)), [0, 0])
     assert (found.forward_s, found.backward_s) == (7.25, 3.5)
-    assert found.exposed == (2 + 5 + 1) - 3.5
+    assert found.exposed_s == (2 + 5 + 1) - 3.5
     assert found.objective == 7.25 + 8
 
 
