@@ -8,7 +8,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import Moments
 from parplan.planner.decision import Prediction
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.solver.problem import Cause, Infeasibility, Solution
+from parplan.planner.solver.problem import Cause, Solution
 
 __all__ = ["nearest_to_fitting", "size_text", "why_not"]
 
@@ -25,7 +25,17 @@ def why_not(formulation: Formulation, solution: Solution) -> str:
         return f"no plan was found in {solution.seconds:.0f} s, and none was excluded; give more --time-limit"
     if found.cause is not Cause.MEMORY:
         return f"no plan obeys the rules: {found.message}; relax them with --rules default"
-    return f"no plan fits: {_memory(formulation, found)}\n  {_REMEDIES}"
+    resource = found.resource or 0
+    amounts: Counter[str] = Counter()
+    for name, amount in zip(found.names, found.amounts, strict=True):
+        amounts[name] += round(amount)
+    held = ", ".join(f"{name} {size_text(amount)}" for name, amount in amounts.most_common() if amount)
+    limit = size_text(formulation.problem.limits[resource])
+    where = formulation.problem.resource_name(resource)
+    layers = formulation.names[:-1]  # the last is the delivery
+    moment = "at any moment" if found.time is None else Moments(len(layers)).text(found.time, layers)
+    lacks = f"{where} has {limit} and lacks {size_text(found.missing)} {moment}"
+    return f"no plan fits: {lacks}, where the most is held by {held}\n  {_REMEDIES}"
 
 
 def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
@@ -37,26 +47,6 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
         f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
         f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
     )
-
-
-def _memory(formulation: Formulation, found: Infeasibility) -> str:
-    resource = found.resource or 0
-    amounts: Counter[str] = Counter()
-    for name, amount in zip(found.names, found.amounts, strict=True):
-        amounts[name] += round(amount)
-    held = ", ".join(f"{name} {size_text(amount)}" for name, amount in amounts.most_common() if amount)
-    limit = size_text(formulation.problem.limits[resource])
-    where = formulation.problem.resource_name(resource)
-    lacks = f"{where} has {limit} and lacks {size_text(found.missing)} {_moment(formulation, found.time)}"
-    return f"{lacks}, where the most is held by {held}"
-
-
-def _moment(formulation: Formulation, time: int | None) -> str:
-    """A time point as a moment of the step."""
-    if time is None:
-        return "at any moment"
-    layers = formulation.names[:-1]  # the last is the delivery
-    return Moments(len(layers)).text(time, layers)
 
 
 def size_text(nbytes: float) -> str:

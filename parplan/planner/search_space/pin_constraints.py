@@ -103,9 +103,7 @@ def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Pinned:
         PinError: a pattern names no layer; a layer's pins break R1, R5, R6, R7 or R8, whatever else is decided.
     """
     for one in pins:
-        _check_pattern(one, graph)
-        _check_devices(one, graph, cluster)
-        _check_period(one, graph, cluster)
+        _check(one, graph, cluster)
     layers = _inherit({name: _combined(pins, graph.layers[name]) for name in graph.layers}, graph)
     said = {name: pin for name, pin in layers.items() if pin != LayerPin()}
     blocks = pinned_blocks(cluster, pins)
@@ -133,27 +131,30 @@ def strategy_words(pin: LayerPin) -> str:
     return " x ".join(part for part in parts if part) + axis
 
 
-def _check_pattern(pin: Pin, graph: LayerGraph) -> None:
-    if any(pin.matches(name) for name in graph.layers):
-        return
-    modules = {prefix for name in graph.layers for prefix in accumulate(name.split("."), "{}.{}".format)}
-    near = difflib.get_close_matches(pin.pattern, sorted(modules), 3)
-    names = list(graph.layers)
-    listed = ", ".join(names[:4]) + (f", ... ({len(names)} layers)" if len(names) > 4 else "")
-    hint = f"did you mean {' or '.join(near)}?" if near else f"its layers are {listed}"
-    raise PinError(f"pin {named([pin])}: {graph.model} has no layer or module {pin.pattern!r}; {hint}")
-
-
-def _check_devices(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
-    """The devices of a pin are there, each once."""
-    if pin.devices is None:
-        return
-    layer = next(name for name in graph.layers if pin.matches(name))
-    try:
-        r6_devices(layer, len(pin.devices), 1, pin.devices, cluster.count)
-    except RuleError as error:
-        more = f"; plan for {max(pin.devices) + 1} devices or more" if max(pin.devices) >= cluster.count else ""
-        raise PinError(f"pin {named([pin])}: {error}{more}") from error
+def _check(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
+    """Refuse a pin that no layer, no device or no number of passes can keep."""
+    matched = [layer for layer in graph.layers.values() if pin.matches(layer.name)]
+    if not matched:
+        modules = {prefix for name in graph.layers for prefix in accumulate(name.split("."), "{}.{}".format)}
+        near = difflib.get_close_matches(pin.pattern, sorted(modules), 3)
+        names = list(graph.layers)
+        listed = ", ".join(names[:4]) + (f", ... ({len(names)} layers)" if len(names) > 4 else "")
+        hint = f"did you mean {' or '.join(near)}?" if near else f"its layers are {listed}"
+        raise PinError(f"pin {named([pin])}: {graph.model} has no layer or module {pin.pattern!r}; {hint}")
+    if pin.devices is not None:
+        try:
+            r6_devices(matched[0].name, len(pin.devices), 1, pin.devices, cluster.count)
+        except RuleError as error:
+            more = f"; plan for {max(pin.devices) + 1} devices or more" if max(pin.devices) >= cluster.count else ""
+            raise PinError(f"pin {named([pin])}: {error}{more}") from error
+    if pin.update_period is not None:
+        first = next((layer.name for layer in matched if layer.parameters), None)
+        if first is None:
+            raise PinError(f"pin {named([pin])}: {matched[0].name} has no weights to update; leave out the update")
+        if pin.update_period > cluster.count:
+            passes = f"{cluster.count} devices allow at most {cluster.count} passes"
+            text = f"an update period of {pin.update_period} divides none of them; use one up to {cluster.count}"
+            raise PinError(f"pin {named([pin])}: {first}: {passes}, {text} (R8)")
 
 
 def _combined(pins: Sequence[Pin], layer: Layer) -> LayerPin:
@@ -178,7 +179,9 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
     """The same with devices taken over from where first inputs come from, in forward order."""
     found: dict[str, LayerPin] = {}
     for name, pin in layers.items():
-        source = _first_source(graph, name)
+        # The layer that makes the first input: of those with samples, and not the user.
+        sources = [graph.producer[value] for value in graph.layers[name].inputs if value in graph.producer]
+        source = next((source for source in sources if not graph.layers[source].constant), None)
         above = found.get(source) if source is not None and pin.devices is None else None
         if above is None or above.devices is None:
             found[name] = pin
@@ -186,26 +189,6 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
         by = {**pin.by, "devices": above.by["devices"]}
         found[name] = LayerPin(pin.replicas, pin.shards, pin.axis, above.devices, pin.update_period, by, source)
     return found
-
-
-def _first_source(graph: LayerGraph, name: str) -> str | None:
-    """The layer that makes the first input: of those with samples, and not the user."""
-    sources = [graph.producer[value] for value in graph.layers[name].inputs if value in graph.producer]
-    return next((source for source in sources if not graph.layers[source].constant), None)
-
-
-def _check_period(pin: Pin, graph: LayerGraph, cluster: Cluster) -> None:
-    """R8: some number of passes that these devices allow is divisible by the update period; and there are weights."""
-    if pin.update_period is None:
-        return
-    matched = [layer for layer in graph.layers.values() if pin.matches(layer.name)]
-    first = next((layer.name for layer in matched if layer.parameters), None)
-    if first is None:
-        raise PinError(f"pin {named([pin])}: {matched[0].name} has no weights to update; leave out the update")
-    if pin.update_period > cluster.count:
-        passes = f"{cluster.count} devices allow at most {cluster.count} passes"
-        text = f"an update period of {pin.update_period} divides none of them; use one up to {cluster.count}"
-        raise PinError(f"pin {named([pin])}: {first}: {passes}, {text} (R8)")
 
 
 def _allowed(

@@ -146,38 +146,21 @@ def candidates(
 def fastest(formulation: Formulation, pins: Pinned, solve: Solve) -> Solution:
     """The fastest plan that keeps these pins, with its proof."""
     periods = sorted(set(pins.periods.values()) - {1})
-    return _with_periods(formulation, _only(formulation, pins.allowed), periods, pins.samples, solve)
-
-
-def _only(formulation: Formulation, allowed: Mapping[str, Sequence[Strategy]]) -> Problem:
-    """The problem where the layers in `allowed` have these strategies only; numbers of strategies stay."""
+    # Layers in `allowed` have these strategies only; numbers of strategies stay.
+    allowed = pins.allowed
     nodes = list(formulation.problem.nodes)
     for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
         if name in allowed:
             own = set(allowed[name])
             nodes[index] = _masked(nodes[index], [option.strategy in own for option in options])
-    return replace(formulation.problem, nodes=tuple(nodes))
-
-
-def _masked(node: Node, keep: Sequence[bool]) -> Node:
-    return replace(node, forward_s=np.where(keep, node.forward_s, np.inf))
-
-
-def _with_periods(
-    formulation: Formulation, problem: Problem, periods: Sequence[int], samples: frozenset[str], solve: Solve
-) -> Solution:
-    """The fastest plan whose number of passes all update periods divide (R8).
-
-    Passes are the most replicas by the fewest (lowering/stages.py), which no sum over layers says: where the fastest
-    plan has the wrong number, every legal pair of most and fewest is solved for.
-    """
+    problem = replace(formulation.problem, nodes=tuple(nodes))
     first = solve(problem)
     if first.choice is None or not periods:
         return first
     counts = {
         index: [option.strategy.replicas for option in options]
         for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False))
-        if name in samples
+        if name in pins.samples
     }
     chosen = [own[first.choice[index]] for index, own in counts.items()]
     if not _broken(max(chosen), min(chosen), periods):
@@ -185,6 +168,10 @@ def _with_periods(
     known = sorted({count for own in counts.values() for count in own})
     pairs = [(low, high) for high in known for low in known if low < high and not _broken(high, low, periods)]
     return _best(first, [solve(_between(problem, counts, low, high)) for low, high in pairs])
+
+
+def _masked(node: Node, keep: Sequence[bool]) -> Node:
+    return replace(node, forward_s=np.where(keep, node.forward_s, np.inf))
 
 
 def _broken(max_replicas: int, min_replicas: int, periods: Sequence[int]) -> bool:
@@ -224,23 +211,16 @@ def _best(first: Solution, tried: Sequence[Solution]) -> Solution:
 def no_plan(formulation: Formulation, questions: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
     """The error for pins that are legal one by one while no plan keeps them together."""
     pins = questions.whole.pins
-    why = (
-        why_not(formulation, solution)
-        if solution.infeasibility or not questions.whole.periods
-        else _no_passes(questions)
-    )
+    periods = sorted(set(questions.whole.periods.values()))
+    listed = ", ".join(map(str, periods))
+    no_passes = f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
+    why = why_not(formulation, solution) if solution.infeasibility or not questions.whole.periods else no_passes
     if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
         return InfeasiblePlan(why_not(formulation, solution))
     enough = [one.without for one in questions.parts if fastest(formulation, one.pinned, solve).choice is not None]
     together = "together " if len(pins) > 1 else ""
     hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
     return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
-
-
-def _no_passes(questions: Questions) -> str:
-    periods = sorted(set(questions.whole.periods.values()))
-    listed = ", ".join(map(str, periods))
-    return f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
 
 
 def prices(questions: Questions, found: Answer, ask: Callable[[Pinned], Answer]) -> Pins:

@@ -82,7 +82,8 @@ def r4_divides(layer: str, replicas: int, fed: Mapping[str, int]) -> None:
     for name, count in fed.items():
         if replicas % count:
             fits = " or ".join(str(part) for part in divisors(replicas))
-            raise RuleError("R4", layer, f"{_replicas(replicas)} cannot feed the {count} of {name}; give {name} {fits}")
+            own = f"{replicas} replica{'s' if replicas > 1 else ''}"
+            raise RuleError("R4", layer, f"{own} cannot feed the {count} of {name}; give {name} {fits}")
 
 
 def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int, max_shards: int | None = None) -> None:
@@ -139,10 +140,6 @@ def _choices(number: int, wrong: int, limit: int | None, what: str = "replicas")
     below = [part for part in near if part < wrong][-2:]
     above = [part for part in near if part > wrong][:1]
     return "use " + " or ".join(str(part) for part in below + above) + f" {what}"
-
-
-def _replicas(count: int) -> str:
-    return f"{count} replica" + ("s" if count > 1 else "")
 
 
 def _counts(replicas: Mapping[str, int]) -> str:

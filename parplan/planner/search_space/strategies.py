@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from math import prod
 
@@ -69,22 +70,13 @@ def strategies(
         for replicas in divisors(len(block)):
             shards = len(block) // replicas
             axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
-            found += [
-                Strategy(replicas, shards, axis, tuple(block))
-                for axis in axes
-                if _legal(layer, batch, replicas, shards, axis)
-            ]
+            for axis in axes:
+                with suppress(RuleError):
+                    r1_batch(layer.name, batch, batch_units(layer, batch), replicas)
+                    r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
+                    r7_loss(layer.name, layer.is_loss, shards)
+                    found.append(Strategy(replicas, shards, axis, tuple(block)))
     return tuple(found)
-
-
-def _legal(layer: Layer, batch: int, replicas: int, shards: int, axis: str | None) -> bool:
-    try:
-        r1_batch(layer.name, batch, batch_units(layer, batch), replicas)
-        r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
-        r7_loss(layer.name, layer.is_loss, shards)
-    except RuleError:
-        return False
-    return True
 
 
 def batch_units(layer: Layer, batch: int) -> int | None:

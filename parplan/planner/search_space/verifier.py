@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 from parplan.errors import PlanError
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import LayerGraph
@@ -21,26 +24,6 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         PlanError: other layers, another model, or a scheme that asks for passes which cannot be.
         RuleError: the first rule broken, with layer and numbers.
     """
-    _same_model(plan, graph)
-    passes = stages(graph, plan.layers, plan.scheme).passes
-    for name, strategy in plan.layers.items():
-        layer = graph.layers[name]
-        rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
-        rules.r7_loss(name, layer.is_loss, strategy.shards)
-        axes = {axis.name: axis.units for axis in layer.axes}
-        rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
-        units = batch_units(layer, plan.batch)
-        units = units if graph.batch == plan.batch else units and plan.batch
-        most = plan.devices // strategy.shards
-        unknown, why = unknown_ops(layer.nodes), why_whole(layer.nodes)
-        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, unknown, why)
-        rules.r8_update_period(name, strategy.update_period, passes)
-    if plan.rules == "strict":
-        for name in plan.layers:
-            _strict(plan, graph, name)
-
-
-def _same_model(plan: Plan, graph: LayerGraph) -> None:
     missing = [name for name in graph.layers if name not in plan.layers]
     unknown = [name for name in plan.layers if name not in graph.layers]
     if missing or unknown:
@@ -57,6 +40,22 @@ def _same_model(plan: Plan, graph: LayerGraph) -> None:
             f"the plan is for a {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
             f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
         )
+    passes = stages(graph, plan.layers, plan.scheme).passes
+    for name, strategy in plan.layers.items():
+        layer = graph.layers[name]
+        rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
+        rules.r7_loss(name, layer.is_loss, strategy.shards)
+        axes = {axis.name: axis.units for axis in layer.axes}
+        rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
+        units = batch_units(layer, plan.batch)
+        units = units if graph.batch == plan.batch else units and plan.batch
+        reasons = unknown_ops(layer.nodes), why_whole(layer.nodes)
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, plan.devices // strategy.shards, *reasons)
+        rules.r8_update_period(name, strategy.update_period, passes)
+    if plan.rules == "strict":
+        for name in plan.layers:
+            for check_rule in _strict_rules(plan, graph, name):
+                check_rule()
 
 
 def mismatches(plan: Plan, graph: LayerGraph) -> tuple[str, ...]:
@@ -84,33 +83,25 @@ def other_batch(plan: Plan, graph: LayerGraph) -> str:
     )
 
 
-def _neighbours(plan: Plan, graph: LayerGraph, name: str, successors: bool) -> dict[str, int]:
-    near = graph.digraph.successors(name) if successors else graph.digraph.predecessors(name)
-    return {other: plan.layers[other].replicas for other in near if not graph.layers[other].constant}
-
-
-def _strict(plan: Plan, graph: LayerGraph, name: str) -> None:
+def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable[[], None]]:
+    """Checks of R2 to R4 at one layer."""
     if graph.layers[name].constant:
         return
-    fed = _neighbours(plan, graph, name, successors=True)
-    rules.r2_feeders(name, _neighbours(plan, graph, name, successors=False))
-    rules.r3_fed(name, fed)
-    rules.r4_divides(name, plan.layers[name].replicas, fed)
+    feeding, fed = (
+        {other: plan.layers[other].replicas for other in near if not graph.layers[other].constant}
+        for near in (graph.digraph.predecessors(name), graph.digraph.successors(name))
+    )
+    yield partial(rules.r2_feeders, name, feeding)
+    yield partial(rules.r3_fed, name, fed)
+    yield partial(rules.r4_divides, name, plan.layers[name].replicas, fed)
 
 
 def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
     """The strict rules that a transfer stands in for at this layer, as messages."""
-    if graph.layers[name].constant:
-        return ()
-    fed = _neighbours(plan, graph, name, successors=True)
     found = []
-    for rule, arguments in (
-        (rules.r2_feeders, (name, _neighbours(plan, graph, name, successors=False))),
-        (rules.r3_fed, (name, fed)),
-        (rules.r4_divides, (name, plan.layers[name].replicas, fed)),
-    ):
+    for check_rule in _strict_rules(plan, graph, name):
         try:
-            rule(*arguments)
+            check_rule()
         except PlanError as error:
             found.append(str(error))
     return tuple(found)
