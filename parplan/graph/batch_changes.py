@@ -93,12 +93,10 @@ def _text(node: fx.Node, sizes: bool = True) -> str:
         if isinstance(argument, fx.Node):
             return argument.name
         if isinstance(argument, (list, tuple)):
-            same = not sizes and shape is not None and _fits(list(argument), shape)
-            return "shape of the result" if same else [word(item) for item in argument]
+            fits = not sizes and shape is not None and len(argument) == len(shape)
+            if fits and all(size in (own, -1) for size, own in zip(argument, shape or (), strict=True)):
+                return "shape of the result"
+            return [word(item) for item in argument]
         return argument
 
     return repr([word(argument) for argument in (*node.args, *node.kwargs.values())])
-
-
-def _fits(sizes: list[object], shape: list[int]) -> bool:
-    return len(sizes) == len(shape) and all(a in (b, -1) for a, b in zip(sizes, shape, strict=True))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
 
+from networkx.utils import UnionFind
 from torch import fx
 
 from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
@@ -56,43 +57,34 @@ class LayerAxes:
     merged: bool
 
 
-class _Union:
-    """Sets of places that belong to one axis."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Place, Place] = {}
-
-    def find(self, place: Place) -> Place:
-        parent = self._parent.setdefault(place, place)
-        if parent != place:
-            self._parent[place] = parent = self.find(parent)
-        return parent
-
-    def join(self, places: Sequence[Place]) -> None:
-        for place in places[1:]:
-            self._parent[self.find(place)] = self.find(places[0])
-
-    def places(self) -> list[Place]:
-        return list(self._parent)
-
-
 def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
     """All axes of the ops in `nodes`, joined where they meet."""
     calls = [node for node in nodes if not _is_getitem(node)]
     axes = _with_merged({node.name: list(axes_of(node)) for node in calls}, _sizes(nodes))
-    union = _Union()
+    union = UnionFind()  # of the places that belong to one axis
     for op_axes in axes.values():
         for axis in op_axes:
-            union.join(axis.places())
+            union.union(*axis.places())
     joint: dict[Place, JointAxis] = defaultdict(JointAxis)
     for node in calls:
         for axis in axes[node.name]:
-            _absorb(joint[union.find(axis.places()[0])], axis, node)
+            known = joint[union[axis.places()[0]]]
+            known.cuts.add(axis.cut)
+            known.first_only |= axis.first_only
+            if axis.cut is Cut.SUM:
+                known.partial.add(node.name)
+            if axis.name:
+                known.names.append(axis.name)
+            known.units = gcd(known.units, axis.units)
     for node in calls:
-        for place in _unmentioned(node, axes[node.name], union.places()):
-            joint[union.find(place)].cuts.add(Cut.BLOCKED)
-    for place in union.places():
-        _enter(joint[union.find(place)], place)
+        for place in _unmentioned(node, axes[node.name], list(union)):
+            joint[union[place]].cuts.add(Cut.BLOCKED)
+    for place in union:
+        known = joint[union[place]]
+        before = known.dims.get(place.tensor, place.dim), known.outer.get(place.tensor, place.outer)
+        if before != (place.dim, place.outer):
+            known.crossed.add(place.tensor)
+        known.dims[place.tensor], known.outer[place.tensor] = place.dim, place.outer
     return [axis for axis in joint.values() if axis.dims]
 
 
@@ -120,25 +112,6 @@ def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, .
 
 def _is_getitem(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _absorb(joint: JointAxis, axis: OpAxis, node: fx.Node) -> None:
-    joint.cuts.add(axis.cut)
-    joint.first_only |= axis.first_only
-    if axis.cut is Cut.SUM:
-        joint.partial.add(node.name)
-    if axis.name:
-        joint.names.append(axis.name)
-    joint.units = gcd(joint.units, axis.units)
-
-
-def _enter(joint: JointAxis, place: Place) -> None:
-    if (joint.dims.get(place.tensor, place.dim), joint.outer.get(place.tensor, place.outer)) != (
-        place.dim,
-        place.outer,
-    ):
-        joint.crossed.add(place.tensor)
-    joint.dims[place.tensor], joint.outer[place.tensor] = place.dim, place.outer
 
 
 def _unmentioned(node: fx.Node, axes: Iterable[OpAxis], known: Iterable[Place]) -> list[Place]:
@@ -173,57 +146,38 @@ def layer_axes(
     sizes = _sizes(nodes)
     inside = {n.name for n in nodes}
     for axis in joint:
-        _keep_whole_outside(axis, inside - set(outputs))
+        # An axis merged behind another cannot be cut where its tensor comes from or goes to other layers.
+        if any(outer > 1 and (tensor not in inside or tensor in outputs) for tensor, outer in axis.outer.items()):
+            axis.cuts.add(Cut.BLOCKED)
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
-    batches = [axis for axis in joint if any(_carries(axis, value, dim) for value, dim in batch_dims.items())]
-    batch, mixed = _batch_axis(batches, sizes, fixed)
-    if batch is not None and batch.units % batch_size:
-        batch, mixed = None, False
-    if mixed and not any(op_name(node) == "batch_norm" for node in nodes):
-        batch, mixed = None, False  # of no other op do replicas exchange statistics
-    out_dims = (
-        {
-            t: d
-            for t, d in batches[0].dims.items()
-            if t in outputs
-            and batches[0].outer[t] == 1
-            and t not in batches[0].crossed
-            and sizes[t][d] % batch_size == 0
-        }
-        if len(batches) == 1
-        else {}
-    )
+    batches = [
+        axis
+        for axis in joint
+        if any(axis.dims.get(value) == dim and axis.outer[value] == 1 for value, dim in batch_dims.items())
+    ]
+    batch, mixed, out_dims = None, False, dict[str, int]()
+    if len(batches) == 1:
+        axis, units = batches[0], _units(batches[0], sizes)
+        free = axis.open and not axis.partial and not any(tensor in axis.dims for tensor in fixed)
+        # Of no other op than batch norm do replicas exchange statistics.
+        exchanged = Cut.MIXED not in axis.cuts or any(op_name(node) == "batch_norm" for node in nodes)
+        if free and exchanged and units >= 1 and units % batch_size == 0:
+            batch, mixed = Axis("batch", units, dict(axis.dims)), Cut.MIXED in axis.cuts
+        for tensor, dim in axis.dims.items():
+            plain = tensor in outputs and axis.outer[tensor] == 1 and tensor not in axis.crossed
+            if plain and sizes[tensor][dim] % batch_size == 0:
+                out_dims[tensor] = dim
     merged = any(axis.outer.get(output, 1) > 1 for axis in batches for output in outputs)
-    others = []
+    others: dict[str, Axis] = {}
     for axis in joint:
         units = _units(axis, sizes)
         usable = axis.open and Cut.MIXED not in axis.cuts and not (axis.partial & taken)
         if axis not in batches and usable and units > 1 and axis.partial <= set(outputs):
-            others.append(_named(axis, units, kind, sizes, outputs))
-    return LayerAxes(batch, mixed, _unique([a for a in others if a is not None]), out_dims, merged)
-
-
-def _keep_whole_outside(axis: JointAxis, inside: set[str]) -> None:
-    """An axis merged behind another cannot be cut where its tensor comes from or goes to other layers."""
-    if any(outer > 1 and tensor not in inside for tensor, outer in axis.outer.items()):
-        axis.cuts.add(Cut.BLOCKED)
-
-
-def _carries(axis: JointAxis, tensor: str, dim: int) -> bool:
-    return axis.dims.get(tensor) == dim and axis.outer[tensor] == 1
-
-
-def _batch_axis(
-    batches: list[JointAxis], sizes: Mapping[str, tuple[int, ...]], fixed: Sequence[str]
-) -> tuple[Axis | None, bool]:
-    if len(batches) != 1:
-        return None, False
-    axis = batches[0]
-    in_the_way = not axis.open or axis.partial or any(tensor in axis.dims for tensor in fixed)
-    units = _units(axis, sizes)
-    if in_the_way or units < 1:
-        return None, False
-    return Axis("batch", units, dict(axis.dims)), Cut.MIXED in axis.cuts
+            named = _named(axis, units, kind, sizes, outputs)
+            # Of two axes with one name the larger is kept.
+            if named is not None and (named.name not in others or named.units > others[named.name].units):
+                others[named.name] = named
+    return LayerAxes(batch, mixed, tuple(others.values()), out_dims, merged)
 
 
 def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:
@@ -251,12 +205,3 @@ def _named(
     if name in ("", "batch"):
         return None
     return Axis(name, units, dict(axis.dims), frozenset(axis.partial), frozenset(axis.first_only))
-
-
-def _unique(axes: list[Axis]) -> tuple[Axis, ...]:
-    """Axes with different names: of two with one name the larger is kept."""
-    best: dict[str, Axis] = {}
-    for axis in axes:
-        if axis.name not in best or axis.units > best[axis.name].units:
-            best[axis.name] = axis
-    return tuple(best.values())

@@ -7,7 +7,7 @@ nodes of a topological order are always convex, so no layer can wait for itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -73,29 +73,39 @@ def build_layers(
         merged = merged or inside
         is_reached = not reached.isdisjoint(layer.inputs)
         layer = replace(layer, reached=is_reached, constant=not is_reached and is_repeatable(layer.nodes))
-        samples |= _met(layer, made - samples.keys())
+        # Values that had lost their samples (to an op that says nothing of them) and meet others here that have them.
+        dims = layer.batch.dims if layer.batch is not None else {}
+        lost = made - samples.keys()
+        samples |= {value: dims[value] for value in layer.inputs if value in lost and value in dims}
         made.update(layer.outputs)
         reached |= set(layer.outputs) if is_reached else set()
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
-    return LayerSet(layers, _digraph(layers, producer), producer, samples, merged)
+    digraph = nx.DiGraph()
+    digraph.add_nodes_from(layers)
+    for name, layer in layers.items():
+        for value in layer.inputs:
+            if value in producer:
+                source = producer[value]
+                known = digraph.edges[source, name]["values"] if digraph.has_edge(source, name) else ()
+                digraph.add_edge(source, name, values=(*known, value))
+    return LayerSet(layers, digraph, producer, samples, merged)
 
 
 def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -> Iterable[_Run]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     for owner, group in groupby(calls, key=owner_of):
         nodes = tuple(group)
-        if owner.kind not in _OWN_KINDS and owner.path in leaves and _is_one_layer(owner, nodes, parameters):
+        # A leaf module's call is planned whole: torch's own, or one with a single weighted op.
+        own = [node for node in nodes if BOUNDARY not in node.meta]
+        heavy = [node for node in own if _stands_alone(node, parameters)]
+        mixes = any(op_name(node) == "batch_norm" for node in own)
+        one_layer = owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(own) > 1))
+        if owner.kind not in _OWN_KINDS and owner.path in leaves and one_layer:
             yield _Run(owner, True, nodes)
         else:
             for part in _functional_parts(nodes, parameters):
                 yield _Run(owner, False, part)
-
-
-def _met(layer: Layer, values: Set[str]) -> dict[str, int]:
-    """Where samples lie in values that had lost them (to an op that says nothing of them) and meet others with them."""
-    dims = layer.batch.dims if layer.batch is not None else {}
-    return {value: dims[value] for value in layer.inputs if value in values and value in dims}
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,8 @@ class Owner:
 
 def owner_of(node: fx.Node) -> Owner:
     """The module call that a node comes from."""
-    mark = _mark(node)
+    source = node.args[0] if op_name(node) == "getitem" else node
+    mark = source if isinstance(source, fx.Node) and kind_of([source]) in _OWN_KINDS else None
     stack = (mark or node).meta.get("nn_module_stack") or {}
     own = kind_of([mark]) if mark else ""
     if not stack:
@@ -120,22 +131,8 @@ def owner_of(node: fx.Node) -> Owner:
     return Owner(str(path).split("@")[0], call, str(kind))
 
 
-def _mark(node: fx.Node) -> fx.Node | None:
-    """The op standing for code of the user's that a node is, or takes a tensor from."""
-    source = node.args[0] if op_name(node) == "getitem" else node
-    return source if isinstance(source, fx.Node) and kind_of([source]) in _OWN_KINDS else None
-
-
 # Ops that stand for code of the user's, each a layer of its own in whatever module it is called.
 _OWN_KINDS = ("hooks", "function")
-
-
-def _is_one_layer(owner: Owner, nodes: Sequence[fx.Node], parameters: frozenset[str]) -> bool:
-    """Whether a leaf module's call is planned whole: torch's own, or one with a single weighted op."""
-    own = [node for node in nodes if BOUNDARY not in node.meta]
-    heavy = [node for node in own if _stands_alone(node, parameters)]
-    mixes = any(op_name(node) == "batch_norm" for node in own)
-    return owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(own) > 1))
 
 
 def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> list[tuple[fx.Node, ...]]:
@@ -145,7 +142,8 @@ def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> l
     for alone, group in groupby(own, key=lambda node: _stands_alone(node, parameters)):
         members = list(group)
         if alone:
-            parts += [(node, *_getitems(node, own)) for node in members]
+            for node in members:
+                parts.append((node, *(user for user in node.users if op_name(user) == "getitem" and user in own)))
         else:
             known = {node for part in parts for node in part}
             parts += _connected([node for node in members if node not in known])
@@ -162,10 +160,6 @@ def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
 
 
 _LIGHT = ("add", "multiply", "other", "reshape")
-
-
-def _getitems(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    return [user for user in node.users if op_name(user) == "getitem" and user in nodes]
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
@@ -190,7 +184,9 @@ def _layer(
     inside = {node.name for node in run.nodes}
     outside = list(dict.fromkeys(s.name for n in run.nodes for s in n.all_input_nodes if s.name not in inside))
     inputs = tuple(name for name in outside if name not in parameters and name not in buffers)
-    outputs = tuple(node.name for node in run.nodes if is_tensor(node) and _leaves(node, inside))
+    outputs = tuple(
+        node.name for node in run.nodes if is_tensor(node) and any(user.name not in inside for user in node.users)
+    )
     own = tuple(name for name in outside if name in parameters)
     state = tuple(name for name in outside if name in buffers)
     kind = kind_of(run.nodes)
@@ -212,10 +208,6 @@ def _layer(
     return layer, axes.merged
 
 
-def _leaves(node: fx.Node, inside: set[str]) -> bool:
-    return any(user.name not in inside for user in node.users)
-
-
 def _name(run: _Run, names: Counter[str], kind: str) -> str:
     if run.leaf:
         base = run.owner.path + run.owner.call
@@ -227,15 +219,3 @@ def _name(run: _Run, names: Counter[str], kind: str) -> str:
     count = names[base]
     names[base] += 1
     return base if count == 0 else f"{base}_{count}"
-
-
-def _digraph(layers: Mapping[str, Layer], producer: Mapping[str, str]) -> nx.DiGraph:
-    digraph = nx.DiGraph()
-    digraph.add_nodes_from(layers)
-    for name, layer in layers.items():
-        for value in layer.inputs:
-            if value in producer:
-                source = producer[value]
-                known = digraph.edges[source, name]["values"] if digraph.has_edge(source, name) else ()
-                digraph.add_edge(source, name, values=(*known, value))
-    return digraph

@@ -111,15 +111,11 @@ def local_module(
             code.call_function(marks.after(part.layer.name), (tuple(made[value] for value in part.layer.outputs),))
     code.output(tuple(made[name] for name in outputs))
     if place is not None:
-        _put(code, place)
+        # Where a plan puts a layer is where it runs, whatever device the model's code names.
+        for node in code.nodes:
+            args = (node.args, node.kwargs)
+            node.args, node.kwargs = fx.node.map_aggregate(args, lambda a: place if isinstance(a, torch.device) else a)
     return fx.GraphModule(torch.nn.Module(), code)
-
-
-def _put(code: fx.Graph, place: torch.device) -> None:
-    """Where a plan puts a layer is where it runs, whatever device the model's code names."""
-    for node in code.nodes:
-        args = (node.args, node.kwargs)
-        node.args, node.kwargs = fx.node.map_aggregate(args, lambda a: place if isinstance(a, torch.device) else a)
 
 
 def _copy(

@@ -7,11 +7,10 @@ with the samples; the ops stay those of the capture, so the graph is for cost mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from parplan.errors import CaptureError
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["at_batch"]
 
@@ -31,40 +30,21 @@ def at_batch(graph: LayerGraph, batch: int) -> LayerGraph:
         return graph
     if graph.fixed_batch:
         raise CaptureError(f"{graph.model} has constants that depend on the batch; capture it at {batch}")
-    dims = _sample_dims(graph, batch)
-    values = {name: _value(graph, name, dims, batch) for name in graph.values}
-    layers = {name: _layer(graph, layer, batch) for name, layer in graph.layers.items()}
-    return replace(graph, batch=batch, values=values, layers=layers)
-
-
-def _sample_dims(graph: LayerGraph, batch: int) -> Mapping[str, int]:
-    """Where samples lie in every value that has them, those between the ops of a layer included.
-
-    Raises:
-        CaptureError: a layer takes samples but has no batch axis, so what it makes of them is not known.
-    """
-    dims = dict(graph.batch_dims)
-    for layer in graph.layers.values():
+    # Where samples lie in every value that has them, those between the ops of a layer included.
+    dims, layers = dict(graph.batch_dims), dict(graph.layers)
+    for name, layer in graph.layers.items():
         if layer.batch is not None:
             dims.update(layer.batch.dims)
+            units = _scaled(graph, layer.batch.units, batch, f"{name} divides into {layer.batch.units}")
+            layers[name] = replace(layer, batch=replace(layer.batch, units=units))
         elif any(value in graph.batch_dims for value in layer.inputs):
-            raise CaptureError(f"{graph.model}: {layer.name} works on all samples at once; capture it at {batch}")
-    return dims
-
-
-def _value(graph: LayerGraph, name: str, dims: Mapping[str, int], batch: int) -> TensorSpec:
-    spec, dim = graph.values[name], dims.get(name)
-    if dim is None:
-        return spec
-    size = _scaled(graph, spec.shape[dim], batch, f"{name} has {spec.shape[dim]} in dimension {dim}")
-    return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
-
-
-def _layer(graph: LayerGraph, layer: Layer, batch: int) -> Layer:
-    if layer.batch is None:
-        return layer
-    units = _scaled(graph, layer.batch.units, batch, f"{layer.name} divides into {layer.batch.units}")
-    return replace(layer, batch=replace(layer.batch, units=units))
+            raise CaptureError(f"{graph.model}: {name} works on all samples at once; capture it at {batch}")
+    values = dict(graph.values)
+    for name, dim in ((name, dim) for name, dim in dims.items() if name in values):
+        shape = list(values[name].shape)
+        shape[dim] = _scaled(graph, shape[dim], batch, f"{name} has {shape[dim]} in dimension {dim}")
+        values[name] = replace(values[name], shape=tuple(shape))
+    return replace(graph, batch=batch, values=values, layers=layers)
 
 
 def _scaled(graph: LayerGraph, size: int, batch: int, what: str) -> int:

@@ -6,6 +6,7 @@ microseconds. Only where an object is another one are values compared.
 
 from __future__ import annotations
 
+import types
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
+from parplan.graph.user_line import is_users
 
-__all__ = ["ClassPlace", "Entry", "Guards", "VersionPlace"]
+__all__ = ["ClassPlace", "Entry", "Guards", "VersionPlace", "names_of"]
 
 
 # Containers within containers around a number.
@@ -130,7 +132,9 @@ class Guards:
             return True
         if next(self.changed(), None) is not None:
             return False
-        self._renew()
+        # Equal values, other objects: from here on these are the ones to see again.
+        entries = [replace(entry, value=entry.place.get(entry.key, MISSING)) for entry in self.entries]
+        self.__init__(entries, self._written, self._numbers)  # type: ignore[misc]
         return True
 
     def changed(self) -> Iterator[Entry]:
@@ -179,7 +183,45 @@ class Guards:
                 inner = name_of(path, now, key)
                 yield from self._numbers_in(place, (*keys, key), inner, path, holds[key], value)
 
-    def _renew(self) -> None:
-        """Equal values, other objects: from here on these are the ones to see again."""
-        entries = [replace(entry, value=entry.place.get(entry.key, MISSING)) for entry in self.entries]
-        self.__init__(entries, self._written, self._numbers)  # type: ignore[misc]
+
+# --- global and closure variables that the code of a forward names: a graph has frozen them too ---
+
+
+@dataclass(frozen=True)
+class CellPlace:
+    """A variable of a function around."""
+
+    cell: types.CellType
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Its value."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # not assigned yet
+            return default
+
+
+def names_of(function: Any, seen: set[int]) -> Iterator[Entry]:
+    """Global and closure variables of a user's function and of those it calls; `seen` functions are left out."""
+    waiting = [function]
+    while waiting:
+        code = getattr(waiting[-1], "__code__", None)
+        function = waiting.pop()
+        if code is None or id(code) in seen or not is_users(code.co_filename):
+            continue
+        seen.add(id(code))
+        home = function.__globals__
+        outside = {name: (home, home[name]) for name in _names(code) if name in home}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            outside[name] = (CellPlace(cell), CellPlace(cell).get("", None))
+        for name, (place, value) in outside.items():
+            if isinstance(value, _TOLD):
+                yield Entry(f"{function.__module__}.{name}", place, name, value)
+            elif isinstance(value, types.FunctionType):
+                waiting.append(value)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """All that it names, and what functions within it name."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))

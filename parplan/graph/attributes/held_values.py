@@ -56,7 +56,12 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
     if isinstance(value, random.Random):
         return {"getstate()": str(value.getstate())}
     if type(value).__module__.split(".")[0] == "numpy":
-        return _of_numpy(value)
+        if hasattr(value, "tobytes") and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
+            return {"dtype": str(value.dtype), "shape": value.shape, "values": value.tobytes()}
+        generator = getattr(value, "bit_generator", None)
+        if generator is not None:
+            return {"bit_generator.state": str(generator.state)}
+        return {"get_state()": str(value.get_state())} if hasattr(value, "get_state") else None
     found = dict(getattr(value, "__dict__", {}))
     names = (name for kind in type(value).__mro__ for name in _slots(kind))
     found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -66,15 +71,6 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
-
-
-def _of_numpy(value: Any) -> Mapping[Hashable, Any] | None:
-    if hasattr(value, "tobytes") and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
-        return {"dtype": str(value.dtype), "shape": value.shape, "values": value.tobytes()}
-    generator = getattr(value, "bit_generator", None)
-    if generator is not None:
-        return {"bit_generator.state": str(generator.state)}
-    return {"get_state()": str(value.get_state())} if hasattr(value, "get_state") else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Number", "as_tensors", "is_number"]
+__all__ = ["Number", "as_tensors", "container_of", "is_number"]
 
 _DTYPES = {float: torch.float64, int: torch.int64}
 
@@ -25,6 +25,14 @@ _DTYPES = {float: torch.float64, int: torch.int64}
 def is_number(value: Any) -> bool:
     """Whether a value may become an input."""
     return type(value) in _DTYPES
+
+
+def container_of(place: Any, keys: Sequence[Hashable]) -> Any:
+    """The container of the last of `keys`, which lead there from the attributes `place`; of an object, its own."""
+    for key in keys[:-1]:
+        inner = place[key]
+        place = inner if isinstance(inner, (dict, list, tuple, deque)) else vars(inner)
+    return place
 
 
 @dataclass(frozen=True)
@@ -48,18 +56,11 @@ class Number:
     @property
     def value(self) -> Any:
         """The current value of the number."""
-        return self._home()[self.keys[-1]]
+        return container_of(self.place, self.keys)[self.keys[-1]]
 
     def put(self, value: Any) -> None:
         """Something else in its place."""
-        self._home()[self.keys[-1]] = value
-
-    def _home(self) -> Any:
-        home: Any = self.place
-        for key in self.keys[:-1]:
-            inner = home[key]
-            home = inner if isinstance(inner, (dict, list, tuple, deque)) else vars(inner)
-        return home
+        container_of(self.place, self.keys)[self.keys[-1]] = value
 
     def fill(self, tensor: Tensor) -> None:
         """Give a tensor the value of now."""

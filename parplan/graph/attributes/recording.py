@@ -23,9 +23,8 @@ from torch.export.graph_signature import InputKind
 
 from parplan.compat import HOOK_FIELDS, pytree, without_modes
 from parplan.errors import CaptureError
-from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, VersionPlace
+from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, VersionPlace, names_of
 from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, contents, name_of, same, walk
-from parplan.graph.attributes.name_guards import names_of
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import HostReads, ModePlace, RandomNumbers, seen_modes
@@ -97,8 +96,12 @@ class Recorder:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook of the whole model."""
         for name, part in self._model.named_modules(remove_duplicate=False):
+            # Attributes that hooks of torch's own set before every forward: a weight with its norm, pruned or not.
+            hooks = (hook for hook in part._forward_pre_hooks.values() if type(hook).__module__.startswith("torch."))
+            written = (getattr(hook, field_name, None) for hook in hooks for field_name in ("name", "_tensor_name"))
+            hooked = frozenset(name for name in written if isinstance(name, str))
             place = part.__dict__
-            self._modules.setdefault(id(place), _Module(name, part, place, dict(place), _written_by_torch(part)))
+            self._modules.setdefault(id(place), _Module(name, part, place, dict(place), hooked))
         self._active = self.host_reads.on = True
         self._random = RandomNumbers()
 
@@ -202,7 +205,11 @@ class Recorder:
         Raises:
             CaptureError: the forward uses one that needs a gradient, or one that it writes.
         """
-        for tensor in _constants(exported):
+        used = {node.name for node in exported.graph.nodes if node.users}
+        specs = exported.graph_signature.input_specs
+        used_specs = (s for s in specs if s.kind is InputKind.CONSTANT_TENSOR and s.arg.name in used)
+        constants = [exported.constants[str(spec.target)] for spec in used_specs]
+        for tensor in constants:
             if tensor.requires_grad:
                 raise CaptureError(
                     f"the forward uses {self.name_of(tensor)}, of shape {tuple(tensor.shape)}, which needs a gradient "
@@ -226,7 +233,10 @@ class Recorder:
 
     def _writes(self) -> Iterator[_Write]:
         for known in self._modules.values():
-            self._refuse_modules(known)
+            for field_name in ("_modules", "_parameters"):
+                now, before = known.place[field_name], known.before[field_name]
+                if now is not before:
+                    raise _refusal(known.path(field_name), "replaces it")
             for key in (k for k in known.place if k not in _OWN and k not in known.hooked):
                 before, now = known.before.get(key, MISSING), known.place[key]
                 if now is not before and not same(now, before, self._held):
@@ -280,12 +290,6 @@ class Recorder:
         given |= {id(b) for b in self._model.buffers()}
         return [tensor.clone() if id(tensor) in given else tensor for tensor in tensors]
 
-    def _refuse_modules(self, known: _Module) -> None:
-        for field_name in ("_modules", "_parameters"):
-            now, before = known.place[field_name], known.before[field_name]
-            if now is not before:
-                raise _refusal(known.path(field_name), "replaces it")
-
 
 @dataclass(frozen=True)
 class _Write:
@@ -334,14 +338,6 @@ class _PlainTensor:
             )
 
 
-def _constants(exported: ExportedProgram) -> list[Tensor]:
-    """Tensors that the graph uses as constants."""
-    used = {node.name for node in exported.graph.nodes if node.users}
-    specs = exported.graph_signature.input_specs
-    constants = (s for s in specs if s.kind is InputKind.CONSTANT_TENSOR and s.arg.name in used)
-    return [exported.constants[str(spec.target)] for spec in constants]
-
-
 def _refusal(path: str, what: str) -> CaptureError:
     return CaptureError(
         f"the forward writes {path}: it {what}, which a captured model would do once and not at every "
@@ -352,13 +348,6 @@ def _refusal(path: str, what: str) -> CaptureError:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _written_by_torch(module: nn.Module) -> frozenset[str]:
-    """Attributes that hooks of torch's own set before every forward: a weight with its norm, pruned or not."""
-    hooks = (hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch."))
-    names = (getattr(hook, field_name, None) for hook in hooks for field_name in ("name", "_tensor_name"))
-    return frozenset(name for name in names if isinstance(name, str))
 
 
 # --- while a model is captured ---------------------------------------------------------------

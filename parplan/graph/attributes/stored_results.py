@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parplan.compat import pytree
+from parplan.graph.attributes.number_inputs import container_of
 
 __all__ = ["Stored", "Template"]
 
@@ -74,8 +74,4 @@ class Stored:
 
     def put(self, tensors: Sequence[Tensor]) -> None:
         """Write it."""
-        place: Any = self.module.__dict__
-        for key in self.keys[:-1]:
-            inner = place[key]
-            place = inner if isinstance(inner, (dict, list, tuple, deque)) else vars(inner)
-        place[self.keys[-1]] = self.template.filled(tensors)
+        container_of(self.module.__dict__, self.keys)[self.keys[-1]] = self.template.filled(tensors)

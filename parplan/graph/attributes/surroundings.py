@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parplan.errors import CaptureError
-from parplan.graph.user_line import is_users
+from parplan.graph.user_line import calling_line
 
 __all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "seen_modes"]
 
@@ -103,19 +102,8 @@ class HostReads(TorchFunctionMode):
 
 # --- random numbers of Python and NumPy --------------------------------------------------------
 
-_DRAWS = (
-    "random",
-    "uniform",
-    "randint",
-    "randrange",
-    "choice",
-    "choices",
-    "sample",
-    "shuffle",
-    "gauss",
-    "normalvariate",
-)
-_NUMPY_DRAWS = ("random", "rand", "randn", "randint", "uniform", "normal", "choice", "permutation", "shuffle", "beta")
+_DRAWS = "random uniform randint randrange choice choices sample shuffle gauss normalvariate"
+_NUMPY_DRAWS = "random rand randn randint uniform normal choice permutation shuffle beta"
 
 
 class RandomNumbers:
@@ -127,7 +115,7 @@ class RandomNumbers:
         self._replaced: list[tuple[Any, str, Any]] = []
         numpy = sys.modules.get("numpy")
         for home, names in ((random, _DRAWS), (getattr(numpy, "random", None), _NUMPY_DRAWS)):
-            for name in (name for name in names if hasattr(home, name)):
+            for name in (name for name in names.split() if hasattr(home, name)):
                 plain = getattr(home, name)
                 self._replaced.append((home, name, plain))
                 setattr(home, name, self._noting(plain))
@@ -140,8 +128,8 @@ class RandomNumbers:
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
-            frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-            self._line = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+            line = calling_line()
+            self._line = f"\n  at {line}" if line else ""
             return plain(*args, **kwargs)
 
         return draw

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from parplan.graph.axes.call import shape_of
+from parplan.graph.axes.call import range_of, shape_of
 from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call
 
@@ -101,7 +101,8 @@ def join_bags(graph: fx.Graph) -> None:
         call = Call(node)
         indices, scales = _rows(call["indices"]), _rows(call["per_sample_weights"])
         results = {user.args[1]: user for user in node.users}
-        regular = isinstance(indices, fx.Node) and _is_regular(call["offsets"], shape_of(indices))
+        sizes = shape_of(indices) if isinstance(indices, fx.Node) else (0, 0)
+        regular = range_of(call["offsets"]) == (0, sizes[0] * sizes[1], sizes[1]) and sizes != (0, 0)
         alike = scales is None or (isinstance(scales, fx.Node) and shape_of(scales) == shape_of(indices))
         used = {place for place, user in results.items() if user.users}
         if not regular or not alike or used != {0} or call["sparse"] or call["include_last_offset"]:
@@ -134,11 +135,3 @@ def _rows(flat: Any) -> Any:
         return False
     source = flat.all_input_nodes[0]
     return source if len(shape_of(source)) == 2 and len(shape_of(flat)) == 1 else False
-
-
-def _is_regular(offsets: Any, shape: tuple[int, ...]) -> bool:
-    """Whether offsets are 0, length, 2 * length, ..."""
-    if not isinstance(offsets, fx.Node) or getattr(offsets.target, "overloadpacket", None) is not aten.arange:
-        return False
-    call = Call(offsets)
-    return (call["start"] or 0, call["end"], call["step"] or 1) == (0, shape[0] * shape[1], shape[1])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.graph.axes.call import Call, shape_of
+from parplan.graph.axes.call import range_of, shape_of
 
 __all__ = ["gather_batched_lookups"]
 
@@ -30,29 +30,21 @@ def gather_batched_lookups(graph: fx.Graph) -> None:
             continue
         for step, looked in (places, places[::-1]):
             size, count, lookup = shape_of(source)[step], indices[step], indices[looked]
-            if _counts(count, size) and _fits(count, lookup, size) and (step < looked or len(shape_of(lookup)) == 1):
+            # Row `i` of the lookup is for row `i` of the source: [size, 1, ...] beside [size, looked up, ...].
+            shape, integers = shape_of(lookup), lookup.meta["val"].dtype in (torch.int64, torch.int32)
+            fits = integers and shape_of(count) == (size, *(1,) * (len(shape) - 1)) and shape[:1] == (size,)
+            positions = count  # 0, 1, ... size - 1, maybe with further dimensions of size 1
+            while positions.target in _VIEWS:
+                positions = positions.all_input_nodes[0]
+            if range_of(positions) == (0, size, 1) and fits and (step < looked or len(shape_of(lookup)) == 1):
                 with graph.inserting_before(node):
                     result = _gathered(graph, node, source, lookup, step, looked)
                 node.replace_all_uses_with(result)
                 graph.erase_node(node)
-                _erase_unused(graph, count)
+                while count.op == "call_function" and not count.users:
+                    unused, count = count, next(iter(count.all_input_nodes), source)
+                    graph.erase_node(unused)
                 break
-
-
-def _counts(index: fx.Node, size: int) -> bool:
-    """Whether an index is 0, 1, ... size - 1, maybe with further dimensions of size 1."""
-    while index.target in _VIEWS:
-        index = index.all_input_nodes[0]
-    if index.op != "call_function" or getattr(index.target, "overloadpacket", None) is not aten.arange:
-        return False
-    call = Call(index)
-    return (call["start"] or 0, call["end"], call["step"] or 1) == (0, size, 1)
-
-
-def _fits(count: fx.Node, lookup: fx.Node, size: int) -> bool:
-    """Whether row `i` of the lookup is for row `i` of the source: [size, 1, ...] beside [size, looked up, ...]."""
-    shape, whole = shape_of(lookup), lookup.meta["val"].dtype in (torch.int64, torch.int32)
-    return whole and shape_of(count) == (size, *(1,) * (len(shape) - 1)) and shape[:1] == (size,)
 
 
 def _gathered(graph: fx.Graph, node: fx.Node, source: fx.Node, lookup: fx.Node, step: int, looked: int) -> fx.Node:
@@ -75,12 +67,3 @@ def _gathered(graph: fx.Graph, node: fx.Node, source: fx.Node, lookup: fx.Node, 
     index = call(aten.expand.default, aligned, [sizes.get(dim, size) for dim, size in enumerate(shape)])
     found = call(aten.gather.default, source, looked, index)
     return call(aten.reshape.default, found, list(shape_of(node)))
-
-
-def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    while node.op == "call_function" and not node.users:
-        operands = node.all_input_nodes
-        graph.erase_node(node)
-        if not operands:
-            return
-        node = operands[0]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.compat import schema_of
+from parplan.compat import memory_of, schema_of
 from parplan.graph.axes.row_syntax import OpAxis, read_row
 
-__all__ = ["Call", "Row", "is_tensor", "shape_of", "text_row"]
+__all__ = ["Call", "Row", "is_inplace", "is_tensor", "memory_of_node", "range_of", "shape_of", "text_row"]
 
 
 class Call:
@@ -20,7 +20,11 @@ class Call:
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
-        self.arguments = _by_name(node)
+        schema = schema_of(node.target)
+        arguments = [] if schema is None else schema.arguments
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)}
+        self.arguments: dict[str, Any] = defaults | given | dict(node.kwargs)
         users = [user for user in node.users if user.target is operator.getitem]
         self.outputs = [user.name for user in users] if users else [node.name]
         self._users = users
@@ -87,13 +91,22 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _by_name(node: fx.Node) -> dict[str, Any]:
-    schema = schema_of(node.target)
-    if schema is None:
-        return dict(node.kwargs)
-    named = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)}
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return defaults | named | dict(node.kwargs)
+def memory_of_node(node: Any) -> int:
+    """Address of the memory that a node's tensor lies in; views share it."""
+    return memory_of(node.meta["val"])
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether an op writes one of its operands."""
+    return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
+
+
+def range_of(node: Any) -> tuple[Any, Any, Any] | None:
+    """(start, end, step) of the call that a node makes of `arange`; None for anything else."""
+    if not isinstance(node, fx.Node) or getattr(node.target, "overloadpacket", None) is not torch.ops.aten.arange:
+        return None
+    call = Call(node)
+    return call["start"] or 0, call["end"], call["step"] or 1
 
 
 def text_row(row: str, *operands: str, **names: str) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
@@ -23,14 +25,17 @@ def pointwise(call: Call) -> tuple[OpAxis, ...]:
     return tuple(axes)
 
 
+def _same_dims(call: Call, dims: Iterable[int]) -> tuple[OpAxis, ...]:
+    """Dimensions that the first operand and all results have at the same place."""
+    return tuple(OpAxis(dict.fromkeys((call.tensors()[0].name, *call.outputs), dim)) for dim in dims)
+
+
 def all_but(argument: str) -> Row:
     """Maps every dimension of the first operand but those that `argument` lists."""
 
     def row(call: Call) -> tuple[OpAxis, ...]:
-        source = call.tensors()[0]
-        rank = len(shape_of(source))
-        kept = sorted(set(range(rank)) - call.dims(argument, rank))
-        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in kept)
+        rank = len(shape_of(call.tensors()[0]))
+        return _same_dims(call, sorted(set(range(rank)) - call.dims(argument, rank)))
 
     return row
 
@@ -39,19 +44,16 @@ def leading(kept: int) -> Row:
     """Maps all but the last `kept` dimensions (pooling, resizing: spatial dimensions stay whole)."""
 
     def row(call: Call) -> tuple[OpAxis, ...]:
-        source = call.tensors()[0]
-        lead = len(shape_of(source)) - kept
-        return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(lead))
+        return _same_dims(call, range(len(shape_of(call.tensors()[0])) - kept))
 
     return row
 
 
 def repeated(call: Call) -> tuple[OpAxis, ...]:
     """Every element several times along `dim`: parts of the operand give the same parts of the result."""
-    source = call.tensors()[0]
     if call["dim"] is None or call["output_size"] is not None:
         return ()
-    return tuple(OpAxis(dict.fromkeys((source.name, *call.outputs), dim)) for dim in range(len(shape_of(source))))
+    return _same_dims(call, range(len(shape_of(call.tensors()[0]))))
 
 
 def reduction(cut: Cut) -> Row:

@@ -125,7 +125,15 @@ def read_row(
     for words, tensor in sides:
         if tensor is None:
             continue
-        spread = _spread(words, ranks[tensor])
+        # One (axis, word) per dimension, with `x..` given as many dimensions as are left over.
+        left_over = ranks[tensor] - sum(not each.repeated for each in words)
+        spread: list[tuple[str, _Word]] = []
+        for each in words:
+            count = left_over if each.repeated else 1
+            # Counted from the right, so that leading batch dimensions of different operands align.
+            spread += [
+                (f"{each.letter}{count - index}" if each.repeated else each.letter, each) for index in range(count)
+            ]
         if len(spread) != ranks[tensor]:
             return ()
         for dim, (letter, word) in enumerate(spread):
@@ -145,14 +153,3 @@ def read_row(
         )
         for letter, entry in found.items()
     )
-
-
-def _spread(words: tuple[_Word, ...], rank: int) -> list[tuple[str, _Word]]:
-    """One (axis, word) per dimension, with `x..` given as many dimensions as are left over."""
-    left_over = rank - sum(not word.repeated for word in words)
-    spread: list[tuple[str, _Word]] = []
-    for word in words:
-        count = left_over if word.repeated else 1
-        # Counted from the right, so that leading batch dimensions of different operands align.
-        spread += [(f"{word.letter}{count - index}" if word.repeated else word.letter, word) for index in range(count)]
-    return spread

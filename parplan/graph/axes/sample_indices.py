@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.compat import memory_of, schema_of
-from parplan.graph.axes.call import Call, is_tensor, shape_of
+from parplan.graph.axes.call import Call, is_inplace, is_tensor, memory_of_node, shape_of
 from parplan.graph.kinds import op_name
 from parplan.graph.user_line import code_line
 
@@ -111,7 +110,9 @@ class _Flow:
     def run(self, one: fx.GraphModule, other: fx.GraphModule | None, given: Sequence[_Mark]) -> list[_Mark]:
         """Marks of the results; those of the placeholders are given."""
         marks = dict(zip(_placeholders(one), given, strict=True))
-        twins = _twins(one, other)
+        calls = [[n for n in m.graph.nodes if n.op == "call_function"] for m in (one, other) if m is not None]
+        alike = len(calls) == 2 and len(calls[0]) == len(calls[1])
+        twins = dict(zip(*calls, strict=True)) if alike else {}
         for node in one.graph.nodes:
             args: Any = node.args
             place = next((i for i, argument in enumerate(args) if _region(one, node, argument) is not None), None)
@@ -121,9 +122,9 @@ class _Flow:
                 self.regions[node] = self.run(_region(one, node, args[place]), twin, inner)
             elif node.op == "call_function":
                 marks[node] = self._call(node, marks, twins.get(node))
-                if getattr(schema_of(node.target), "is_mutable", False) and marks[node].inputs and is_tensor(node):
-                    memory = memory_of(node.meta["val"])
-                    seen = [known for known in marks if is_tensor(known) and memory_of(known.meta["val"]) == memory]
+                if is_inplace(node) and marks[node].inputs and is_tensor(node):
+                    memory = memory_of_node(node)
+                    seen = [known for known in marks if is_tensor(known) and memory_of_node(known) == memory]
                     marks.update(dict.fromkeys(seen, marks[node]))
         results: Any = one.graph.output_node().args[0]
         return [marks.get(result, _NONE) for result in results]
@@ -136,7 +137,11 @@ class _Flow:
         self._check(node, name, marks, twin)
         if name == "arange":
             return _Mark(counts=bool(grown_dims(node, twin, self.batch)))
-        computed = _POSITIONS.get(name) == 0 or (isinstance(source, fx.Node) and _is_position(node, source))
+        computed = _POSITIONS.get(name) == 0 or (
+            isinstance(source, fx.Node)
+            and node.target is operator.getitem
+            and _POSITIONS.get(op_name(source)) == node.args[1]
+        )
         if computed or name in _UNREAD or _is_mask(node):
             return _NONE
         read = [marks.get(operand, _NONE) for operand in node.all_input_nodes]
@@ -174,20 +179,8 @@ def _region(module: fx.GraphModule, node: fx.Node, argument: Any) -> Any:
     return getattr(module, str(argument.target), None)
 
 
-def _twins(one: fx.GraphModule, other: fx.GraphModule | None) -> dict[fx.Node, fx.Node]:
-    if other is None:
-        return {}
-    first, second = ([n for n in m.graph.nodes if n.op == "call_function"] for m in (one, other))
-    return dict(zip(first, second, strict=True)) if len(first) == len(second) else {}
-
-
 def _is_mask(node: fx.Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in (torch.bool, torch.uint8)
-
-
-def _is_position(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node takes the positions out of what `sort`, `topk` and the like return."""
-    return node.target is operator.getitem and _POSITIONS.get(op_name(source)) == node.args[1]
 
 
 # --- ops that index: (argument that is indexed, its dimension or None for any, node with the positions) --------------
@@ -215,10 +208,6 @@ def _by_dimension(call: Call) -> list[_Use]:
     return found
 
 
-def _bags(call: Call) -> list[_Use]:
-    return [("weight", 0, call["indices"]), ("indices", 0, call["offsets"])]
-
-
 _INDEXED: dict[str, Callable[[Call], list[_Use]]] = {
     **dict.fromkeys(("index", "index_put", "unsafe_index", "index_put_impl"), _by_dimension),
     **dict.fromkeys(
@@ -229,6 +218,6 @@ _INDEXED: dict[str, Callable[[Call], list[_Use]]] = {
     "take": lambda call: [("self", None, call["index"])],
     "put": lambda call: [("self", None, call["index"])],
     "embedding": lambda call: [("weight", 0, call["indices"])],
-    "embedding_bag": _bags,
+    "embedding_bag": lambda call: [("weight", 0, call["indices"]), ("indices", 0, call["offsets"])],
     "segment_reduce": lambda call: [("data", int(call["axis"] or 0), call["offsets"])],
 }

@@ -25,14 +25,13 @@ def reshape(call: Call) -> tuple[OpAxis, ...]:
     kept = call.dims("dim", len(shape_of(source))) if call.is_op("squeeze") else set()
     pairs = [pair for group in _groups(shape_of(source), call.out_shape) for pair in group.pairs()]
     return tuple(
-        OpAxis({source.name: own.dim, out: new.dim}, outer=_merged({source.name: own.outer, out: new.outer}))
+        OpAxis(
+            {source.name: own.dim, out: new.dim},
+            outer={name: size for name, size in {source.name: own.outer, out: new.outer}.items() if size > 1},
+        )
         for own, new in pairs
         if own.dim not in kept
     )
-
-
-def _merged(outer: dict[str, int]) -> dict[str, int]:
-    return {name: size for name, size in outer.items() if size > 1}
 
 
 @dataclass(frozen=True)
@@ -134,24 +133,26 @@ def join(call: Call) -> tuple[OpAxis, ...]:
     rank = len(call.out_shape)
     if any(len(shape_of(tensor)) != rank for tensor in call.tensors()):
         return ()
-    joined = call.dim(int(call["dim"]), rank)
     names = [tensor.name for tensor in call.tensors()] + call.outputs
-    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(rank) if dim != joined)
+    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in _others(call, rank))
+
+
+def _others(call: Call, rank: int) -> list[int]:
+    """All dimensions but the one that the argument `dim` names."""
+    named = call.dim(int(call["dim"]), rank)
+    return [dim for dim in range(rank) if dim != named]
 
 
 def stack(call: Call) -> tuple[OpAxis, ...]:
     """Every dimension but the new one."""
-    rank = len(call.out_shape)
-    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
-    tensors = [tensor.name for tensor in call.tensors()]
+    kept, tensors = _others(call, len(call.out_shape)), [tensor.name for tensor in call.tensors()]
     return tuple(OpAxis(dict.fromkeys(tensors, old) | {call.outputs[0]: new}) for old, new in enumerate(kept))
 
 
 def select(call: Call) -> tuple[OpAxis, ...]:
     """Every dimension but the one of which one index is taken, or all of them apart (`unbind`)."""
     source = call.tensors()[0]
-    rank = len(shape_of(source))
-    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    kept = _others(call, len(shape_of(source)))
     return tuple(OpAxis({source.name: old} | dict.fromkeys(call.outputs, new)) for new, old in enumerate(kept))
 
 
@@ -197,9 +198,9 @@ def index_select(call: Call) -> tuple[OpAxis, ...]:
     """Every dimension but `dim`; that one in the index and the result alone, each index looks up by itself."""
     source, index, out = call.tensors()[0], str(call.name("index")), call.outputs[0]
     rank = len(shape_of(source))
-    selected = call.dim(int(call["dim"]), rank)
-    axes = [OpAxis({source.name: dim, out: dim}) for dim in range(rank) if dim != selected]
-    return (*axes, OpAxis({index: 0, out: selected})) if call.shape("index") else tuple(axes)
+    axes = [OpAxis({source.name: dim, out: dim}) for dim in _others(call, rank)]
+    selected = OpAxis({index: 0, out: call.dim(int(call["dim"]), rank)})
+    return (*axes, selected) if call.shape("index") else tuple(axes)
 
 
 def gathered(call: Call) -> tuple[OpAxis, ...]:
@@ -234,8 +235,7 @@ _OPEN_END = 2**63 - 1
 def select_scattered(call: Call) -> tuple[OpAxis, ...]:
     """`x[:, 0] = y`: every dimension but the one of which one index is replaced."""
     source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
-    rank = len(shape_of(source))
-    kept = [dim for dim in range(rank) if dim != call.dim(int(call["dim"]), rank)]
+    kept = _others(call, len(shape_of(source)))
     return tuple(OpAxis({source.name: old, put: new, out: old}) for new, old in enumerate(kept))
 
 

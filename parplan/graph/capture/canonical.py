@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument, OutputKind, OutputSpec
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
@@ -41,13 +41,15 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
         CaptureError: the program changes its own inputs, or holds sub-graphs we do not inline.
     """
     program, graph = functional.program, functional.program.graph
-    _refuse_subgraphs(graph)
-    _refuse_sparse(graph)
-    _refuse_unknown_sizes(graph)
+    _refuse_unsupported(graph)
     buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
-    found = Canonical(graph, _merged(graph, parameters), counters=dict(functional.counters))
-    running = _batch_norms(graph)
-    _dropouts(graph)
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    first: dict[str, str] = {}
+    for placeholder, path in parameters.items():
+        by_name[placeholder].replace_all_uses_with(by_name[first.setdefault(path, placeholder)])
+    tied = {placeholder: path for path, placeholder in first.items()}
+    found = Canonical(graph, tied, counters=dict(functional.counters))
+    running = _restore_plain_ops(graph)
     _copies(graph)
     by_name = {node.name: node for node in graph.nodes}
     # Read now: a result may have been one of the ops that were just replaced.
@@ -56,79 +58,52 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
     leaves: list[Any] = list(output) if isinstance(output, (tuple, list)) else [output]
     results: list[str | Constant] = []
     for spec, leaf in zip(program.graph_signature.output_specs, leaves, strict=True):
-        _sort_output(spec, leaf, buffers, running, found, results)
+        if spec.kind is OutputKind.USER_OUTPUT:
+            constant = isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, fx.Node)
+            results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else leaf.name)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            buffer = buffers[spec.target]
+            step = _counter_step(leaf, buffer)
+            if step is not None and _is_unread(leaf, buffer):
+                found.counters[buffer] = step
+            elif leaf.name not in running:
+                found.buffer_updates[buffer] = leaf.name
+        else:
+            what = spec.target or str(getattr(spec.arg, "name", None))
+            line = _user_line(leaf)
+            raise CaptureError(f"the model changes {what!r} in place{line}; compute a new tensor and return it instead")
     found.outputs = tuple(results)
     graph.erase_node(ending)
     kept = [by_name[name] for name in (*results, *found.buffer_updates.values()) if isinstance(name, str)]
     graph.output(tuple(kept))
-    _drop_asserts(graph)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and "assert" in str(node.target):
+            graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return found
 
 
-def _merged(graph: fx.Graph, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Names by placeholder, with one placeholder for all uses of a tied parameter."""
-    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    first: dict[str, str] = {}
-    for placeholder, path in parameters.items():
-        kept = first.setdefault(path, placeholder)
-        by_name[placeholder].replace_all_uses_with(by_name[kept])
-    return {placeholder: path for path, placeholder in first.items()}
-
-
-def _refuse_subgraphs(graph: fx.Graph) -> None:
+def _refuse_unsupported(graph: fx.Graph) -> None:
+    """Refuse sub-graphs, sparse gradients and sizes that depend on values."""
+    sparse = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
     for node in graph.nodes:
+        value, place = node.meta.get("val"), sparse.get(node.target, len(node.args))
         if node.op == "get_attr":
             user = next(iter(node.users), node)
             raise CaptureError(
                 f"{user.target} holds a sub-graph, which parplan does not plan yet; "
                 "move autocast, cond or map out of the model's forward"
             )
-
-
-def _refuse_unknown_sizes(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
-            raise CaptureError(
-                f"the size of a result depends on the values of a tensor{_user_line(node)}, so no plan can say what "
-                "devices hold of it; keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum()"
-            )
-
-
-def _refuse_sparse(graph: fx.Graph) -> None:
-    places = {aten.embedding.default: 4, aten.embedding_bag.default: 5, aten.embedding_bag.padding_idx: 5}
-    for node in graph.nodes:
-        place = places.get(node.target, len(node.args))
         if len(node.args) > place and node.args[place]:
             raise CaptureError(
                 f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
                 "sparse=False"
             )
-
-
-def _sort_output(
-    spec: OutputSpec,
-    leaf: Any,
-    buffers: dict[Any, str],
-    running: set[str],
-    found: Canonical,
-    results: list[str | Constant],
-) -> None:
-    if spec.kind is OutputKind.USER_OUTPUT:
-        constant = isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, fx.Node)
-        results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else leaf.name)
-    elif spec.kind is OutputKind.BUFFER_MUTATION:
-        buffer = buffers[spec.target]
-        step = _counter_step(leaf, buffer)
-        if step is not None and _is_unread(leaf, buffer):
-            found.counters[buffer] = step
-        elif leaf.name not in running:
-            found.buffer_updates[buffer] = leaf.name
-    else:
-        what = spec.target or str(getattr(spec.arg, "name", None))
-        line = _user_line(leaf)
-        raise CaptureError(f"the model changes {what!r} in place{line}; compute a new tensor and return it instead")
+        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                f"the size of a result depends on the values of a tensor{_user_line(node)}, so no plan can say what "
+                "devices hold of it; keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum()"
+            )
 
 
 def _user_line(node: fx.Node) -> str:
@@ -156,13 +131,17 @@ def _is_unread(node: fx.Node, buffer: str) -> bool:
     return set(node.users) == {results} and len(readers) == 1 and all(set(a.users) == {b} for a, b in behind)
 
 
-def _batch_norms(graph: fx.Graph) -> set[str]:
-    """Make functionalised batch norms update their statistics in place again; names of the old updates."""
+def _restore_plain_ops(graph: fx.Graph) -> set[str]:
+    """Functionalised batch norms and dropouts in their plain form; names of the updates that are in place again."""
     running: set[str] = set()
     for node in list(graph.nodes):
         if node.target is aten._native_batch_norm_legit_functional.default:
             results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-            _share_statistics(node, results)
+            # A module called again reads the statistics where its first call has updated them: in the buffer.
+            for place in (3, 4):  # of mean and variance, among the arguments and among the results
+                for user in list(results[place].users) if place in results else ():
+                    if "batch_norm" in str(user.target) and user.args[place] is results[place]:
+                        user.update_arg(place, node.args[place])
             with graph.inserting_before(node):
                 plain = _like(graph, node, aten.batch_norm.default, (*node.args, False), results.get(0))
             if 0 in results:
@@ -170,21 +149,12 @@ def _batch_norms(graph: fx.Graph) -> set[str]:
             running |= {results[index].name for index in (3, 4) if index in results}
         elif node.target is aten._native_batch_norm_legit_no_training.default:
             x, weight, bias, mean, var, momentum, eps = node.args
-            first = next((u for u in node.users if u.args[1] == 0), None)
-            args = (x, weight, bias, mean, var, False, momentum, eps, False)
-            with graph.inserting_before(node):
-                plain = _like(graph, node, aten.batch_norm.default, args, first)
-            if first is not None:
-                first.replace_all_uses_with(plain)
+            _replace_first(
+                graph, node, aten.batch_norm.default, (x, weight, bias, mean, var, False, momentum, eps, False)
+            )
+        elif node.target is aten.native_dropout.default:
+            _replace_first(graph, node, aten.dropout.default, tuple(node.args))
     return running
-
-
-def _share_statistics(node: fx.Node, results: Mapping[Any, fx.Node]) -> None:
-    """A module called again reads the statistics where its first call has updated them: in the buffer."""
-    for place in (3, 4):  # of mean and variance, among the arguments and among the results
-        for user in list(results[place].users) if place in results else ():
-            if "batch_norm" in str(user.target) and user.args[place] is results[place]:
-                user.update_arg(place, node.args[place])
 
 
 def _like(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...], result: fx.Node | None) -> fx.Node:
@@ -193,14 +163,13 @@ def _like(graph: fx.Graph, old: fx.Node, target: Any, args: tuple[Any, ...], res
     return new
 
 
-def _dropouts(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.target is aten.native_dropout.default:
-            first = next((user for user in node.users if user.args[1] == 0), None)
-            with graph.inserting_before(node):
-                plain = _like(graph, node, aten.dropout.default, tuple(node.args), first)
-            if first is not None:
-                first.replace_all_uses_with(plain)
+def _replace_first(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    """Put an op of one result in the place of an op's first result."""
+    first = next((user for user in node.users if user.args[1] == 0), None)
+    with graph.inserting_before(node):
+        plain = _like(graph, node, target, args, first)
+    if first is not None:
+        first.replace_all_uses_with(plain)
 
 
 def _copies(graph: fx.Graph) -> None:
@@ -218,9 +187,3 @@ def _copies(graph: fx.Graph) -> None:
                 value = _like(graph, node, aten.expand.default, (value, list(wanted.shape)), node)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-
-
-def _drop_asserts(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and "assert" in str(node.target):
-            graph.erase_node(node)

@@ -33,8 +33,7 @@ from parplan.graph.capture.merged_samples import sample_places, unflatten_betwee
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.functionalise import functionalise
-from parplan.graph.export.missing_devices import missing_devices
-from parplan.graph.export.stand_ins import stand_ins
+from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
@@ -218,7 +217,15 @@ def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_explain(model, error, args)) from error
+        line = user_line(error)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
+        # A wrong call or a wrong shape raises plain Python errors or a RuntimeError.
+        in_tracing = (
+            type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
+        )
+        hint = _UNTRACEABLE if in_tracing else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
+        raise CaptureError(text + (f"  at {line}\n" if line else "") + hint) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -239,31 +246,12 @@ def _refuse_averages(model: nn.Module) -> None:
             )
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    """Whether a module's call is one layer; attention's projection is part of the same call."""
-    return isinstance(module, nn.MultiheadAttention) or not list(module.children())
-
-
-def _explain(model: nn.Module, error: Exception, args: Sequence[Any]) -> str:
-    """The user's line and the reason, without the exporter's own frames."""
-    line = user_line(error)
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
-    hint = _UNTRACEABLE if _is_exporters(error) else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
-    return text + (f"  at {line}\n" if line else "") + hint
-
-
 _UNTRACEABLE = (
     "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
     "(use torch.where, or move them out of the model)"
 )
 _DICT = "; a dict among them is one argument: keyword arguments go into kwargs={...}"
 _UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
-
-
-def _is_exporters(error: Exception) -> bool:
-    """Whether it is about tracing: what a wrong call or a wrong shape raises is plain Python or a RuntimeError."""
-    return type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
 
 
 @dataclass(frozen=True)
@@ -308,10 +296,16 @@ def _assemble(
     call.opaque.mark(functional.program.graph)
     program = functional.program
     inputs = _inputs(program)
-    graph = canonicalise(functional, _shared(model, inputs.parameters))
+    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
+    tied = {placeholder: first[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
+    graph = canonicalise(functional, tied)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
-    leaf_paths = frozenset(name for name, module in model.named_modules() if name and _is_leaf(module))
+    # The call of a leaf module is one layer; attention's projection is part of the same call.
+    whole = (nn.MultiheadAttention,)
+    leaf_paths = frozenset(
+        n for n, m in model.named_modules() if n and (isinstance(m, whole) or not list(m.children()))
+    )
     given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
     built, flattened = build_layers(graph.graph, *given), dict[str, int]()
     if built.merged:
@@ -320,11 +314,14 @@ def _assemble(
         flattened = dict(replaced.values())
         graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
         built = build_layers(graph.graph, *given)
+    users = zip(inputs.users, call.leaves, strict=True)
+    trainable = {name for name, path in graph.parameters.items() if model.get_parameter(path).requires_grad}
+    trainable |= {name for name, leaf in users if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad}
     return LayerGraph(
         model=type(model).__name__,
         digraph=built.digraph,
         layers=built.layers,
-        values=_specs(graph.graph, _trainable(call, inputs, graph.parameters)),
+        values=_specs(graph.graph, trainable),
         producer=built.producer,
         batch=call.batch,
         batch_dims=built.batch_dims,
@@ -350,14 +347,6 @@ def _assemble(
     )
 
 
-def _trainable(call: _Call, inputs: _Inputs, parameters: Mapping[str, str]) -> set[str]:
-    """Placeholders that want a gradient."""
-    users = zip(inputs.users, call.leaves, strict=True)
-    own = {name for name, path in parameters.items() if call.model.get_parameter(path).requires_grad}
-    given = {name for name, leaf in users if name is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad}
-    return own | given
-
-
 def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
     """Whether a layer's code holds only for the captured batch."""
     owner = owner_of(layer.nodes[0])
@@ -366,12 +355,6 @@ def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
         return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
     # A value that grows with the batch although no sample reaches it keeps its captured size.
     return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
-
-
-def _shared(model: nn.Module, parameters: Mapping[str, str]) -> dict[str, str]:
-    """First of the dotted names by placeholder: the same for placeholders of tied parameters."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {placeholder: first[id(model.get_parameter(path))] for placeholder, path in parameters.items()}
 
 
 def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:

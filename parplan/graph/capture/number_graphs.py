@@ -42,9 +42,6 @@ def _name(node: fx.Node) -> str:
     schema = schema_of(node.target)
     if schema is None:
         return str(node.target)
-    name = str(schema.name)
-    return f"{name.replace('rsub', 'sub')}.{_variant(overload_name(node.target))}"
-
-
-def _variant(name: str) -> str:
-    return "" if name in ("Tensor", "Scalar", "Tensor_Scalar", "Tensor_Tensor", "Scalar_Tensor") else name
+    name, variant = str(schema.name).replace("rsub", "sub"), overload_name(node.target)
+    alike = variant in ("Tensor", "Scalar", "Tensor_Scalar", "Tensor_Tensor", "Scalar_Tensor")
+    return f"{name}.{'' if alike else variant}"

@@ -20,9 +20,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import memory_of, overload_name, schema_of
-from parplan.graph.axes.table import is_tensor, row_of
-from parplan.graph.export.late_writes import NO_GRAD, is_inplace, written_late
+from parplan.compat import overload_name, schema_of
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
+from parplan.graph.axes.table import row_of
+from parplan.graph.export.late_writes import NO_GRAD, written_late
 
 __all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
 
@@ -50,8 +51,12 @@ def functionalise(exported: ExportedProgram) -> Functional:
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
     late = written_late(exported)
-    counters = _counters(exported)
-    if counters is not None and _is_simple(exported.graph, counters):
+    counters, graph = _counters(exported), exported.graph
+    known = not any(node.op == "get_attr" for node in graph.nodes)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in (counters or ()) and node.target is not operator.getitem:
+            known = known and row_of(_out_of_place(node.target) if is_inplace(node) else node.target) is not None
+    if counters is not None and known and _views_follow(graph, counters):
         return Functional(exported, _rewrite(exported.graph, counters), late)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,33 +74,26 @@ def _inline_grad_regions(exported: ExportedProgram) -> None:
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
         enabled, region, *operands = node.args
-        results = _copied_in(graph, node, getattr(exported.graph_module, region.target), operands)
+        inner = getattr(exported.graph_module, region.target).graph
+        placeholders = [placeholder for placeholder in inner.nodes if placeholder.op == "placeholder"]
+        copies = dict(zip(placeholders, operands, strict=True))
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(inner, copies)
+        for copy in copies.values():
+            if copy not in operands:
+                copy.meta[NO_GRAD] = not enabled
         for user in list(node.users):
             with graph.inserting_before(node):
-                result = results[user.args[1]] if enabled else _detached(graph, results[user.args[1]], user)
+                result = results[user.args[1]]
+                if not enabled:
+                    result = graph.call_function(aten.detach.default, (result,))
+                    result.meta = {**result.args[0].meta, "val": user.meta["val"]}
             user.replace_all_uses_with(result)
             rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
             graph.erase_node(region)
-
-
-def _copied_in(graph: fx.Graph, before: fx.Node, region: fx.GraphModule, operands: list[Any]) -> Any:
-    placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
-    copies = dict(zip(placeholders, operands, strict=True))
-    with graph.inserting_before(before):
-        results = graph.graph_copy(region.graph, copies)
-    for copy in copies.values():
-        if copy not in operands:
-            copy.meta[NO_GRAD] = not before.args[0]
-    return results
-
-
-def _detached(graph: fx.Graph, value: fx.Node, result: fx.Node) -> fx.Node:
-    detached = graph.call_function(aten.detach.default, (value,))
-    detached.meta = {**value.meta, "val": result.meta["val"]}
-    return detached
 
 
 def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
@@ -113,20 +111,17 @@ def _spell_out(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.broadcast_tensors.default:
             for user in list(node.users):
-                _expanded(graph, node.args[0][user.args[1]], user)
+                source = node.args[0][user.args[1]]
+                shape = list(user.meta["val"].shape)
+                if shape == list(source.meta["val"].shape):
+                    user.replace_all_uses_with(source)
+                    graph.erase_node(user)
+                else:
+                    user.target, user.args = aten.expand.default, (source, shape)
             graph.erase_node(node)
         elif node.target is aten.squeeze.default:
             sizes = node.args[0].meta["val"].shape
             node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])
-
-
-def _expanded(graph: fx.Graph, source: fx.Node, result: fx.Node) -> None:
-    shape = list(result.meta["val"].shape)
-    if shape == list(source.meta["val"].shape):
-        result.replace_all_uses_with(source)
-        graph.erase_node(result)
-    else:
-        result.target, result.args = aten.expand.default, (source, shape)
 
 
 # --- in-place ops ----------------------------------------------------------------------------
@@ -136,20 +131,13 @@ def _reveal_aliases(graph: fx.Graph) -> None:
     """Dropout that drops nothing hands its input back: who reads that input sees in-place changes of the result."""
     for node in list(graph.nodes):
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
-        if idle and any(map(is_inplace, node.users)) and not _is_only_reader(graph, node):
+        if not idle or not any(map(is_inplace, node.users)):
+            continue
+        memory = memory_of_node(node.args[0])
+        holders = [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
+        if holders != [node.args[0]] or len(holders[0].users) > 1 or holders[0].op == "placeholder":
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def _is_only_reader(graph: fx.Graph, node: fx.Node) -> bool:
-    """Whether nobody else can see the memory of `node`'s operand."""
-    memory = _memory(node.args[0])
-    holders = [other for other in graph.nodes if is_tensor(other) and _memory(other) == memory]
-    return holders == [node.args[0]] and len(holders[0].users) == 1 and holders[0].op != "placeholder"
-
-
-def _memory(node: Any) -> int:
-    return memory_of(node.meta["val"])
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
@@ -168,14 +156,6 @@ def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
     return found
 
 
-def _is_simple(graph: fx.Graph, counters: dict[fx.Node, int]) -> bool:
-    """Whether every op is known and changes in place can be rewritten node by node."""
-    calls = [node for node in graph.nodes if node.op == "call_function" and node not in counters]
-    if any(node.op == "get_attr" for node in graph.nodes) or not all(map(_is_known, calls)):
-        return False
-    return _views_follow(graph, counters)
-
-
 def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
     """Whether no view is taken of a value before its last change in place."""
     last_change: dict[int, int] = {}
@@ -183,7 +163,7 @@ def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
     for position, node in enumerate(graph.nodes):
         if not is_tensor(node) or node in counters:
             continue
-        memory = _memory(node)
+        memory = memory_of_node(node)
         if is_inplace(node):
             last_change[memory] = position
         elif memory in views or node.op == "placeholder":
@@ -191,11 +171,6 @@ def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
         else:
             views[memory] = []
     return all(view > last_change.get(memory, -1) for memory, positions in views.items() for view in positions)
-
-
-def _is_known(node: fx.Node) -> bool:
-    target = _out_of_place(node.target) if is_inplace(node) else node.target
-    return row_of(target) is not None or target is operator.getitem
 
 
 def _out_of_place(target: Any) -> Any:

@@ -7,17 +7,15 @@ has no such order of its own, so it is read from the exported program, where in-
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import memory_of, schema_of
-from parplan.graph.axes.table import is_tensor
+from parplan.compat import schema_of
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 
-__all__ = ["NO_GRAD", "is_inplace", "written_late"]
+__all__ = ["NO_GRAD", "written_late"]
 
 aten = torch.ops.aten
 
@@ -34,11 +32,6 @@ _SAVES_NO_NUMBER = frozenset(("div", "div_", "mul", "mul_"))
 # fmt: on
 
 
-def is_inplace(node: fx.Node) -> bool:
-    """Whether an op writes one of its operands."""
-    return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
-
-
 def written_late(exported: ExportedProgram) -> frozenset[str]:
     """Placeholders of buffers whose last write comes after every op that saves a tensor for the backward."""
     specs = exported.graph_signature.input_specs
@@ -52,17 +45,13 @@ def written_late(exported: ExportedProgram) -> frozenset[str]:
         if node.op != "call_function":
             continue
         if is_inplace(node):
-            written[_memory(node.args[0])] = positions[_write(node)]
+            written[memory_of_node(node.args[0])] = positions[_write(node)]
         cut = node.meta.get(NO_GRAD) or node.target is aten.detach.default
         if not cut and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
             last_saved = position if _saves(node) else last_saved
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder" and is_tensor(node)]
-    return frozenset(node.name for node in placeholders if written.get(_memory(node), -1) > last_saved)
-
-
-def _memory(node: Any) -> int:
-    return memory_of(node.meta["val"])
+    return frozenset(node.name for node in placeholders if written.get(memory_of_node(node), -1) > last_saved)
 
 
 def _write(node: fx.Node) -> fx.Node:

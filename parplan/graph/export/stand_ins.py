@@ -1,18 +1,25 @@
-"""Stand-ins for a model's parameters while it is captured.
+"""Stand-ins for a model's parameters, and for devices that are missing, while it is captured.
 
 torch.export keeps weak references to the parameters that it saw, and a parameter with weak references can no longer be
 turned into a sharded one in place. So it sees others: aliases that share the memory of ordinary parameters, and empty
 ones of the whole shape for parameters that are cut over processes.
+
+A plan decides where layers run, so `x.cuda(0)` in a forward is a wish and no order. Where the device exists, capture
+follows the code; where it does not, the tensor stays where it is, and so the model can be planned for GPUs, verified
+and run on a machine without any. (torch itself would end the whole process on the way.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["stand_ins"]
+__all__ = ["missing_devices", "stand_ins"]
 
 
 @contextmanager
@@ -39,3 +46,32 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
         made: nn.Parameter = parameter.stand_in()
         return made
     return parameter  # a class of somebody else's, which may be more than its values
+
+
+def missing_devices() -> AbstractContextManager[Any]:
+    """A context in which CUDA devices that do not exist are read as the device a tensor is on, or the CPU."""
+    return _Stay() if torch.cuda.device_count() == 0 else nullcontext()
+
+
+class _Stay(TorchFunctionMode):
+    """Drops CUDA devices from the arguments of torch functions."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func` without the devices that are missing."""
+        named = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = (args[0], *(args[0].device if _is_missing(value) else value for value in args[1:]))
+        if _is_missing(named.get("device")):
+            named["device"] = args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
+        return func(*args, **named)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value names a CUDA device; those that are asked here have none."""
+    if isinstance(value, str):
+        return value.split(":")[0] == "cuda"
+    return isinstance(value, torch.device) and value.type == "cuda"

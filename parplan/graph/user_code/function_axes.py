@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parplan.compat import memory_of, schema_of
+from parplan.graph.axes.call import is_inplace, memory_of_node
 from parplan.graph.axes.linear_ops import dependence
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import is_tensor, unknown_ops
@@ -70,15 +70,11 @@ class Followed:
 
     def compare(self, other: Followed, name: str) -> None:
         """Let it run whole where its code has numbers that differ at another batch size."""
-        same = [_same(one, twin) for one, twin in zip(self.traces, other.traces, strict=False)]
+        changes = [batch_changes(one, twin) for one, twin in zip(self.traces, other.traces, strict=False)]
+        same = [not found.unexplained and not found.results for found in changes]
         if len(self.traces) != len(other.traces) or not all(same):
             self.axes = self.axes if same and same[0] else ()
             self.bar(f"a number in the code of {name} changes with the number of samples")
-
-
-def _same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    changes = batch_changes(one, other)
-    return not changes.unexplained and not changes.results
 
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -157,7 +153,9 @@ class _Reader:
         graph = traced.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._inputs, self._pulls = placeholders[: roles.arguments], placeholders[roles.arguments :]
-        self.writes = _written(graph, self._pulls)
+        # Whether an op writes to a gradient that was given.
+        given = set(map(memory_of_node, self._pulls))
+        self.writes = any(is_tensor(node) and memory_of_node(node) in given for node in graph.nodes if is_inplace(node))
         _masked_writes(graph)
         self._rewritten = without_changes(graph)
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -182,8 +180,13 @@ class _Reader:
         if unknown:
             return (), f"parplan does not know how {' and '.join(unknown)} in {self._name} treats samples"
         joint = joint_axes([*self._nodes, *self._ties()])
-        found = tuple(self._free(axis) for axis in (*joint, *self._together(joint)) if self._is_free(axis))
-        return found, "" if found else f"the forward or the backward of {self._name} mixes samples"
+        found = []
+        for axis in (*joint, *self._together(joint)):
+            if self._is_free(axis):
+                inputs = {i: axis.dims[node.name] for i, node in enumerate(self._inputs) if node.name in axis.dims}
+                outputs = {i: axis.dims[node.name] for i, node in enumerate(self._results)}
+                found.append(FreeAxis(inputs, outputs, axis.units))
+        return tuple(found), "" if found else f"the forward or the backward of {self._name} mixes samples"
 
     def _ties(self) -> list[fx.Node]:
         """Ops that let a tensor and its gradient have their axes in the same places."""
@@ -224,10 +227,6 @@ class _Reader:
     def _has(self, axis: JointAxis, node: fx.Node) -> bool:
         return node.name in axis.dims and axis.outer[node.name] == 1
 
-    def _free(self, axis: JointAxis) -> FreeAxis:
-        inputs = {i: axis.dims[node.name] for i, node in enumerate(self._inputs) if node.name in axis.dims}
-        return FreeAxis(inputs, {i: axis.dims[n.name] for i, n in enumerate(self._results)}, axis.units)
-
 
 def _joined(axes: Sequence[JointAxis]) -> JointAxis:
     found = JointAxis()
@@ -240,14 +239,6 @@ def _joined(axes: Sequence[JointAxis]) -> JointAxis:
         found.first_only |= axis.first_only
         found.units = gcd(found.units, axis.units)
     return found
-
-
-def _written(graph: fx.Graph, pulls: Sequence[fx.Node]) -> bool:
-    """Whether an op writes to a gradient that was given."""
-    given = {memory_of(node.meta["val"]) for node in pulls}
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    changing = [node for node in calls if getattr(schema_of(node.target), "is_mutable", False)]
-    return any(is_tensor(node) and memory_of(node.meta["val"]) in given for node in changing)
 
 
 def _masked_writes(graph: fx.Graph) -> None:

@@ -36,19 +36,27 @@ def probe(site: FunctionSite, tensors: Sequence[Tensor], model: nn.Module | None
 
         def call(inputs: Sequence[Tensor]) -> list[Tensor]:
             with reads:
-                return _run(site, inputs)
+                args, kwargs = site.inputs.filled(inputs)
+                site.outputs, found = Template.of(site.function.apply(*args, **kwargs))
+                return found
 
         with _unchanged(site):
             try:
                 found = call(given)
             except Exception as error:
-                raise _refused(site, f"cannot run without values: {_reason(error)}", _NEEDS_VALUES) from error
+                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+                what = f"cannot run without values: {type(error).__name__}: {reason}"
+                raise _refused(site, what, _NEEDS_VALUES) from error
             if versions != [tensor._version for tensor in given]:
                 raise _refused(site, "writes to its arguments", "let it return a new tensor instead")
             site.results = tuple(map(Result.of, found))
             site.aliases = bool({memory_of(t) for t in found} & {memory_of(t) for t in given})
             site.followed = follow(call, given, site.name)
-    own = [names.get(memory_of(tensor), "a tensor of the forward") for tensor in reads.foreign if _is_traced(tensor)]
+    own = [
+        names.get(memory_of(tensor), "a tensor of the forward")
+        for tensor in reads.foreign
+        if isinstance(tensor, FakeTensor)
+    ]
     if own:
         remedy = "pass it as an argument of apply, which is also how it gets a gradient"
         raise _refused(site, f"reads {own[0]}, which is not among its arguments", remedy)
@@ -59,25 +67,10 @@ def probe(site: FunctionSite, tensors: Sequence[Tensor], model: nn.Module | None
 _NEEDS_VALUES = "write it with ops that do not look at values, or as a torch.library.custom_op with register_fake"
 
 
-def _run(site: FunctionSite, inputs: Sequence[Tensor]) -> list[Tensor]:
-    args, kwargs = site.inputs.filled(inputs)
-    site.outputs, found = Template.of(site.function.apply(*args, **kwargs))
-    return found
-
-
 def _like(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     # No leaf, which autograd would keep from being written to, before this is noticed and told.
     return made.requires_grad_().clone() if tensor.requires_grad else made
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
-
-
-def _reason(error: Exception) -> str:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {reason}"
 
 
 def _refused(site: FunctionSite, what: str, remedy: str) -> CaptureError:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from parplan.compat import memory_of, schema_of
+from parplan.compat import memory_of
 from parplan.errors import CaptureError
-from parplan.graph.axes.table import is_tensor
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.kinds import kind_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 
@@ -41,7 +41,15 @@ def route_through_hooks(
     for source, own in hooks.items():
         site = sites[str(own[0].args[-1])]
         _check_unchanged(graph, source, site)
-        _route(source, own, rename)
+        # Hooks run in the order they were registered, so the first one is the last that the tensor passes.
+        place = source
+        for node in reversed(own):
+            node.args = (place, *node.args[1:])
+            place = node
+        for user in [user for user in source.users if user not in own]:
+            user.replace_input_with(source, place)
+            if user.op == "output":
+                rename(source.name, place.name)
         _place(graph, source, own, site)
 
 
@@ -67,11 +75,11 @@ def _looks(node: Any) -> tuple[Any, ...]:
 
 def _check_unchanged(graph: fx.Graph, source: fx.Node, site: HookSite) -> None:
     """Refuse changes in place of a hooked tensor after it was made, or views of what it was before."""
-    memory, after, changed = _memory(source), False, False
+    memory, after, changed = memory_of_node(source), False, False
     before: set[fx.Node] = set()
     for node in graph.nodes:
-        own = is_tensor(node) and _memory(node) == memory
-        inplace = own and _changes(node)
+        own = is_tensor(node) and memory_of_node(node) == memory
+        inplace = own and is_inplace(node)
         changed |= inplace
         late = after and (inplace or (changed and not before.isdisjoint(node.all_input_nodes)))
         if late:
@@ -84,28 +92,34 @@ def _check_unchanged(graph: fx.Graph, source: fx.Node, site: HookSite) -> None:
             before.add(node)
 
 
-def _route(source: fx.Node, hooks: Sequence[fx.Node], rename: Callable[[str, str], None]) -> None:
-    """Hooks run in the order they were registered, so the first one is the last that the tensor passes."""
-    place = source
-    for node in reversed(hooks):
-        node.args = (place, *node.args[1:])
-        place = node
-    for user in [user for user in source.users if user not in hooks]:
-        user.replace_input_with(source, place)
-        if user.op == "output":
-            rename(source.name, place.name)
-
-
 def _place(graph: fx.Graph, source: fx.Node, hooks: Sequence[fx.Node], site: HookSite) -> None:
     """Move hooks behind their tensor and the tensors they read, and all that takes the hooked tensor behind them."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     reading = [node for node in hooks if any(order[value] > order[source] for value in _values(node))]
-    anchor, behind = _last_beside(source), list[fx.Node]()
+    # The last of a graph's arguments, or of the results of one op, where `source` is one of those.
+    anchor, behind = source, list[fx.Node]()
+    alike = [source.target, source.args[:1]] if source.target is operator.getitem else None
+    while anchor.op == anchor.next.op == "placeholder" or alike == [anchor.next.target, anchor.next.args[:1]]:
+        anchor = anchor.next
     if reading:
         last = max(reading, key=order.__getitem__)
         between = [node for node in graph.nodes if order[source] < order[node] < order[last] and node not in hooks]
-        behind = _dependents(between, hooks)
-        _check_movable(between, set(behind), site)
+        reached = set(hooks)
+        for node in between:
+            if not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+                behind.append(node)
+        # Readers of some memory cannot move past others that change it.
+        moved = set(behind)
+        changed = {memory_of_node(node) for node in between if is_tensor(node) and is_inplace(node)}
+        for memory in changed:
+            touching = {node for node in graph.nodes if is_tensor(node) and memory_of_node(node) == memory}
+            using = {node for node in between if not touching.isdisjoint((node, *node.all_input_nodes))}
+            if using & moved and using - moved:
+                raise CaptureError(
+                    f"a hook reads tensors beside which others are changed in place\n  at {site.line}\n  use ops that "
+                    "return new tensors (relu instead of relu_)"
+                )
         anchor = _with_values_in_front(graph, source, hooks, behind, last, site)
     for node in (*reversed(hooks), *behind):
         anchor.append(node)
@@ -115,28 +129,6 @@ def _place(graph: fx.Graph, source: fx.Node, hooks: Sequence[fx.Node], site: Hoo
 def _values(hook: fx.Node) -> list[fx.Node]:
     values: Any = hook.args[1]
     return list(values)
-
-
-def _dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of `nodes`, in the order they run, that depend on `sources`."""
-    reached, found = set(sources), []
-    for node in nodes:
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-            found.append(node)
-    return found
-
-
-def _check_movable(nodes: Sequence[fx.Node], moved: set[fx.Node], site: HookSite) -> None:
-    """Refuse to move readers of some memory past others that change it."""
-    changed = {_memory(node) for node in nodes if is_tensor(node) and _changes(node)}
-    for memory in changed:
-        using = {n for n in nodes if any(is_tensor(t) and _memory(t) == memory for t in (n, *n.all_input_nodes))}
-        if using & moved and using - moved:
-            raise CaptureError(
-                f"a hook reads tensors beside which others are changed in place\n  at {site.line}\n  use ops that "
-                "return new tensors (relu instead of relu_)"
-            )
 
 
 def _with_values_in_front(
@@ -159,34 +151,14 @@ def _with_values_in_front(
         if node.target is GRADIENT_HOOK:  # of another tensor, which hands it on
             copies[node] = copies.get(node.all_input_nodes[0], node.all_input_nodes[0])
             continue
-        _check_repeatable(node, site)
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random or is_inplace(node) or kind_of([node]) in ("hooks", "function", "batch_norm", "dropout"):
+            raise CaptureError(
+                f"a hook reads a tensor that {node.target} makes of the tensor it is on, and that op cannot run twice\n"
+                f"  at {site.line}\n  let the hook read something that does not depend on the op"
+            )
         with graph.inserting_after(anchor):
             anchor = copies[node] = graph.node_copy(node, lambda taken: copies.get(taken, taken))
     for node in hooks:
         node.args = (node.args[0], [copies.get(value, value) for value in _values(node)], node.args[2])
     return anchor
-
-
-def _check_repeatable(node: fx.Node, site: HookSite) -> None:
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if random or _changes(node) or kind_of([node]) in ("hooks", "function", "batch_norm", "dropout"):
-        raise CaptureError(
-            f"a hook reads a tensor that {node.target} makes of the tensor it is on, and that op cannot run twice\n"
-            f"  at {site.line}\n  let the hook read something that does not depend on the op"
-        )
-
-
-def _last_beside(node: fx.Node) -> fx.Node:
-    """The last of a graph's arguments, or of the results of one op, where `node` is one of those; else `node`."""
-    alike = [node.target, node.args[:1]] if node.target is operator.getitem else None
-    while node.op == node.next.op == "placeholder" or alike == [node.next.target, node.next.args[:1]]:
-        node = node.next
-    return node
-
-
-def _changes(node: fx.Node) -> bool:
-    return bool(getattr(schema_of(node.target), "is_mutable", False))
-
-
-def _memory(node: fx.Node) -> int:
-    return memory_of(node.meta["val"])

@@ -26,7 +26,7 @@ from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call
 from parplan.graph.packed_sequences import Packed
 
-__all__ = ["MARKS", "HookWatch", "Site", "Template", "marked_hooks", "own_hooks", "without_hooks"]
+__all__ = ["MARKS", "HookWatch", "Site", "Template", "is_torchs", "marked_hooks", "own_hooks", "without_hooks"]
 
 
 @torch.library.custom_op("parplan::pre_hooks", mutates_args=())
@@ -92,12 +92,12 @@ class Site:
 
 def own_hooks(registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
     """Hooks that are the user's, not torch's."""
-    return {key: hook for key, hook in registered.items() if not _is_torchs(hook)}
+    return {key: hook for key, hook in registered.items() if not is_torchs(hook)}
 
 
-def _is_torchs(hook: Callable[..., Any]) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == "torch"
+def is_torchs(code: Any) -> bool:
+    """Whether a class, a function or a callable object is torch's own."""
+    return (getattr(code, "__module__", None) or type(code).__module__).split(".")[0] == "torch"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from unittest import mock
@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import ExportedProgram
 
-from parplan.compat import FakeTensor, in_functional_transform, intercepted_functions, memory_of, schema_of
+from parplan.compat import FakeTensor, in_functional_transform, intercepted_functions
 from parplan.errors import CaptureError
-from parplan.graph.axes.table import is_tensor
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.batch_changes import BatchChanges
 from parplan.graph.export.functionalise import rename_output
 from parplan.graph.layers import Owner, owner_of
@@ -32,7 +32,7 @@ from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, cus
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, Handle, HookSite, gradient_hook
 from parplan.graph.user_code.hook_code import HookCode
 from parplan.graph.user_code.hook_routing import route_through_hooks
-from parplan.graph.user_code.module_hooks import Template
+from parplan.graph.user_code.module_hooks import Template, is_torchs
 from parplan.graph.user_line import calling_line
 
 __all__ = ["OpaqueCalls"]
@@ -81,22 +81,17 @@ class OpaqueCalls:
         self.sites[name] = site
         return name
 
-    @contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """While it lasts, nothing is intercepted."""
-        self._aside = True
-        try:
-            yield
-        finally:
-            self._aside = False
-
     # -- what is intercepted --
 
     def _apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `cls.apply`."""
         if cls is _CHECKPOINT and not self._aside:
-            return _checkpointed(*args)
-        if self._aside or _is_torchs(cls):
+            # What a checkpoint saves is memory; without a differentiable input it gives no gradient.
+            function, _, *inputs = args
+            differentiable = any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
+                return function(*inputs)
+        if self._aside or is_torchs(cls):
             return plain(cls, *args, **kwargs)
         if in_functional_transform():
             _refuse(f"{cls.__name__}.apply is called inside of torch.func", "call it outside of the transform")
@@ -104,13 +99,20 @@ class OpaqueCalls:
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return plain(cls, *args, **kwargs)
         site = FunctionSite(cls, calling_line(), template)
-        alike = self._probed[_kind(cls, tensors)]
+        # Calls of a Function are traced alike that have this in common, arguments that are no tensors aside.
+        first = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)]) for t in tensors)
+        kind = (cls, torch.is_grad_enabled(), shapes)
+        alike = self._probed[kind]
         known = next((other for other in alike if other.inputs.matches(template)), None)
         if known is not None:
             site.know(known)
         else:
-            with self._set_aside():
+            self._aside = True  # while the Function is probed, nothing is intercepted
+            try:
                 probe(site, tensors, self._model)
+            finally:
+                self._aside = False
             alike.append(site)
         return site.outputs.filled(custom_function(tensors, self._named(cls.__name__, site)))
 
@@ -137,7 +139,7 @@ class OpaqueCalls:
 
     def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def enter(hooks: saved_tensors_hooks) -> Any:
-            if not self._aside and not _is_torchs(hooks.pack_hook):
+            if not self._aside and not is_torchs(hooks.pack_hook):
                 _refuse(
                     "the forward changes what is saved for the backward (saved_tensors_hooks)",
                     "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
@@ -223,31 +225,12 @@ def _opaque(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for module in modules for node in module.graph.nodes if node.target in _OPS]
 
 
-def _kind(cls: type, tensors: Sequence[Tensor]) -> Hashable:
-    """Key of the calls of a Function that are traced alike, arguments that are no tensors aside."""
-    first = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
-    shapes = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, first[id(t)]) for t in tensors)
-    return (cls, torch.is_grad_enabled(), shapes)
-
-
-def _is_torchs(code: Any) -> bool:
-    return str(code.__module__).split(".")[0] == "torch"
-
-
-def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """The function itself: what a checkpoint saves is memory. Without a differentiable input it gives no gradient."""
-    differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
-        return function(*args)
-
-
 def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
     """Refuse later changes in place of a Function's argument, or of its result, where one is a view of the other."""
     shared: dict[int, FunctionSite] = {}
     for node in graph.nodes:
-        changed = is_tensor(node) and getattr(schema_of(node.target), "is_mutable", False)
-        if changed and memory_of(node.meta["val"]) in shared:
-            found = shared[memory_of(node.meta["val"])]
+        if is_tensor(node) and is_inplace(node) and memory_of_node(node) in shared:
+            found = shared[memory_of_node(node)]
             raise CaptureError(
                 f"{found.name}.apply returns a view of its argument, and one of the two is changed in place\n  at "
                 f"{found.line}\n  use the op that returns a new tensor (relu instead of relu_)"
@@ -255,7 +238,7 @@ def _check_aliases(graph: fx.Graph, sites: Mapping[str, Any]) -> None:
         site = sites.get(str(node.args[-1])) if node.target is CUSTOM_FUNCTION else None
         if isinstance(site, FunctionSite) and site.aliases:
             held = [*node.all_input_nodes, *(user for user in node.users if is_tensor(user))]
-            shared |= {memory_of(tensor.meta["val"]): site for tensor in held}
+            shared |= {memory_of_node(tensor): site for tensor in held}
 
 
 _REFUSED: dict[tuple[Any, str], tuple[str, str]] = {
