@@ -8,7 +8,7 @@ tensor once. The batch axis is the one that the samples of the layer's inputs li
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
@@ -77,7 +77,15 @@ def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
                 known.names.append(axis.name)
             known.units = gcd(known.units, axis.units)
     for node in calls:
-        for place in _unmentioned(node, axes[node.name], list(union)):
+        # Places in a call's tensors that its row says nothing about stay whole.
+        results = [user for user in node.users if _is_getitem(user)] or [node]
+        tensors = [t for t in (*node.all_input_nodes, *results) if is_tensor(t)]
+        mentioned = {place for axis in axes[node.name] for place in axis.places()}
+        leading = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
+        names = {tensor.name for tensor in tensors}
+        merged = {place for place in union if place.outer > 1 and place.tensor in names}
+        unmentioned = sorted((leading | merged) - mentioned, key=lambda place: (place.tensor, place.dim, place.outer))
+        for place in unmentioned:
             joint[union[place]].cuts.add(Cut.BLOCKED)
     for place in union:
         known = joint[union[place]]
@@ -112,17 +120,6 @@ def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, .
 
 def _is_getitem(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _unmentioned(node: fx.Node, axes: Iterable[OpAxis], known: Iterable[Place]) -> list[Place]:
-    """Places in a call's tensors that its row says nothing about: they stay whole."""
-    results = [user for user in node.users if _is_getitem(user)] or [node]
-    tensors = [t for t in (*node.all_input_nodes, *results) if is_tensor(t)]
-    mentioned = {place for axis in axes for place in axis.places()}
-    leading = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
-    names = {tensor.name for tensor in tensors}
-    merged = {place for place in known if place.outer > 1 and place.tensor in names}
-    return sorted((leading | merged) - mentioned, key=lambda place: (place.tensor, place.dim, place.outer))
 
 
 def layer_axes(

@@ -146,7 +146,12 @@ def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> l
                 parts.append((node, *(user for user in node.users if op_name(user) == "getitem" and user in own)))
         else:
             known = {node for part in parts for node in part}
-            parts += _connected([node for node in members if node not in known])
+            rest = [node for node in members if node not in known]
+            near = nx.Graph()
+            near.add_nodes_from(rest)
+            near.add_edges_from((source, node) for node in rest for source in node.all_input_nodes if source in near)
+            joined = [tuple(sorted(part)) for part in nx.connected_components(near)]
+            parts += sorted(joined, key=lambda part: part[-1])
     if len(own) == len(nodes):
         return parts
     return [tuple(node for node in nodes if node in part or node.meta.get(BOUNDARY) in part) for part in parts]
@@ -160,15 +165,6 @@ def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
 
 
 _LIGHT = ("add", "multiply", "other", "reshape")
-
-
-def _connected(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
-    near = nx.Graph()
-    near.add_nodes_from(nodes)
-    near.add_edges_from((source, node) for node in nodes for source in node.all_input_nodes if source in near)
-    order = {node: index for index, node in enumerate(nodes)}
-    parts = [tuple(sorted(part, key=order.__getitem__)) for part in nx.connected_components(near)]
-    return sorted(parts, key=lambda part: order[part[-1]])
 
 
 def _layer(

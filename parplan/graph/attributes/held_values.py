@@ -63,14 +63,11 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
             return {"bit_generator.state": str(generator.state)}
         return {"get_state()": str(value.get_state())} if hasattr(value, "get_state") else None
     found = dict(getattr(value, "__dict__", {}))
-    names = (name for kind in type(value).__mro__ for name in _slots(kind))
-    found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
     return found or None
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,15 @@ def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls
     if training != model.training:
         model.train(training)
     try:
-        _refuse_averages(model)
+        # Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant.
+        for name, module in model.named_modules():
+            averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
+            if averages and module.training:
+                raise CaptureError(
+                    f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
+                    "which parplan does not capture in training; give it a momentum, such as 0.1 "
+                    "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
+                )
         with (
             quiet(),
             stand_ins(model),
@@ -232,18 +240,6 @@ def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)
     return exported, recorder
-
-
-def _refuse_averages(model: nn.Module) -> None:
-    """Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant."""
-    for name, module in model.named_modules():
-        averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
-        if averages and module.training:
-            raise CaptureError(
-                f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
-                "which parplan does not capture in training; give it a momentum, such as 0.1 "
-                "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
-            )
 
 
 _UNTRACEABLE = (

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from torch import fx
 
 from parplan.compat import overload_name, schema_of
 from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["computes_alike"]
+
+_VARIANT = re.compile(r"^(Tensor|Scalar)(_(Tensor|Scalar))?$")
 
 
 def computes_alike(plain: LayerGraph, other: LayerGraph) -> bool:
@@ -33,15 +34,9 @@ def _ops(graph: LayerGraph, numbers: Mapping[str, Any]) -> Iterator[tuple[Any, .
             if sources and sources <= scalars:
                 scalars.add(node.name)
             else:
-                spec = graph.values.get(node.name)
-                yield (_name(node), *((spec.dtype, len(spec.shape), spec.requires_grad) if spec is not None else ()))
-
-
-def _name(node: fx.Node) -> str:
-    """Of the op; what differs between an op on a number and one on a tensor is left out."""
-    schema = schema_of(node.target)
-    if schema is None:
-        return str(node.target)
-    name, variant = str(schema.name).replace("rsub", "sub"), overload_name(node.target)
-    alike = variant in ("Tensor", "Scalar", "Tensor_Scalar", "Tensor_Tensor", "Scalar_Tensor")
-    return f"{name}.{'' if alike else variant}"
+                spec, schema = graph.values.get(node.name), schema_of(node.target)
+                # What differs between an op on a number and one on a tensor is left out of its name.
+                name = str(node.target if schema is None else schema.name)
+                if schema is not None:
+                    name = f"{name.replace('rsub', 'sub')}.{_VARIANT.sub('', overload_name(node.target))}"
+                yield (name, *((spec.dtype, len(spec.shape), spec.requires_grad) if spec is not None else ()))

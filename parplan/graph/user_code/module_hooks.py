@@ -116,7 +116,12 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for path, module in model.named_modules():
-            if _is_hooked(module):
+            if module._backward_hooks and module._is_full_backward_hook is False:
+                raise CaptureError(
+                    f"{type(module).__name__} has a hook of register_backward_hook, which torch has given up; "
+                    "use register_full_backward_hook"
+                )
+            if any(_kinds(module)):
                 saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
                 _Marks(module, path, calls, sites).install()
         yield
@@ -148,15 +153,6 @@ def _remove_own(module: nn.Module) -> None:
         if isinstance(value, dict):
             kept = {} if "backward" in name else {key: hook for key, hook in value.items() if key not in own}
             module.__dict__[name] = type(value)(kept)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    if module._backward_hooks and module._is_full_backward_hook is False:
-        raise CaptureError(
-            f"{type(module).__name__} has a hook of register_backward_hook, which torch has given up; "
-            "use register_full_backward_hook"
-        )
-    return any(_kinds(module))
 
 
 def _kinds(module: nn.Module) -> tuple[bool, bool, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from parplan.cluster import Cluster
@@ -41,17 +41,13 @@ def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[in
         return tuple(device_blocks(cluster.count, everywhere))
     kinds = [group.members for group in cluster.groups]
     alone = [tuple(own[i] for i in block) for own in kinds for block in device_blocks(len(own), everywhere)]
-    return tuple(dict.fromkeys((*alone, *_together(kinds))))
-
-
-def _together(kinds: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    few = prod(len(own) + 1 for own in kinds) <= MOST_COMBINATIONS
-    sizes: list[Sequence[int]] = [range(len(own) + 1) if few else (0, len(own)) for own in kinds]
-    if 2 ** len(kinds) > MOST_COMBINATIONS:
-        sizes = [(len(own),) for own in kinds]
-    for counts in product(*sizes):
-        if any(counts):
-            yield tuple(sorted(number for own, size in zip(kinds, counts, strict=True) for number in own[:size]))
+    sizes: list[Sequence[int]] = [range(len(own) + 1) for own in kinds]
+    if prod(map(len, sizes)) > MOST_COMBINATIONS:
+        whole = 2 ** len(kinds) > MOST_COMBINATIONS
+        sizes = [(len(own),) if whole else (0, len(own)) for own in kinds]
+    chosen = [[own[:size] for own, size in zip(kinds, counts, strict=True)] for counts in product(*sizes)]
+    together = (tuple(sorted(chain.from_iterable(parts))) for parts in chosen)
+    return tuple(dict.fromkeys((*alone, *(block for block in together if block))))
 
 
 def strategies(

@@ -75,7 +75,16 @@ class Relaxation:
         tables = self.tree.upward(costs.node_class, costs.edge)
         picked = self.tree.choice(tables)
         choice = [c.cheapest(cost, k) for c, cost, k in zip(self.classes, costs.node, picked, strict=True)]
-        return Priced(prices, tables.value + costs.constant, choice, self._slope(prices, choice))
+        # The excess of every row over its bound at the choice; negative slack only where the row has a price already.
+        limits = np.zeros(len(self.rows))
+        for r, (row, price) in enumerate(zip(self.rows, prices.limits, strict=True)):
+            total = float(sum(values[choice[v]] for v, values in row.terms.items()))
+            if price > 0 or total > row.high:
+                limits[r] = total - row.high
+            elif price < 0 or total < row.low:
+                limits[r] = total - row.low
+        slope = Prices(phases(self.problem, choice).rows[self.reduced], limits)
+        return Priced(prices, tables.value + costs.constant, choice, slope)
 
     def marginals(self, prices: Prices) -> list[FloatArray]:
         """Per node and strategy, a lower bound on T of every choice that uses it."""
@@ -103,17 +112,6 @@ class Relaxation:
         pairs = zip(self.problem.edges, self.forward_s, self.backward_s, strict=True)
         edge = [forward + (1 - reduction_weight[e.target]) * backward for e, forward, backward in pairs]
         return _Costs(node, [c.least(cost) for c, cost in zip(self.classes, node, strict=True)], edge, constant)
-
-    def _slope(self, prices: Prices, choice: Sequence[int]) -> Prices:
-        """The excess of every row over its bound at a choice; negative slack only where the row has a price already."""
-        limits = np.zeros(len(self.rows))
-        for r, (row, price) in enumerate(zip(self.rows, prices.limits, strict=True)):
-            total = float(sum(values[choice[v]] for v, values in row.terms.items()))
-            if price > 0 or total > row.high:
-                limits[r] = total - row.high
-            elif price < 0 or total < row.low:
-                limits[r] = total - row.low
-        return Prices(phases(self.problem, choice).rows[self.reduced], limits)
 
 
 def relax(problem: Problem, rows: Sequence[Row]) -> Relaxation | None:
