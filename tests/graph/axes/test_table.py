@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -15,7 +16,6 @@ from tests.graph.single_op import OneOp, Results, part_results, whole_results
 
 aten = torch.ops.aten
 EMPTY = ("empty_like", "empty.memory_format", "new_empty")  # whatever was in memory: only shapes can be compared
-CASES = [pytest.param(op, number, id=f"{op}-{number}") for op, calls in SAMPLES.items() for number in range(len(calls))]
 
 
 def one_op(op: str, number: int, parts: int, seed: int) -> OneOp:
@@ -33,9 +33,10 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], wha
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}: {m}")
 
 
-def assert_proved(op: str, found: Results, expected: Results, axis: Axis) -> None:
-    assert_same(found.outputs, expected.outputs, f"{op} cut along {dict(axis.dims)}", exact=op not in EMPTY)
-    assert_same(found.gradients, expected.gradients, f"gradients of {op} cut along {dict(axis.dims)}")
+def assert_proved(op: str, found: Results, expected: Results, axis: Axis, sample: str = "") -> None:
+    what = f"{op}{sample} cut along {dict(axis.dims)}"
+    assert_same(found.outputs, expected.outputs, what, exact=op not in EMPTY)
+    assert_same(found.gradients, expected.gradients, f"gradients of {what}")
 
 
 def test_every_op_of_the_table_has_a_sample_and_every_sample_an_op() -> None:
@@ -47,22 +48,25 @@ def test_every_row_opens_an_axis(op: str) -> None:
     assert any(one_op(op, number, 2, 0).open_axes() for number in range(len(SAMPLES[op])))
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize(("op", "number"), CASES)
-def test_shards_compute_the_whole(op: str, number: int, parts: int) -> None:
-    call = one_op(op, number, parts, seed=parts)
-    whole = whole_results(call)
-    for axis in call.open_axes():
-        if axis.units % parts == 0:
-            shares = [axis.units // parts] * parts
-            assert_proved(op, part_results(call, axis, shares), whole, axis)
+@pytest.mark.parametrize("op", SAMPLES)
+def test_shards_compute_the_whole(op: str) -> None:
+    for number, parts in itertools.product(range(len(SAMPLES[op])), (2, 3)):
+        call = one_op(op, number, parts, seed=parts)
+        whole = whole_results(call)
+        for axis in call.open_axes():
+            if axis.units % parts == 0:
+                shares = [axis.units // parts] * parts
+                sample = f", sample {number}, in {parts} shards"
+                assert_proved(op, part_results(call, axis, shares), whole, axis, sample)
 
 
-@pytest.mark.parametrize(("op", "number"), CASES)
-def test_uneven_replicas_compute_the_whole(op: str, number: int) -> None:
-    call = one_op(op, number, parts=3, seed=1)
-    whole = whole_results(call)
-    for axis in call.open_axes():
-        if axis.units > 1 and not axis.partial:
-            shares = [1, axis.units - 1]
-            assert_proved(op, part_results(call, axis, shares, as_batch=True), whole, axis)
+@pytest.mark.parametrize("op", SAMPLES)
+def test_uneven_replicas_compute_the_whole(op: str) -> None:
+    for number in range(len(SAMPLES[op])):
+        call = one_op(op, number, parts=3, seed=1)
+        whole = whole_results(call)
+        for axis in call.open_axes():
+            if axis.units > 1 and not axis.partial:
+                shares = [1, axis.units - 1]
+                sample = f", sample {number}, in replicas of {shares}"
+                assert_proved(op, part_results(call, axis, shares, as_batch=True), whole, axis, sample)
