@@ -1,9 +1,10 @@
-# check: style, types and import directions.  test: the test suite.  bench: every benchmark, figures in build/bench/.
+# check: style, types and import directions.  test: the default tier of the tests.  test-all: every test.
+# bench: every benchmark, figures in build/bench/.
 PYTHON ?= python
 CODE := parplan tests benchmarks examples
 BENCHMARKS := solver plans verification ddp memory published prediction towers schemes checkpoints attributes fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
-.PHONY: check test bench
+.PHONY: check test test-all bench
 
 check:
 	ruff check $(CODE)
@@ -13,6 +14,9 @@ check:
 
 test:
 	$(PYTHON) -m pytest
+
+test-all:
+	$(PYTHON) -m pytest -m ""
 
 bench:
 	mkdir -p build/bench

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -52,10 +53,17 @@ def fixed_seed() -> None:
     torch.manual_seed(SEED)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Mark the cases that `sampled` leaves to the full tier; skip `gpu` tests where there is no CUDA device."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
+        sampled = item.get_closest_marker("sampled")
+        if sampled and not item.get_closest_marker("full"):
+            cases.setdefault((item.nodeid.partition("[")[0], *sampled.args), []).append(item)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for (_, kept), of_a_test in cases.items():
+        # By a hash of the name: no stride that agrees with that of a parameter, and a new case moves one at most.
+        for item in sorted(of_a_test, key=lambda item: crc32(item.name.encode()))[kept:]:
+            item.add_marker(pytest.mark.full)

@@ -188,7 +188,7 @@ def all_gone(leader: int, timeout_s: float = 60.0) -> bool:
     return not group_members(leader)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_two_processes_that_are_interrupted_lose_nothing_and_leave_nobody(model: str, filled: Path) -> None:
     devices = 2

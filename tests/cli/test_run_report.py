@@ -99,7 +99,6 @@ def test_a_plan_for_other_devices_is_refused(model: str, capsys: pytest.CaptureF
     assert "the plan is for 3 devices, here are 2" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_processes_are_started_and_their_figures_joined(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", model, "--devices", "2", "--steps", "2", "--processes", "--learn"]) == 0
     out = capsys.readouterr().out
@@ -108,7 +107,7 @@ def test_processes_are_started_and_their_figures_joined(model: str, capsys: pyte
     assert "Planned again" in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_ends_a_process_is_told_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", model, "--devices", "2", "--processes", "--batch", "1"]) == 2
     err = capsys.readouterr().err
@@ -136,7 +135,7 @@ def _alive(pid: int) -> bool:
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_an_interruption_leaves_no_process_behind(model: str) -> None:
     command = [sys.executable, "-m", "parplan", "run-report", model, "--devices", "2", "--processes"]

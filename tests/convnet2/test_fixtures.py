@@ -89,6 +89,7 @@ def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     assert periods == (set(columns("fc6", "fc7")) | {"fc8"} if name == "4gpu-data-model" else set())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_verifies(folder: Path, name: str) -> None:
     found = small(folder, name)
@@ -98,6 +99,7 @@ def test_verifies(folder: Path, name: str) -> None:
     assert checked.plan.devices == found.gpus
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(folder: Path, name: str) -> None:
     """Training on logical CPU devices tells two kinds of images apart, and predictions come without labels."""
@@ -130,7 +132,7 @@ def without_dropout(network: nn.Module, images: Tensor, labels: Tensor) -> float
     return float(cost)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_verifies_at_full_size() -> None:
     """All filters and units in float64, on images of 64 pixels: the sizes of maps change no layer's devices."""
     found = read(fixture("4gpu-data-model").path, shapes={0: (3, 64, 64)})

@@ -184,6 +184,7 @@ def test_out_of_time(file: Path) -> None:
     assert profile(Perceptron(), settings(file, time_cap_s=0.0)).outcome == Outcome(0, 0, len(distinct(1)))
 
 
+@pytest.mark.full
 def test_what_a_process_refuses_is_the_refusal(file: Path) -> None:
     with pytest.raises(ParplanError, match=r"^net\.py: no such file$"):
         profile(Perceptron(known=False), settings(file, 2))

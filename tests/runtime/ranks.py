@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from benchmarks.training import Outcome, Verdict
 from benchmarks.workers import Workers
 
-__all__ = ["Case", "free_port", "run_case"]
+__all__ = ["Case", "free_port", "on_two_and_four", "run_case"]
 
 Case = Callable[[int, int], object]
 
@@ -23,6 +23,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
+
+
+def on_two_and_four(
+    cases: Iterable[str], *, full_on_two: Collection[str] = (), few_on_four: Collection[str]
+) -> list[object]:
+    """Parameters (case, ranks): every case on 2 and on 4 ranks.
+
+    Args:
+        full_on_two: cases that are left to the full tier on 2 ranks too.
+        few_on_four: the cases that the default tier runs on 4 ranks.
+    """
+    full = {2: set(full_on_two), 4: set(cases) - set(few_on_four)}
+    return [
+        pytest.param(case, ranks, marks=pytest.mark.full if case in full[ranks] else (), id=f"{case}-{ranks}")
+        for case in cases
+        for ranks in (2, 4)
+    ]
 
 
 def run_case(case: Case, ranks: int) -> None:

@@ -12,8 +12,6 @@ from tests.runtime.checkpoint_cases import ALONE, WITH_FILES
 from tests.runtime.checkpoint_cells import Cell, Setup, read, write
 from tests.runtime.ranks import Case, run_case
 
-pytestmark = pytest.mark.slow
-
 CELLS = [
     Cell(Setup(a, before), Setup(b, after), optimizer, route, cut_first)
     for a, before, b, after, optimizer, route, cut_first in (
@@ -43,6 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) -> None:
     run_case(partial(write, cell, written), cell.source.processes)

@@ -297,7 +297,6 @@ def first_call_ranks(rank: int, ranks: int) -> None:
 CASES = {"hybrid": hybrid_ranks, "first call": first_call_ranks}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_measure_together(case: str) -> None:
     run_case(CASES[case], 2)

@@ -12,16 +12,17 @@ from torch import multiprocessing as mp
 
 from parplan.errors import RuntimeFailure
 from parplan.runtime.module.compiled import Compiled
+from tests.processes import forkserver
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
-from tests.runtime.ranks import free_port, run_case
+from tests.runtime.ranks import free_port, on_two_and_four, run_case
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_agree_with_the_plain_model(ranks: int, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "ranks"), on_two_and_four(CASES, few_on_four=("group_inputs", "group_train_steps", "hybrid"))
+)
+def test_ranks_agree_with_the_plain_model(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)
 
 
@@ -41,9 +42,9 @@ def _dying(rank: int, port: int, folder: str) -> None:
         (Path(folder) / "error").write_text(str(error))
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
-    mp.start_processes(_dying, (free_port(), str(tmp_path)), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
+    forkserver()
+    mp.start_processes(_dying, (free_port(), str(tmp_path)), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
     text = (tmp_path / "error").read_text()
     assert text.startswith("rank 0: ")
     assert "another rank has probably stopped" in text

@@ -248,7 +248,6 @@ def test_analyze_finds_towers_and_verify_passes_them() -> None:
     assert verified.tolerance == 1e-9
 
 
-@pytest.mark.slow
 def test_ranks_with_a_row_each_agree_with_the_plain_model() -> None:
     run_case(chosen_towers, 2)
 

@@ -230,7 +230,6 @@ def shared(rank: int, ranks: int) -> None:
     same(cut(x, both), net(x, both), "one scale for all, again")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [merged, words, refused, shared])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)

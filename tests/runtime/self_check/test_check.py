@@ -378,7 +378,6 @@ def test_draws_that_cannot_be_replaced_are_named() -> None:
 # --- over processes --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_processes_check_together(case: str) -> None:
     run_case(CASES[case], 2)

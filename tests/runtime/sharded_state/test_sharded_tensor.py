@@ -17,15 +17,17 @@ from tests.processes import forkserver
 from tests.runtime import sharded_cases, sharded_model_cases, sharded_op_cases
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
-from tests.runtime.ranks import free_port, run_case
+from tests.runtime.ranks import free_port, on_two_and_four, run_case
 
 CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_agree_with_plain_training(ranks: int, case: str) -> None:
+# These train one small model per placement and per optimizer, or per change of the gradients.
+LONG = ("changed_gradients", "optimizers")
+
+
+@pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, full_on_two=LONG, few_on_four=("two_placements",)))
+def test_ranks_agree_with_plain_training(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)
 
 
@@ -47,7 +49,6 @@ def _alone(rank: int, port: int, folder: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_rank_that_gathers_alone_ends_with_an_error_at_the_timeout(tmp_path: Path) -> None:
     forkserver()
     mp.start_processes(_alone, (free_port(), str(tmp_path)), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
