@@ -196,7 +196,7 @@ def test_data_parallel_is_not_legal_when_the_batch_does_not_divide() -> None:
     assert rival.why_not == "R1: a batch of 12 does not divide by 5"
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_at_every_memory_a_plan_fits_with_its_transfers_or_is_refused(devices: int) -> None:
     """The solver estimates transfers; whatever it takes them for, a plan that would run out of memory is no answer."""
     graph, roomy = classifier(), cluster_preset(SLOW, devices)

@@ -44,6 +44,7 @@ from tests.planner.simulation.test_timeline import alexnet
 ISLANDS = Path(__file__).resolve().parents[2] / "examples" / "clusters" / "two-islands.toml"
 CONVOLUTIONS = tuple(f"conv{number}" for number in range(1, 6))
 GPUS = (2, 4, 8)
+FEW_GPUS = [2, 4, pytest.param(8, marks=pytest.mark.full)]
 FEW, MANY = 128, 2048  # images per GPU
 ROOM = 1 << 40  # bytes: more than a K20 has, for batches that only arithmetic can run
 
@@ -116,7 +117,7 @@ def all_sharded(decision: Decision, names: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus: int, optimizer: str) -> None:
     found = on_paper(FEW, gpus, optimizer)
     assert all_replicated(found, CONVOLUTIONS)
@@ -126,13 +127,13 @@ def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus:
     assert plain.step_s > 1.03 * found.prediction.step_s  # no tie
 
 
-@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_at_16_times_the_batch_nothing_is_sharded(gpus: int) -> None:
     found = on_paper(MANY, gpus)
     assert all_replicated(found, [name for name, layer in alexnet(8).layers.items() if layer.parameters])
 
 
-@pytest.mark.parametrize("each", [FEW, MANY])
+@pytest.mark.parametrize("each", [pytest.param(FEW, marks=pytest.mark.full), MANY])
 def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
     file = load_cluster(ISLANDS)
     cluster = file.with_memory(ROOM) if each > FEW else file
@@ -149,7 +150,7 @@ def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: s
     assert (many["fc6"].replicas, many["fc7"].replicas) == (gpus, gpus)
 
 
-@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_they_hang_on_there_being_some_of_both(gpus: int) -> None:
     """With all of the sums hidden, replicas tie at 128; with nothing hidden shards save their update at any batch."""
     hidden = on_paper(FEW, gpus, overlap=1.0)

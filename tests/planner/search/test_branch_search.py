@@ -72,6 +72,7 @@ def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: strategy.devices for name, strategy in plan.layers.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_search_comes_within_a_twentieth_of_the_best_of_all_plans(seed: int) -> None:
     draw, graph = random.Random(seed), drawn(seed)
@@ -248,6 +249,7 @@ def test_analyze_finds_towers_and_verify_passes_them() -> None:
     assert verified.tolerance == 1e-9
 
 
+@pytest.mark.full
 def test_ranks_with_a_row_each_agree_with_the_plain_model() -> None:
     run_case(chosen_towers, 2)
 

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from parplan.runtime.sharded_state.outside_gradients import OutsideGradients, ParameterAliases
 from tests.runtime.outside_gradient_cases import CASES
-from tests.runtime.ranks import run_case
+from tests.runtime.ranks import on_two_and_four, run_case
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_terms_beside_the_model_are_averaged_or_refused(ranks: int, case: str) -> None:
+@pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, few_on_four=()))
+def test_terms_beside_the_model_are_averaged_or_refused(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)
 
 
