@@ -176,7 +176,7 @@ def _labels(work: Work) -> dict[str, str]:
     readers: dict[str, list[str]] = defaultdict(list)
     for move in work.moves:
         if any(move.legs):
-            readers[move.value].append(move.target or RESULTS)
+            readers[move.value] += (name or RESULTS for name in move.targets)
     sources = {move.value: move.source or INPUTS for move in work.moves}
     return {value: f"{sources[value]} -> {', '.join(own)}" for value, own in readers.items()}
 

@@ -150,7 +150,7 @@ class _Polish:
         """Layers without weights that read what this one makes, what the first such makes, and so on."""
         graph, last = self.case.graph, index
         for (source, target), _ in sorted(self.edges.items(), key=lambda pair: pair[0]):
-            if source == last and target < len(graph.layers):
+            if source == last and graph.digraph.has_edge(*map(self.formulation.names.__getitem__, (source, target))):
                 if graph.layers[self.formulation.names[target]].parameters:
                     return
                 yield target

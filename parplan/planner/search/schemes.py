@@ -224,7 +224,8 @@ def clocked_facts(
 
 def _in_passes(facts: LayerFacts, work: Work) -> LayerFacts:
     layer, times = work.layers[facts.name], work.times(facts.name)
-    legs = [leg for move in work.into.get(facts.name, ()) for part in move.legs for leg in part]
+    first = [move for move in work.into.get(facts.name, ()) if move.targets[0] == facts.name]
+    legs = [leg for move in first for part in move.legs for leg in part]
     return replace(
         facts,
         forward_s=times * layer.forward_s,

@@ -2,6 +2,11 @@
 
 Memory is counted at the moments of a step (cost_models.costs.Moments). Outputs are delivered as inputs came, by a last
 node that is not a layer.
+
+A value that several layers read in one layout is moved there once (lowering/placement.py). Costs of pairs can say so of
+like readers (`like_readers`: query, key and value; gate and up): the first pays for the value's way to it, each other
+for its way on from there, nothing where it wants the value as the first does. Where the maker has one strategy, the
+others pay for the way from the maker, so a given plan is priced exactly. Readers that are not alike pay each.
 """
 
 from __future__ import annotations
@@ -20,9 +25,15 @@ from parplan.layout import Grid, Layout
 from parplan.plan import Plan, Strategy
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
-__all__ = ["Formulation", "Option", "arrival_layout", "delivery_layout", "extended", "formulate", "statistics_s"]
+__all__ = [
+    "Formulation", "Option", "arrival_layout", "delivery_layout", "extended", "formulate", "like_readers",
+    "statistics_s",
+]  # fmt: skip
 
 DELIVERY = "(delivery)"
+
+LikeReaders = Mapping[str, Mapping[str, str]]
+"""Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +99,20 @@ def formulate(
         on_layer: told (done, total) while costs are computed.
     """
     names = tuple(graph.layers)
+    like = like_readers(graph)
     options = []
     for done, name in enumerate(names):
         options.append(
-            tuple(_option(graph.layers[name], strategy, costs, graph, cluster.count) for strategy in candidates[name])
+            tuple(_option(graph, cluster, costs, like, graph.layers[name], strategy) for strategy in candidates[name])
         )
         if on_layer is not None:
             on_layer(done + 1, len(names))
     nodes = [_node(name, own, cluster.count) for name, own in zip(names, options, strict=True)]
     nodes.append(Node(DELIVERY, np.array([costs.step.overhead_s]), np.zeros(1), np.zeros(1)))
+    edges = _edges(graph, cluster, costs, like, names, options)
     problem = Problem(
         nodes=tuple(nodes),
-        edges=tuple(_r4(edge, options) if strict else edge for edge in _edges(graph, cluster, costs, names, options)),
+        edges=tuple(_r4(edge, graph, names, options) if strict else edge for edge in edges),
         limits=tuple(float(device.memory_bytes) for device in cluster.devices),
         linear=tuple(_strict_rules(graph, names, options)) if strict else (),
         resource_names=_device_names(cluster),
@@ -113,25 +126,34 @@ def _device_names(cluster: Cluster) -> tuple[str, ...]:
     return tuple(f"device {number}{kind}" for number, kind in enumerate(kinds))
 
 
-def _option(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> Option:
+def _option(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, strategy: Strategy
+) -> Option:
     statistics = statistics_s(layer, strategy, costs, graph)
     cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
     reduce_s = costs.reduction(layer, strategy)
     late_s = costs.step.late * reduce_s
     stolen_s = (1 - costs.step.overlap) * (reduce_s - late_s)
-    arrival_s = _arrival_s(layer, strategy, costs, graph, devices)
+    # Bringing it what it takes of the user's inputs from where they are: each device has its own samples.
+    arrivals = (
+        costs.transfer(graph.values[v], arrival_layout(graph, cluster.count, v), layer.layout(v, strategy))
+        for v in layer.inputs
+        if v in graph.user_inputs and layer.name not in like.get(v, {})
+    )
+    arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
     return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s, late_s)
 
 
-def _arrival_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph, devices: int) -> float:
-    """Bringing the layer what it takes of the user's inputs from where they are: each device has its own samples."""
-    total_s = 0.0
-    for value in layer.inputs:
-        if value in graph.user_inputs:
-            arrived = arrival_layout(graph, devices, value)
-            moved = costs.transfer(graph.values[value], arrived, layer.layout(value, strategy))
-            total_s += moved.forward_s + moved.backward_s
-    return total_s
+def like_readers(graph: LayerGraph) -> LikeReaders:
+    """Which layers of one kind read the same value, such as query, key and value."""
+    first: dict[tuple[str, str], str] = {}
+    found: dict[str, dict[str, str]] = {}
+    for name, layer in graph.layers.items():
+        for value in dict.fromkeys(layer.inputs):
+            leader = first.setdefault((value, layer.kind), name)
+            if leader != name and (value in graph.producer or value in graph.user_inputs):
+                found.setdefault(value, {})[name] = leader
+    return found
 
 
 def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
@@ -178,14 +200,29 @@ def _usages(options: Sequence[Option], device: int) -> list[Usage]:
 
 
 def _edges(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, names: Sequence[str], options: Sequence[Sequence[Option]]
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    like: LikeReaders,
+    names: Sequence[str],
+    options: Sequence[Sequence[Option]],
 ) -> list[Edge]:
     position = {name: index for index, name in enumerate(names)}
-    edges = []
+    edges = {}
     for source, target, values in graph.digraph.edges(data="values"):
         a, b = position[source], position[target]
-        targets = [[_input(graph, target, value, o.strategy) for o in options[b]] for value in values]
-        edges.append(_edge(graph, costs, (a, b), values, options[a], targets))
+        own = [value for value in values if target not in like.get(value, {})]
+        given = [[_layout(graph, source, value, o.strategy) for o in options[a]] for value in own]
+        wanted = [[_layout(graph, target, value, o.strategy) for o in options[b]] for value in own]
+        edges[a, b] = _edge(graph, costs, (a, b), own, (len(options[a]), len(options[b])), given, wanted)
+    for value, leaders in like.items():
+        for target, source in leaders.items():
+            a, b = position[source], position[target]
+            forward, backward = _on_from(
+                graph, cluster, costs, leaders, value, target, dict(zip(names, options, strict=False))
+            )
+            known = edges.get((a, b), Edge(a, b, np.zeros_like(forward), np.zeros_like(backward)))
+            edges[a, b] = Edge(a, b, known.forward_s + forward, known.backward_s + backward)
     delivered = [
         value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer
     ]
@@ -193,12 +230,38 @@ def _edges(
     for value in delivered:
         by_layer.setdefault(graph.producer[value], []).append(value)
     for source, values in by_layer.items():
+        a, b = position[source], len(names)
+        given = [[_layout(graph, source, value, o.strategy) for o in options[a]] for value in values]
         ends = [[delivery_layout(graph, cluster.count, value)] for value in values]
-        edges.append(_edge(graph, costs, (position[source], len(names)), values, options[position[source]], ends))
-    return edges
+        edges[a, b] = _edge(graph, costs, (a, b), values, (len(options[a]), 1), given, ends)
+    return list(edges.values())
 
 
-def _input(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
+def _on_from(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    leaders: Mapping[str, str],
+    value: str,
+    target: str,
+    options: Mapping[str, Sequence[Option]],
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
+    maker, first = graph.producer.get(value), leaders[target]
+    alike = [first, *(name for name, leader in leaders.items() if leader == first)]
+    wanted = {name: [_layout(graph, name, value, option.strategy) for option in options[name]] for name in alike}
+    if maker is None:
+        homes = {arrival_layout(graph, cluster.count, value)}
+    else:
+        homes = {_layout(graph, maker, value, option.strategy) for option in options[maker]}
+    given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
+    moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
+    decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
+    there = np.array([[layout == own or layout in decided for layout in wanted[target]] for own in wanted[first]])
+    return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
+
+
+def _layout(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
     return graph.layers[layer].layout(value, strategy)
 
 
@@ -215,13 +278,12 @@ def _edge(
     costs: CostModel,
     ends: tuple[int, int],
     values: Sequence[str],
-    options: Sequence[Option],
+    sizes: tuple[int, int],
+    sources: Sequence[Sequence[Layout]],
     targets: Sequence[Sequence[Layout]],
 ) -> Edge:
-    forward = backward = np.zeros((len(options), len(targets[0])))
-    for value, wanted in zip(values, targets, strict=True):
-        layer = graph.layers[graph.producer[value]]
-        given = [layer.layout(value, option.strategy) for option in options]
+    forward = backward = np.zeros(sizes)
+    for value, given, wanted in zip(values, sources, targets, strict=True):
         moved = costs.transfer_matrix(graph.values[value], given, wanted)
         forward, backward = forward + moved.forward_s, backward + moved.backward_s
     return Edge(ends[0], ends[1], forward, backward)
@@ -243,9 +305,9 @@ def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Seq
     return rows
 
 
-def _r4(edge: Edge, options: Sequence[Sequence[Option]]) -> Edge:
-    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery)."""
-    if edge.target >= len(options):
+def _r4(edge: Edge, graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> Edge:
+    """R4: pairs of replica counts that do not divide are forbidden (not before the delivery, nor of like readers)."""
+    if edge.target >= len(options) or not graph.digraph.has_edge(names[edge.source], names[edge.target]):
         return edge
     ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
     broken = ends[0][:, None] % ends[1][None, :] != 0

@@ -142,7 +142,8 @@ class Parts:
         if last:
             self._sum(layer, own, shown)
         for move in work.into.get(name, ()):
-            if move.crossing is not Crossing.ONCE or last:
+            # The first to read a shared value is the last to give its gradient.
+            if name == move.targets[0] and (move.crossing is not Crossing.ONCE or last):
                 self.back(move, number)
         return list(own.values())
 
@@ -192,18 +193,17 @@ class Parts:
             every = move.crossing is Crossing.INWARDS
             for part in range(self.passes) if every else (move.number(number),):
                 back = self.given_back.get((move.index, part))
-                if back is None and move.target is not None:
-                    back = self._read_back(move, part, device)
-                found += back or ()
+                found += self._read_back(move, part, device) if back is None else back
         return tuple(found)
 
     def _read_back(self, move: Move, part: int, device: int) -> Tasks:
-        """The backward of the layer that reads a value which did not have to move."""
-        assert move.target is not None
+        """The backward of the layers that read a value which did not have to move."""
         if move.crossing is Crossing.ONCE:
-            known = (own for (name, _), own in self.came.items() if name == move.target)
-            return tuple(task for own in known for task in _on(own, device))
-        return _on(self.came[move.target, 0 if move.crossing is Crossing.OUTWARDS else part], device)
+            known = (own for (name, _), own in self.came.items() if name in move.targets)
+        else:
+            number = 0 if move.crossing is Crossing.OUTWARDS else part
+            known = (self.came[name, number] for name in move.targets if name is not None)
+        return tuple(task for own in known for task in _on(own, device))
 
     # -- transfers --
 
@@ -220,13 +220,13 @@ class Parts:
             self.arrived[move.index, part] = last
 
     def back(self, move: Move, number: int, after: Tasks = ()) -> None:
-        """Its gradient sets out when the reader has given it, and not before `after`."""
+        """Its gradient sets out when all readers have given theirs, and not before `after`."""
         part = move.number(number)
         if move.source is None or not any(leg.backward_s > 0 for leg in move.legs[part]):
             return
-        if move.target is not None:
-            read = self.came[move.target, 0 if move.crossing is Crossing.OUTWARDS else number]
-            after = (*after, *read.values())
+        for name in filter(None, move.targets):
+            in_passes = self.work.layers[name].stage is Stage.PASSES
+            after = (*after, *self.came[name, number if in_passes else 0].values())
         last = after
         for leg in reversed(move.legs[part]):
             last = (self._transfer(move, leg, leg.backward_s, leg.received, leg.sent, last, part),)
@@ -265,7 +265,7 @@ class Parts:
     def results_back(self) -> None:
         """Gradients of the results that are not of passes."""
         for move in self.work.into.get(None, ()):
-            if move.crossing is Crossing.ONCE:
+            if move.targets == (None,) and move.crossing is Crossing.ONCE:
                 self.back(move, 0)
 
     def update(self, layers: Sequence[LayerWork]) -> list[int]:
@@ -299,7 +299,8 @@ def step_parts(work: Work) -> tuple[Part, ...]:
     """Everything there is to do in one training step, in the order of the program."""
     between = any(layer.stage is Stage.PASSES and layer.period < work.stages.passes for layer in work.layers.values())
     in_turn = between if work.manner.in_turn is None else work.manner.in_turn
-    return (_InTurn if in_turn and not work.stages.layers(Stage.AFTER) else _Plain)(work).all()
+    pass_by_pass = in_turn and work.stages.passes > 1 and not work.stages.layers(Stage.AFTER)
+    return (_InTurn if pass_by_pass else _Plain)(work).all()
 
 
 class _Plain(Parts):

@@ -14,7 +14,7 @@ from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.search_space.formulation import arrival_layout, delivery_layout, statistics_s
+from parplan.planner.search_space.formulation import arrival_layout, delivery_layout, like_readers, statistics_s
 
 __all__ = ["OURS", "Busy", "LayerWork", "Leg", "Manner", "Move", "Work", "work_of"]
 
@@ -92,7 +92,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Move:
-    """A value on its way from the layer that makes it to one that reads it; None: the user's.
+    """A value on its way from the layer that makes it to like readers in one layout, or to one; None: the user.
 
     `index` is its place among the moves, `legs[number]` what its part in one pass takes: empty where all have it.
     """
@@ -100,7 +100,7 @@ class Move:
     index: int
     value: str
     source: str | None
-    target: str | None
+    targets: tuple[str | None, ...]
     crossing: Crossing
     legs: tuple[tuple[Leg, ...], ...]
 
@@ -136,7 +136,7 @@ class Work:
     @cached_property
     def into(self) -> Mapping[str | None, tuple[Move, ...]]:
         """Moves by the layer that reads."""
-        return _grouped((move.target, move) for move in self.moves)
+        return _grouped((target, move) for move in self.moves for target in move.targets)
 
     @cached_property
     def out_of(self) -> Mapping[str | None, tuple[Move, ...]]:
@@ -164,6 +164,16 @@ def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, manne
     moved = tuple(replace(move, index=index) for index, move in enumerate(pricing.moves()))
     hidden = min(1.0, max(0.0, costs.step.overlap)) if manner.hide else 0.0
     return Work(when, layers, moved, devices, costs.step.overhead_s, hidden, manner)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A value in the layout in which like readers want it; `first` is the first of all that are alike."""
+
+    value: str
+    wanted: Layout
+    crossing: Crossing
+    first: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,36 +208,41 @@ class _Pricing:
         )
 
     def moves(self) -> Iterable[Move]:
-        """Inputs that arrive, what layers read of each other, and results that are delivered."""
-        graph = self.graph
+        """Inputs that arrive, what layers read of each other, and results that are delivered.
+
+        Like readers share a value in the layout that they want it in (search_space/formulation.py).
+        """
+        graph, like = self.graph, like_readers(self.graph)
+        readers: dict[_Arrival, list[str | None]] = {}
         for name, layer in graph.layers.items():
             for value in layer.inputs:
-                wanted = layer.layout(value, self.strategies[name])
-                if value in graph.producer:
-                    yield self._move(value, graph.producer[value], name, self._made(value), wanted)
-                elif value in graph.user_inputs:
-                    yield self._move(value, None, name, arrival_layout(graph, self.devices, value), wanted)
+                if value in graph.producer or value in graph.user_inputs:
+                    crossing = self._crossing(value, graph.producer.get(value), name)
+                    first = like.get(value, {}).get(name, name)
+                    arrival = _Arrival(value, layer.layout(value, self.strategies[name]), crossing, first)
+                    readers.setdefault(arrival, []).append(name)
         for value in dict.fromkeys(out for out in graph.user_outputs if isinstance(out, str)):
             if value in graph.producer:
-                wanted = delivery_layout(graph, self.devices, value)
-                yield self._move(value, graph.producer[value], None, self._made(value), wanted)
+                crossing = self._crossing(value, graph.producer[value], None)
+                readers[_Arrival(value, delivery_layout(graph, self.devices, value), crossing)] = [None]
+        return (self._move(arrival, tuple(names)) for arrival, names in readers.items())
 
-    def _made(self, value: str) -> Layout:
-        maker = self.graph.producer[value]
-        return self.graph.layers[maker].layout(value, self.strategies[maker])
-
-    def _move(self, value: str, source: str | None, target: str | None, given: Layout, wanted: Layout) -> Move:
-        crossing = self._crossing(value, source, target)
+    def _move(self, arrival: _Arrival, targets: tuple[str | None, ...]) -> Move:
+        graph, value, wanted, crossing = self.graph, arrival.value, arrival.wanted, arrival.crossing
+        maker = graph.producer.get(value)
+        if maker is None:
+            given = arrival_layout(graph, self.devices, value)
+        else:
+            given = graph.layers[maker].layout(value, self.strategies[maker])
         if crossing is Crossing.ONCE:
-            once = self._legs(self.graph.values[value], (Hop(given, wanted),))
-            return Move(0, value, source, target, crossing, (once,))
-        spec, dim = self._part(value), self.graph.batch_dims.get(value)
+            return Move(0, value, maker, targets, crossing, (self._legs(graph.values[value], (Hop(given, wanted),)),))
+        spec, dim = self._part(value), graph.batch_dims.get(value)
         scheme = Scheme.INTERLEAVE if crossing is Crossing.WITHIN else self.scheme
         legs = [
             self._legs(spec, hops(scheme, self.stages, given, wanted, number, dim if self.deal else None))
             for number in range(self.stages.passes)
         ]
-        return Move(0, value, source, target, crossing, tuple(legs))
+        return Move(0, value, maker, targets, crossing, tuple(legs))
 
     def _crossing(self, value: str, source: str | None, target: str | None) -> Crossing:
         inside = [name is not None and self.stages.of[name] is Stage.PASSES for name in (source, target)]
