@@ -142,8 +142,8 @@ class Parts:
         if last:
             self._sum(layer, own, shown)
         for move in work.into.get(name, ()):
-            # The first to read a shared value is the last to give its gradient.
-            if name == move.targets[0] and (move.crossing is not Crossing.ONCE or last):
+            due = last if move.crossing is Crossing.ONCE else move.crossing is not Crossing.OUTWARDS
+            if due and name == move.targets[0]:  # the first to read a shared value is the last to give its gradient
                 self.back(move, number)
         return list(own.values())
 
