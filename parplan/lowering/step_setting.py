@@ -38,8 +38,9 @@ class Setting:
 
     @classmethod
     def per_process(cls, devices: int, batch: int, scheme: Scheme = Scheme.GATHER) -> Setting:
-        """One process per device, each with its share of the samples: what prices are for."""
-        return cls(devices, split_evenly(batch, devices), tuple(range(devices)), scheme=scheme)
+        """One process per device, with the samples spread evenly over them, also over every group of neighbours."""
+        samples = tuple((number + 1) * batch // devices - number * batch // devices for number in range(devices))
+        return cls(devices, samples, tuple(range(devices)), scheme=scheme)
 
     @property
     def batch(self) -> int:
