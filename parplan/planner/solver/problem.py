@@ -282,8 +282,8 @@ class Phases:
     @property
     def rows(self) -> FloatArray:
         """P_i of the module, in seconds: > 0 where reductions take longer than the backward pass that hides them."""
-        hiding = np.cumsum(self.backward_s) - self.backward_s + np.cumsum(self.arriving_s)
-        rows: FloatArray = np.cumsum(self.reduction_s) - hiding
+        later = np.cumsum(self.backward_s) - self.backward_s
+        rows: FloatArray = np.cumsum(self.reduction_s) - later - np.cumsum(self.arriving_s)
         return rows
 
     @property
