@@ -29,7 +29,7 @@ from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import peaks as program_peaks
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.lower import lower
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Plan, Strategy
 from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.module.compiled import Compiled
@@ -123,7 +123,7 @@ def peaks(case: Case) -> Peaks:
     def planner(graph: LayerGraph) -> Plan:
         rule = PLANS.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
-        program = lower(graph, chosen, Setting.per_process(case.devices, graph.batch or 1))
+        program = lower(graph, chosen, StepSetting.per_process(case.devices, graph.batch or 1))
         predicted.extend(program_peaks(MemoryModel(graph, case.optimizer, on_cpu=True), program))
         return Plan(graph.model, graph.fingerprint, graph.batch or 1, case.devices, chosen)
 

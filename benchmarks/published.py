@@ -32,7 +32,7 @@ from parplan.plan import Scheme
 from parplan.planner.decide import predict
 from parplan.planner.decision import Prediction
 from parplan.planner.search.schemes import clocked
-from parplan.planner.simulation.timeline import Manner, simulate
+from parplan.planner.simulation.timeline import PassPolicy, simulate
 
 IMAGES = 90 * 1_281_167  # 90 epochs of ILSVRC-2012
 EACH = 128  # images per GPU and step
@@ -80,12 +80,12 @@ def costs_of(cluster: Cluster, batch: int, factor: float, overlap: float | None 
 
 
 def predicted(
-    row: Row, factor: float, scheme: Scheme = Scheme.BROADCAST, hide: bool = True, cluster: Cluster | None = None
+    row: Row, factor: float, scheme: Scheme = Scheme.BROADCAST, prefetch: bool = True, cluster: Cluster | None = None
 ) -> Prediction:
     """A step of the paper's plan; fully-connected weights are updated once or, in its other rows, in every pass.
 
     Args:
-        hide: whether samples travel while others are computed, as the paper says (K-1)/K of them can.
+        prefetch: whether samples travel while others are computed, as the paper says (K-1)/K of them can.
         cluster: in place of the paper's.
     """
     cluster, graph = cluster or machine(row.gpus), graph_of(row.conv_batch)
@@ -93,7 +93,7 @@ def predicted(
     if row.fc_batch < row.conv_batch:
         plan = plan.with_layers({name: replace(plan.layers[name], update_period=1) for name in ("fc6", "fc7", "fc8")})
     # As cuda-convnet2 does it: each pass goes back before the next one begins, and the sender sends to each other one.
-    theirs = Manner(in_turn=True, hide=hide, deal=False)
+    theirs = PassPolicy(one_f_one_b=True, prefetch=prefetch, scatter_allgather=False)
     return clocked(predict(graph, cluster, costs, plan), simulate(graph, cluster, costs, plan, theirs))
 
 
@@ -146,7 +146,7 @@ def print_rivals(factor: float) -> None:
     for row in TABLE[:3]:
         steps = [
             predicted(row, factor, Scheme.GATHER),
-            predicted(row, factor, Scheme.BROADCAST, hide=False),
+            predicted(row, factor, Scheme.BROADCAST, prefetch=False),
             predicted(row, factor, Scheme.INTERLEAVE),
             *(data_parallel(row.gpus, factor, overlap) for overlap in (AFTER_BACKWARD, 1.0)),
         ]

@@ -137,7 +137,7 @@ def foresee(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -
     formulation = formulate(graph, cluster, costs, {name: (strategy,) for name, strategy in strategies.items()})
     options = {name: own[0] for name, own in zip(formulation.names, formulation.options, strict=False)}
     work = work_of(graph, cluster.count, costs, plan)
-    statistics = {name: option.statistics_s for name, option in options.items() if option.statistics_s > 0}
+    statistics = {name: option.batch_norm_sync_s for name, option in options.items() if option.batch_norm_sync_s > 0}
     expected = Expected(
         layers={name: _expected_layer(work.layers[name], work.times(name), own) for name, own in options.items()},
         transfers={**_transfers(work), **{f"{name}.statistics": BothTimes(s, s) for name, s in statistics.items()}},
@@ -189,7 +189,7 @@ def _facts(graph: LayerGraph, plan: Plan, name: str, option: Option, expected: E
         strategy=plan.layers[name],
         forward_s=expected.layers[name].times.forward_s,
         backward_s=expected.layers[name].times.backward_s,
-        transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.statistics_s,
+        transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.batch_norm_sync_s,
         reduce_s=option.reduce_s,
         memory_bytes=option.memory_bytes,
         source=option.cost.source,

@@ -30,7 +30,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Layout
 from parplan.lowering.lower import lower
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
 __all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
@@ -156,7 +156,7 @@ class RooflineCosts:
         """Peak bytes per device of a whole plan, transfers included."""
         key = tuple(strategies[name] for name in self.graph.layers)
         if key not in self._peaks:
-            program = lower(self.graph, strategies, Setting.per_process(self.cluster.count, self.graph.batch or 1))
+            program = lower(self.graph, strategies, StepSetting.per_process(self.cluster.count, self.graph.batch or 1))
             self._peaks[key] = peaks(self._memory_model, program)
         return self._peaks[key]
 

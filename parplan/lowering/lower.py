@@ -14,63 +14,63 @@ from parplan.lowering.holdings import bucket_heads, buckets, holdings
 from parplan.lowering.ordering import backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
 from parplan.lowering.per_replica_scalars import spread
-from parplan.lowering.placement import Placing
+from parplan.lowering.placement import SlotAssigner
 from parplan.lowering.program import Program
 from parplan.lowering.segments import Segments
 from parplan.lowering.stages import Stage, stages
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
 __all__ = ["lower"]
 
 
-def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> Program:
+def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: StepSetting) -> Program:
     """The program of one step of `graph` under `strategies`.
 
     Raises:
         PlanError: the plan leaves a layer out, or uses a device that is not there.
     """
-    _check(graph, strategies, setting)
-    known = stages(graph, strategies, setting.scheme)
-    passes = passes_of(known, setting.scheme, setting)
-    laid = spread(graph, strategies, setting)
+    _check(graph, strategies, step_setting)
+    known = stages(graph, strategies, step_setting.scheme)
+    passes = passes_of(known, step_setting.scheme, step_setting)
+    laid = spread(graph, strategies, step_setting)
     held = holdings(graph, laid.strategies)
-    filled = buckets(graph, held, setting.memories, update_periods(graph, strategies, known))
-    placing = Placing(graph, setting, laid.numbers, passes)
-    segments = Segments(graph, laid, placing, bucket_heads(graph, filled), passes)
+    filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
+    assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
+    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled), passes)
     for value in (name for name in graph.user_inputs if name is not None):
-        placing.add(placing.slot(value, setting.arrival(graph.batch_dims.get(value))), -1)
-    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.BEFORE))
+        assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
+    _add(segments, laid.layers, laid.strategies, step_setting, known.layers(Stage.BEFORE))
     for one in passes:
-        placing.begins.append(len(segments))
+        assigner.begins.append(len(segments))
         for name in known.layers(Stage.PASSES):
             segments.add(laid.layers[name], one.number)
-    _add(segments, laid.layers, laid.strategies, setting, known.layers(Stage.AFTER))
-    outputs = tuple(placing.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
-    updates = {buffer: placing.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
+    _add(segments, laid.layers, laid.strategies, step_setting, known.layers(Stage.AFTER))
+    outputs = tuple(assigner.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
+    updates = {buffer: assigner.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
     read = {*outputs, *updates.values(), *segments.read}
-    read.update(slot for placed in placing.moves for slot in placed.step.reads)
-    steps = segments.steps(read, held, setting.rows)
+    read.update(slot for placed in assigner.moves for slot in placed.step.reads)
+    steps = segments.steps(read, held, step_setting.rows)
     return Program(
-        slots=placing.slots,
-        forward=tuple(forward(steps, placing.moves)),
-        backward=tuple(backward(steps, placing.moves, filled)),
+        slots=assigner.slots,
+        forward=tuple(forward(steps, assigner.moves)),
+        backward=tuple(backward(steps, assigner.moves, filled)),
         inputs={value: value for value in graph.user_inputs if value is not None},
         outputs=outputs,
         updates=updates,
         buckets=filled,
         holdings=held,
         strategies=laid.strategies,
-        devices=setting.devices,
+        devices=step_setting.devices,
         staged=staged(
             steps,
-            placing.moves,
+            assigner.moves,
             filled,
-            placing.slots,
+            assigner.slots,
             outputs,
             updates.values(),
             passes,
-            [setting.own(process) for process in range(setting.ranks)],
+            [step_setting.own(process) for process in range(step_setting.ranks)],
         ),
     )
 
@@ -79,21 +79,21 @@ def _add(
     segments: Segments,
     layers: Mapping[str, Layer],
     strategies: Mapping[str, Strategy],
-    setting: Setting,
+    step_setting: StepSetting,
     names: Iterable[str],
 ) -> None:
     """Append layers that run once, on the whole batch."""
     for name in names:
-        shared = layers[name].mixes_batch and strategies[name].replicas > 1 and setting.global_statistics
+        shared = layers[name].mixes_batch and strategies[name].replicas > 1 and step_setting.global_statistics
         segments.add_batch_norm(layers[name]) if shared else segments.add(layers[name])
 
 
-def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> None:
+def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: StepSetting) -> None:
     for name in graph.layers:
         if name not in strategies:
             raise PlanError(f"{name}: the plan does not say where it runs; add a strategy for it")
-        if max(strategies[name].devices) >= setting.devices:
+        if max(strategies[name].devices) >= step_setting.devices:
             raise PlanError(
-                f"{name}: runs on devices {strategies[name].devices}, but there are only {setting.devices} (0 to "
-                f"{setting.devices - 1}); give more devices or another plan"
+                f"{name}: runs on devices {strategies[name].devices}, but there are only {step_setting.devices} (0 to "
+                f"{step_setting.devices - 1}); give more devices or another plan"
             )

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from parplan.layout import Range
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.passes import Pass, local_ranges
-from parplan.lowering.placement import Placed
+from parplan.lowering.placement import ScheduledMove
 from parplan.lowering.program import Compute, Forward, Join, OnePass, Reduce, Slot, Split, Staged, Step
 
 __all__ = ["backward", "forward", "staged"]
 
 
-def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Forward]:
+def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove]) -> list[Forward]:
     """Forward steps: every compute step, and behind it the transfers that can start then."""
     order: list[Forward] = []
     for index in range(-1, len(steps)):
@@ -28,7 +28,7 @@ def forward(steps: Sequence[Compute], moves: Sequence[Placed]) -> list[Forward]:
     return order
 
 
-def backward(steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequence[Bucket]) -> list[Step]:
+def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket]) -> list[Step]:
     """Backward steps: every compute step reversed, and behind it the sums and transfers that can start then."""
     complete = _completed_by(steps, buckets)
     order: list[Step] = []
@@ -42,7 +42,7 @@ def backward(steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequenc
 
 def staged(
     steps: Sequence[Compute],
-    moves: Sequence[Placed],
+    moves: Sequence[ScheduledMove],
     buckets: Sequence[Bucket],
     slots: Mapping[str, Slot],
     outputs: Sequence[str],
@@ -81,7 +81,7 @@ def staged(
     )  # fmt: skip
 
 
-def _between(steps: Sequence[Compute], moves: Sequence[Placed], start: int, stop: int) -> Iterator[Forward]:
+def _between(steps: Sequence[Compute], moves: Sequence[ScheduledMove], start: int, stop: int) -> Iterator[Forward]:
     """Forward steps of the segments from `start` up to `stop`."""
     for index in range(start, stop):
         if index >= 0:
@@ -89,13 +89,17 @@ def _between(steps: Sequence[Compute], moves: Sequence[Placed], start: int, stop
         yield from (placed.step for placed in moves if placed.forward_at == index)
 
 
-def _turn(placed: Placed, slots: Mapping[str, Slot]) -> int | None:
+def _turn(placed: ScheduledMove, slots: Mapping[str, Slot]) -> int | None:
     """The pass whose part of a value a move brings."""
     return None if isinstance(placed.step, Split | Join) else slots[placed.step.target].turn
 
 
 def _pass_forward(
-    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int, begins: Sequence[int]
+    steps: Sequence[Compute],
+    moves: Sequence[ScheduledMove],
+    slots: Mapping[str, Slot],
+    turn: int,
+    begins: Sequence[int],
 ) -> Iterator[Forward]:
     """Forward steps of one pass: what would bring its results after all passes brings them after this one."""
     start, stop = begins[turn], begins[turn + 1]
@@ -106,7 +110,7 @@ def _pass_forward(
 
 
 def _pass_back(
-    steps: Sequence[Compute], moves: Sequence[Placed], slots: Mapping[str, Slot], turn: int
+    steps: Sequence[Compute], moves: Sequence[ScheduledMove], slots: Mapping[str, Slot], turn: int
 ) -> Iterator[Step]:
     """Backward steps of one pass: those of its moves that go back behind another pass's steps come last."""
     own = [placed for placed in reversed(moves) if _turn(placed, slots) == turn]
@@ -119,7 +123,7 @@ def _pass_back(
 
 
 def _after(
-    steps: Sequence[Compute], moves: Sequence[Placed], buckets: Sequence[Bucket], slots: Mapping[str, Slot]
+    steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket], slots: Mapping[str, Slot]
 ) -> Iterator[Step]:
     """Backward steps from the passes on."""
     own = [placed for placed in reversed(moves) if _turn(placed, slots) is None]

@@ -18,7 +18,7 @@ from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range, split_evenly
 from parplan.lowering.stages import Stage, Stages, shares
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 
 __all__ = ["Pass", "early_periods", "local_ranges", "passes_of", "put", "take", "update_periods"]
@@ -49,11 +49,13 @@ class Pass:
         return tuple(sum(map(len, self.ranges[row * each : (row + 1) * each])) for row in range(replicas))
 
 
-def passes_of(stages: Stages, scheme: Scheme, setting: Setting) -> tuple[Pass, ...]:
+def passes_of(stages: Stages, scheme: Scheme, step_setting: StepSetting) -> tuple[Pass, ...]:
     """The passes of one step; none when all layers run once."""
     if stages.passes == 1:
         return ()
-    return tuple(Pass(number, own) for number, own in enumerate(shares(setting.rows(stages.most), stages, scheme)))
+    return tuple(
+        Pass(number, own) for number, own in enumerate(shares(step_setting.rows(stages.max_replicas), stages, scheme))
+    )
 
 
 def update_periods(graph: LayerGraph, strategies: Mapping[str, Strategy], stages: Stages) -> dict[str, int]:

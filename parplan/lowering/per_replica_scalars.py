@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.sites import why_whole
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
 __all__ = ["Spread", "spread"]
@@ -36,14 +36,14 @@ class Spread:
     numbers: Mapping[str, int]
 
 
-def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setting) -> Spread:
-    """Layers and strategies as planned, or with losses per replica where `setting` asks for it.
+def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: StepSetting) -> Spread:
+    """Layers and strategies as planned, or with losses per replica where `step_setting` asks for it.
 
     Raises:
         PlanError: a number that the model returns cannot be computed from a replica's own samples.
     """
     wanted = [v for v in graph.user_outputs if isinstance(v, str) and graph.values[v].shape == ()]
-    if not setting.per_replica or not wanted:
+    if not step_setting.per_replica or not wanted:
         return Spread(graph.layers, strategies, {})
     trailing = _trailing(graph, frozenset(wanted))
     for value in wanted:
@@ -54,7 +54,7 @@ def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], setting: Setti
             f"{wanted[0]}: the model's code depends on the number of samples (x.shape[0]), so a replica cannot run it "
             f"on its own samples; use mean() instead of dividing by the batch, or {HINT}"
         )
-    strategy = _strategy(graph, strategies, trailing, setting)
+    strategy = _strategy(graph, strategies, trailing, step_setting)
     numbers = {v for n in trailing for v in graph.layers[n].outputs if v not in graph.batch_dims}
     layers = {n: _with_batch(graph, layer, numbers) if n in trailing else layer for n, layer in graph.layers.items()}
     chosen = {**strategies, **dict.fromkeys(trailing, strategy)}
@@ -81,16 +81,16 @@ def _sees_all_gradients(graph: LayerGraph, layer: Layer) -> bool:
 
 
 def _strategy(
-    graph: LayerGraph, strategies: Mapping[str, Strategy], trailing: frozenset[str], setting: Setting
+    graph: LayerGraph, strategies: Mapping[str, Strategy], trailing: frozenset[str], step_setting: StepSetting
 ) -> Strategy:
     """Every process, or the replicas of the layer that feeds the losses and has most: the first shard of each."""
-    if setting.ranks > 1:
-        return Strategy(setting.ranks, 1, None, tuple(range(setting.ranks)))
+    if step_setting.ranks > 1:
+        return Strategy(step_setting.ranks, 1, None, tuple(range(step_setting.ranks)))
     read = [value for name in graph.layers if name in trailing for value in graph.layers[name].inputs]
     feeding = [graph.producer[value] for value in read if graph.producer.get(value, "") not in {"", *trailing}]
     most = max((strategies[name] for name in feeding), key=lambda strategy: strategy.replicas, default=Strategy())
     # A replica without samples has no loss to give.
-    count = max(1, min(most.replicas, setting.batch))
+    count = max(1, min(most.replicas, step_setting.batch))
     return Strategy(count, 1, None, most.grid.column(0)[:count])
 
 

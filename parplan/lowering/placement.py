@@ -1,4 +1,4 @@
-"""Where values lie in a program: a slot for every layout that somebody reads a value in, and the moves between them.
+"""Assigns a slot to every (value, layout) that a layer reads, and inserts the redistributions between them.
 
 A value that is read in another layout than it was made in is moved once per layout, however many layers read it. A sum
 that several devices hold terms of and many want to read meets in slices first. A value whose readers run in passes is
@@ -15,29 +15,29 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid, Layout, Range, split_evenly
 from parplan.lowering.passes import Pass, local_ranges
 from parplan.lowering.program import Join, Slot, Split, Transfer
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
 
-__all__ = ["Placed", "Placing"]
+__all__ = ["ScheduledMove", "SlotAssigner"]
 
 Rows = tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
-class Placed:
-    """What fills a slot, the segment after which it starts, and the one after whose backward it goes back."""
+class ScheduledMove:
+    """Step that fills a slot, the segment after which it starts, and the one after whose backward it goes back."""
 
     step: Transfer | Split | Join
     forward_at: int
     backward_at: int
 
 
-class Placing:
-    """The slots of a program that is being lowered.
+class SlotAssigner:
+    """Slots and scheduled moves of a program that is being lowered.
 
     Args:
         graph: the captured graph.
-        setting: how many samples, and where results go.
+        step_setting: how many samples, and where results go.
         numbers: values with one entry per replica -> how many replicas.
         passes: those of the step, if any.
 
@@ -48,14 +48,14 @@ class Placing:
     """
 
     def __init__(
-        self, graph: LayerGraph, setting: Setting, numbers: Mapping[str, int], passes: Sequence[Pass] = ()
+        self, graph: LayerGraph, step_setting: StepSetting, numbers: Mapping[str, int], passes: Sequence[Pass] = ()
     ) -> None:
         self._graph = graph
-        self._setting = setting
+        self._step_setting = step_setting
         self._numbers = numbers
         self._passes = passes
         self.slots: dict[str, Slot] = {}
-        self.moves: list[Placed] = []
+        self.moves: list[ScheduledMove] = []
         self.begins: list[int] = []
         self._made_in: dict[str, int] = {}  # slot -> segment after which it can be read
         self._moved: dict[str, dict[tuple[Layout, Rows], str]] = {}
@@ -75,7 +75,9 @@ class Placing:
         dim = self._graph.batch_dims.get(value)
         shape = list(spec.shape)
         if dim is not None and self._graph.batch:
-            shape[dim] = self._per_sample(value) * (self._setting.batch if turn is None else self._passes[turn].batch)
+            shape[dim] = self._per_sample(value) * (
+                self._step_setting.batch if turn is None else self._passes[turn].batch
+            )
         name, rows = _home(value, turn), self._rows(value, layout, turn)
         return Slot(name, value, layout, tuple(shape), rows, spec.dtype, spec.requires_grad, turn=turn)
 
@@ -87,7 +89,7 @@ class Placing:
         if layout.batch_dim is None or not self._graph.batch:
             return None
         per_sample = self._graph.values[value].shape[layout.batch_dim] // self._graph.batch
-        whole = self._setting if turn is None else self._passes[turn]
+        whole = self._step_setting if turn is None else self._passes[turn]
         return tuple(per_sample * count for count in whole.rows(layout.grid.replicas))
 
     def place(self, value: str, layout: Layout, reader: int, turn: int | None = None) -> str:
@@ -98,7 +100,7 @@ class Placing:
     def deliver(self, value: str, end: int) -> str:
         """The slot of `value` where results are handed back, after the last segment."""
         dim = 0 if value in self._numbers else self._graph.batch_dims.get(value)
-        return self.place(value, self._setting.delivery(dim), end)
+        return self.place(value, self._step_setting.delivery(dim), end)
 
     def same_place(self, home: Slot, layout: Layout) -> bool:
         """Whether every device of `layout` already holds what it wants."""
@@ -142,7 +144,7 @@ class Placing:
         if home.layout.partial and home.layout.grid.shards > 1:
             stop = _cut_sum(home, layout)
             return None if stop is None else replace(home, layout=stop, rows=self._rows_like(home, stop))
-        if self._setting.scheme is Scheme.BROADCAST and self._crosses(home) and home.layout.batch_dim is not None:
+        if self._step_setting.scheme is Scheme.BROADCAST and self._crosses(home) and home.layout.batch_dim is not None:
             return self._dealt(home, layout, rows)
         return None
 
@@ -169,7 +171,7 @@ class Placing:
         if first and self._crosses(source) and source.turn:
             end = self.begins[source.turn] - 1  # the second half of the way back is behind the pass before
         self.add(target, start)
-        self.moves.append(Placed(Transfer(source, target), start, end))
+        self.moves.append(ScheduledMove(Transfer(source, target), start, end))
         return target
 
     def _start(self, source: Slot, base: str, reader: int) -> int:
@@ -205,7 +207,7 @@ class Placing:
             self.add(replace(self.slot(whole.value, whole.layout, turn), rows=rows), made)
         targets = tuple(_home(whole.value, turn) for turn in range(len(self._passes)))
         step = Split(whole.name, targets, self._graph.batch_dims[whole.value], shared.ranges)
-        self.moves.append(Placed(step, made, reader))
+        self.moves.append(ScheduledMove(step, made, reader))
 
     def _joined(self, value: str, layout: Layout, reader: int) -> Slot:
         """The home, in `layout`, of a value that the passes made parts of.
@@ -226,7 +228,7 @@ class Placing:
         made = max(self._made_in[source] for source in sources)
         self.add(target, made)
         step = Join(sources, target.name, self._graph.batch_dims[value], shared.ranges)
-        self.moves.append(Placed(step, made, reader))
+        self.moves.append(ScheduledMove(step, made, reader))
         return target
 
     def _shared(self, whole: Slot) -> _Shared:

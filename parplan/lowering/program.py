@@ -1,4 +1,4 @@
-"""A program: what every device does in one step, forward and backward, as plain data.
+"""The lowered program: the steps of all devices for one training step, forward and backward, as plain data.
 
 Lowering makes it, the executor follows it, `text()` prints it. Tensors are known by slots: one slot is one value in one
 layout. Both directions are listed, as the best moment to start a transfer differs between them: forward, as soon as the
@@ -149,7 +149,7 @@ class Slot:
 
 
 class Code(Enum):
-    """What a compute step runs."""
+    """Code of a compute step."""
 
     LAYERS = "the layers' own ops"
     STATISTICS = "count, mean and squared deviations of batch norm, per replica"

@@ -13,7 +13,7 @@ from parplan.layout import Grid, Layout, Region
 from parplan.lowering.holdings import Holdings, used_block, within
 from parplan.lowering.passes import Pass
 from parplan.lowering.per_replica_scalars import Spread
-from parplan.lowering.placement import Placing
+from parplan.lowering.placement import SlotAssigner
 from parplan.lowering.program import Code, Compute, Operand, Slot, State
 from parplan.plan import Strategy
 
@@ -38,17 +38,17 @@ class Segments:
     Args:
         graph: the captured graph.
         spread: how its layers are spread.
-        placing: where values lie.
+        slots: where values lie.
         heads: layers that start a segment.
         passes: those of the step, if any.
     """
 
     def __init__(
-        self, graph: LayerGraph, spread: Spread, placing: Placing, heads: Iterable[str], passes: Sequence[Pass] = ()
+        self, graph: LayerGraph, spread: Spread, slots: SlotAssigner, heads: Iterable[str], passes: Sequence[Pass] = ()
     ) -> None:
         self._graph = graph
         self._spread = spread
-        self._placing = placing
+        self._slots = slots
         self._heads = frozenset(heads)
         self._passes = passes
         self._segments: list[_Segment] = []
@@ -80,7 +80,7 @@ class Segments:
             return False
         known = {**last.operands, **last.results}
         in_place = all(
-            self._placing.same_place(self._placing.slots[known[value]], layer.layout(value, strategy))
+            self._slots.same_place(self._slots.slots[known[value]], layer.layout(value, strategy))
             for value in layer.inputs
             if value in known
         )
@@ -102,13 +102,13 @@ class Segments:
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.inputs:
             if value not in segment.results:
-                slot = self._placing.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
+                slot = self._slots.place(value, layer.layout(value, strategy), len(self._segments) - 1, segment.turn)
                 segment.operands.setdefault(value, slot)
 
     def _make(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.outputs:
-            slot = self._placing.slot(value, layer.layout(value, strategy), segment.turn)
-            self._placing.add(slot, len(self._segments) - 1)
+            slot = self._slots.slot(value, layer.layout(value, strategy), segment.turn)
+            self._slots.add(slot, len(self._segments) - 1)
             segment.results[value] = slot.name
 
     # -- batch norm over replicas --
@@ -124,12 +124,12 @@ class Segments:
         own = self._statistics(layer, strategy)
         self._segments.append(_Segment(Code.STATISTICS, strategy.grid, [layer.name], results={own.name: own.name}))
         self._read(layer, strategy, self._segments[-1])
-        self._placing.add(own, len(self._segments) - 1)
+        self._slots.add(own, len(self._segments) - 1)
         normalise = _Segment(Code.NORMALISE, strategy.grid, [layer.name])
         self._segments.append(normalise)
         self._read(layer, strategy, normalise)
         shared = replace(own.layout, batch_dim=None)
-        normalise.operands[own.name] = self._placing.place(own.name, shared, len(self._segments) - 1)
+        normalise.operands[own.name] = self._slots.place(own.name, shared, len(self._segments) - 1)
         self._make(layer, strategy, normalise)
 
     def _statistics(self, layer: Layer, strategy: Strategy) -> Slot:

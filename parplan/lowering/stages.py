@@ -39,13 +39,13 @@ class Stages:
 
     Args:
         passes: trips through the layers of stage PASSES; 1 when there are none.
-        most, fewest: replicas of the layers in front, and the fewest of those behind.
+        max_replicas, min_replicas: of the layers in front, and the fewest of those behind.
         of: stage per layer.
     """
 
     passes: int
-    most: int
-    fewest: int
+    max_replicas: int
+    min_replicas: int
     of: Mapping[str, Stage]
 
     def layers(self, stage: Stage) -> tuple[str, ...]:
@@ -90,11 +90,11 @@ def _stage(graph: LayerGraph, layer: Layer, narrow: bool, known: Mapping[str, St
     return Stage.PASSES if narrow or Stage.PASSES in fed_by else Stage.BEFORE
 
 
-def _check(layer: Layer, most: int, scheme: Scheme) -> None:
+def _check(layer: Layer, max_replicas: int, scheme: Scheme) -> None:
     if layer.mixes_batch:
         raise PlanError(
             f"{layer.name}: its statistics are of the whole batch, and with {scheme.value} it would see one pass's "
-            f'samples; give it and the layers in front {most} replicas, or use scheme "gather"'
+            f'samples; give it and the layers in front {max_replicas} replicas, or use scheme "gather"'
         )
 
 
@@ -102,7 +102,7 @@ def shares(rows: tuple[int, ...], stages: Stages, scheme: Scheme) -> tuple[tuple
     """The samples of every pass, as ranges of the whole batch in ascending order.
 
     Args:
-        rows: samples of each of the `stages.most` front replicas.
+        rows: samples of each of the `stages.max_replicas` front replicas.
 
     >>> from parplan.lowering.stages import Stages
     >>> shares((2, 2), Stages(2, 2, 1, {}), Scheme.BROADCAST)

@@ -1,4 +1,4 @@
-"""Where one step runs, and with how many samples: what lowering needs beside the graph and the plan."""
+"""Devices, processes and samples of one step: the input of lowering beside the graph and the plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from parplan.layout import Grid, Layout, Range, split_evenly
 from parplan.plan import Scheme
 
-__all__ = ["Setting"]
+__all__ = ["StepSetting"]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where one step runs and with how many samples.
+class StepSetting:
+    """Devices, processes and samples of one step.
 
     Args:
         devices: how many logical devices there are.
@@ -37,7 +37,7 @@ class Setting:
     groups: Grid | None = None
 
     @classmethod
-    def per_process(cls, devices: int, batch: int, scheme: Scheme = Scheme.GATHER) -> Setting:
+    def per_process(cls, devices: int, batch: int, scheme: Scheme = Scheme.GATHER) -> StepSetting:
         """One process per device, with the samples spread evenly over them, also over every group of neighbours."""
         samples = tuple((number + 1) * batch // devices - number * batch // devices for number in range(devices))
         return cls(devices, samples, tuple(range(devices)), scheme=scheme)

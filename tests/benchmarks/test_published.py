@@ -69,13 +69,14 @@ def test_one_gpu_is_met_exactly(factor: float) -> None:
 def test_speedups_are_within_the_bars(row: Row, factor: float) -> None:
     assert speedup(row.gpus, predicted(row, factor)) == pytest.approx(row.speedup, rel=BARS[row.gpus])
     # Were nothing hidden at all, as the paper's own code may have had it, they would be too.
-    assert speedup(row.gpus, predicted(row, factor, hide=False)) == pytest.approx(row.speedup, rel=BARS[row.gpus])
+    assert speedup(row.gpus, predicted(row, factor, prefetch=False)) == pytest.approx(row.speedup, rel=BARS[row.gpus])
 
 
 @pytest.mark.parametrize(("once", "often"), [*zip(ONCE, EVERY_PASS, strict=True)], ids=("2", "4", "8"))
 def test_updates_in_every_pass_cost_what_the_paper_says(once: Row, often: Row, factor: float) -> None:
     own, bare = (
-        predicted(often, factor, hide=hide).step_s - predicted(once, factor, hide=hide).step_s for hide in (True, False)
+        predicted(often, factor, prefetch=hide).step_s - predicted(once, factor, prefetch=hide).step_s
+        for hide in (True, False)
     )
     assert (often.step_s - once.step_s) / 2 < bare < (often.step_s - once.step_s) * 2
     # With eight they fit into the wait for the next samples.
@@ -93,8 +94,8 @@ def test_islands_only_matter_to_eight(factor: float) -> None:
 
 @pytest.mark.parametrize("row", ONCE, ids=lambda row: f"{row.gpus} GPUs")
 def test_transfers_double_when_bandwidth_halves(row: Row, factor: float) -> None:
-    full = predicted(row, factor, hide=False)
-    half = predicted(row, factor, hide=False, cluster=links(machine(row.gpus), speed=0.5))
+    full = predicted(row, factor, prefetch=False)
+    half = predicted(row, factor, prefetch=False, cluster=links(machine(row.gpus), speed=0.5))
     # Latencies stay: a few microseconds a message, some hundred messages.
     assert half.transfer_s == pytest.approx(2 * full.transfer_s, rel=0.05)
     assert half.exposed_reduce_s == pytest.approx(2 * full.exposed_reduce_s, rel=0.05)

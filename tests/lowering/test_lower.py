@@ -18,7 +18,7 @@ from parplan.lowering import holdings as holdings_module
 from parplan.lowering.holdings import holdings
 from parplan.lowering.lower import lower
 from parplan.lowering.program import Program
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 from tests.runtime.nets import Tied, Towers, conv_net, mlp
 
@@ -37,23 +37,23 @@ def graph_of(net: str) -> LayerGraph:
     return capture(make(), (torch.zeros(12, *shape, dtype=torch.float64),))
 
 
-def program(net: str, table: Mapping[str, Strategy], setting: Setting) -> Program:
+def program(net: str, table: Mapping[str, Strategy], setting: StepSetting) -> Program:
     graph = graph_of(net)
     everywhere = table.get("*", Strategy())
     return lower(graph, {name: table.get(name, everywhere) for name in graph.layers}, setting)
 
 
-def one_process(devices: int, samples: int = 12) -> Setting:
-    return Setting(devices, (samples,), (0,) * devices)
+def one_process(devices: int, samples: int = 12) -> StepSetting:
+    return StepSetting(devices, (samples,), (0,) * devices)
 
 
-def processes(*samples: int) -> Setting:
-    return Setting(len(samples), samples, tuple(range(len(samples))))
+def processes(*samples: int) -> StepSetting:
+    return StepSetting(len(samples), samples, tuple(range(len(samples))))
 
 
 DATA2 = Strategy(2, 1, None, (0, 1))
 
-TEXTS: dict[str, tuple[str, Mapping[str, Strategy], Setting, str]] = {
+TEXTS: dict[str, tuple[str, Mapping[str, Strategy], StepSetting, str]] = {
     "one device is one step": (
         "mlp",
         {},

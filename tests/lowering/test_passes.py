@@ -13,7 +13,7 @@ from parplan.layout import Range
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import Pass, local_ranges, put, take
 from parplan.lowering.program import Program, Staged
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner
@@ -23,8 +23,8 @@ from tests.runtime.nets import mlp
 
 def program(devices: int, scheme: Scheme, fewest: int = 1, processes: bool = True) -> Program:
     case = hybrid(devices, scheme, {}, fewest)
-    one = Setting(devices, (2 * devices,), (0,) * devices, scheme=scheme)
-    setting = Setting(devices, (2,) * devices, tuple(range(devices)), scheme=scheme) if processes else one
+    one = StepSetting(devices, (2 * devices,), (0,) * devices, scheme=scheme)
+    setting = StepSetting(devices, (2,) * devices, tuple(range(devices)), scheme=scheme) if processes else one
     return lower(case.graph, case.plan.layers, setting)
 
 

@@ -47,7 +47,7 @@ def strategies(graph: LayerGraph, replicas: Mapping[str, int], otherwise: int) -
 def test_layers_behind_fewer_replicas_run_in_passes_and_a_loss_after_them(scheme: Scheme) -> None:
     graph = graph_of(Net())
     found = stages(graph, strategies(graph, {"c": 1}, 4), scheme)
-    assert (found.passes, found.most, found.fewest) == (4, 4, 1)
+    assert (found.passes, found.max_replicas, found.min_replicas) == (4, 4, 1)
     behind = list(graph.layers)[list(graph.layers).index("c") :]
     assert found.layers(Stage.PASSES) == tuple(n for n in behind if graph.layers[n].batch is not None)
     assert found.layers(Stage.AFTER) == tuple(n for n in behind if graph.layers[n].batch is None) != ()
@@ -82,14 +82,14 @@ def test_every_sample_is_in_one_pass(seed: int) -> None:
     draw = random.Random(seed)
     fewest, passes = draw.choice((1, 2, 3)), draw.choice((2, 3, 4))
     known = Stages(passes, fewest * passes, fewest, {})
-    rows = tuple(draw.randrange(6) for _ in range(known.most))
+    rows = tuple(draw.randrange(6) for _ in range(known.max_replicas))
     for scheme in PASSES:
         found = shares(rows, known, scheme)
         assert len(found) == passes
         assert sorted(i for own in found for one in own for i in range(one.start, one.stop)) == list(range(sum(rows)))
         counts = [sum(map(len, own)) for own in found]
         if scheme is Scheme.INTERLEAVE:
-            assert max(counts) - min(counts) <= known.most
-            assert all(len(own) == known.most for own in found)
+            assert max(counts) - min(counts) <= known.max_replicas
+            assert all(len(own) == known.max_replicas for own in found)
         else:
             assert counts == [sum(rows[number::passes]) for number in range(passes)]

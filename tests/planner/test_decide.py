@@ -166,9 +166,9 @@ def test_statistics_are_exchanged_of_what_a_batch_norm_normalises_not_of_what_it
     graph = counted()
     assert graph.layers["norm@1"].inputs[0] == "add"  # the counter
     first, second = (options for options in formulated(graph, cluster_preset(SLOW, 2)).options[:2])
-    by_strategy = {option.strategy: option.statistics_s for option in second}
-    assert [by_strategy[option.strategy] for option in first] == [option.statistics_s for option in first]
-    assert any(option.statistics_s > 0 for option in first)
+    by_strategy = {option.strategy: option.batch_norm_sync_s for option in second}
+    assert [by_strategy[option.strategy] for option in first] == [option.batch_norm_sync_s for option in first]
+    assert any(option.batch_norm_sync_s > 0 for option in first)
 
 
 def test_one_device_costs_the_same_however_many_there_are_to_plan_for() -> None:

@@ -55,12 +55,12 @@ def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> 
         pair = choice[edge.source], choice[edge.target]
         now_s += float(edge.forward_s[pair])
         arriving[edge.target] += float(edge.backward_s[pair])
-    now_s += sum(option.arrival_s + option.cost.forward_s + option.statistics_s for option in layers)
+    now_s += sum(option.arrival_s + option.cost.forward_s + option.batch_norm_sync_s for option in layers)
     now_s += arriving[len(layers)]  # the delivery's gradients
     for index in reversed(range(len(layers))):
         option = layers[index]
         early_s = (1 - said.late) * option.reduce_s
-        now_s += option.cost.backward_s + option.statistics_s + (1 - said.overlap) * early_s
+        now_s += option.cost.backward_s + option.batch_norm_sync_s + (1 - said.overlap) * early_s
         link_s = max(link_s, now_s) + said.overlap * early_s
         now_s += arriving[index]
     # New weights come after the update.

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.lower import lower
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Store
@@ -127,7 +127,7 @@ def executor(
 ) -> Executor:
     """An executor on logical CPU devices, for a graph captured before."""
     transport = LocalTransport([torch.device("cpu")] * devices)
-    program = lower(graph, strategies, Setting(devices, (batch,), (0,) * devices, scheme=scheme))
+    program = lower(graph, strategies, StepSetting(devices, (batch,), (0,) * devices, scheme=scheme))
     return Executor(graph, strategies, program, Store(module, graph, program, transport, False), transport)
 
 

@@ -22,7 +22,7 @@ from parplan.errors import PlanError
 from parplan.graph.capture.capture import capture
 from parplan.lowering.holdings import ALONE_BYTES
 from parplan.lowering.lower import lower
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.runtime.execution.dispatch import Inline, Threads
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
@@ -220,7 +220,7 @@ def two_memories(net: nn.Module) -> Store:
     """What two data-parallel devices in two memories hold of a model."""
     graph = capture(net, (images(4),))
     strategies = planner(spread(2, "data"), 2)(graph).layers
-    program = lower(graph, strategies, Setting(2, (4,), (0, 1)))
+    program = lower(graph, strategies, StepSetting(2, (4,), (0, 1)))
     return Store(net, graph, program, LocalTransport([torch.device("cpu"), META]), sharded=False)
 
 
@@ -263,7 +263,7 @@ def test_one_changed_parameter_is_all_that_travels() -> None:
 def test_gradients_travel_in_flat_buckets() -> None:
     """DataParallelTable's flattenParams is for this: one sum for many parameters."""
     graph = capture(conv_net(), (images(4),))
-    program = lower(graph, planner(spread(2, "data"), 2)(graph).layers, Setting(2, (4,), (0, 1)))
+    program = lower(graph, planner(spread(2, "data"), 2)(graph).layers, StepSetting(2, (4,), (0, 1)))
     together = [name for bucket in program.buckets for name in bucket.parameters]
     assert sorted(together) == sorted(graph.parameters)
     assert len(program.buckets) == 1

@@ -55,9 +55,9 @@ def hops(
 def _of_pass(layout: Layout, stages: Stages, number: int) -> Layout:
     """The rows that have the samples of a pass; all of them where rows are not those of the many replicas."""
     grid = layout.grid
-    if layout.batch_dim is None or grid.replicas % stages.most:
+    if layout.batch_dim is None or grid.replicas % stages.max_replicas:
         return layout
-    each = grid.replicas // stages.most
+    each = grid.replicas // stages.max_replicas
     rows = [row for row in range(grid.replicas) if row // each % stages.passes == number]
     devices = tuple(device for row in rows for device in grid.row(row))
     return Layout(Grid(devices, len(rows), grid.shards), layout.batch_dim, layout.shard_dim, layout.partial)

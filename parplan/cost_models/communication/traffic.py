@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from parplan.layout import Grid, Layout
 
-__all__ = ["Moves", "moves"]
+__all__ = ["Traffic", "traffic"]
 
 IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class Traffic:
     """What goes from where to where, in elements of a tensor that has `total` of them.
 
     Args:
@@ -50,7 +50,7 @@ class Moves:
         return np.where(own, 0, self.elements)
 
 
-def moves(source: Layout, target: Layout) -> Moves:
+def traffic(source: Layout, target: Layout) -> Traffic:
     """What must move for a tensor to go from layout `source` to `target`, which must not be partial."""
     if target.partial:
         raise ValueError("nothing is ever sent to become a partial sum")
@@ -63,7 +63,7 @@ def moves(source: Layout, target: Layout) -> Moves:
     places = _givers(source.grid, *_differ(source), target.grid.devices)
     np.add.at(elements, (np.arange(len(elements))[:, None], places), overlaps)
     total = prod(size for _, size in sizes)
-    return Moves(
+    return Traffic(
         elements,
         source.grid.devices,
         target.grid.devices,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.collectives import Linear, Topology
 from parplan.cost_models.communication.measured_links import Curve, MeasuredLinks
-from parplan.cost_models.communication.traffic import Moves, moves
+from parplan.cost_models.communication.traffic import Traffic, traffic
 from parplan.cost_models.costs import TransferCost, TransferMatrix
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout
@@ -125,7 +125,7 @@ class Transfers:
         return self._prices[key]
 
     def _work_out(self, source: Layout, target: Layout) -> _Price:
-        moved = moves(source, target)
+        moved = traffic(source, target)
         kind = _kind(source, moved)
         if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
             return self._all_reduce(source.grid, moved.held / moved.total)
@@ -160,7 +160,7 @@ class Transfers:
         return _Price(Linear(ring.latency_s, ring.s_per_byte * held), received, "all-reduce")
 
 
-def _kind(source: Layout, moved: Moves) -> str:
+def _kind(source: Layout, moved: Traffic) -> str:
     """The field's word for a transfer."""
     foreign = moved.foreign
     if not foreign.any():

@@ -26,7 +26,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     forward = sum(option.cost.forward_s for option in chosen)
     backward = sum(option.cost.backward_s for option in chosen)
     update = sum(option.cost.update_s for option in chosen)
-    unhidden = sum(option.stolen_s + option.late_s for option in chosen)
+    unhidden = sum(option.compute_interference_s + option.post_update_s for option in chosen)
     transfer = max(0.0, found.forward_s + found.backward_s - forward - backward - update - unhidden - step.overhead_s)
     doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
     doubt += step.spread * (transfer + found.exposed_s + unhidden)
@@ -63,7 +63,7 @@ def layer_facts(
             strategy=plan.layers[name],
             forward_s=option.cost.forward_s,
             backward_s=option.cost.backward_s,
-            transfer_s=option.arrival_s + moved_s + 2 * option.statistics_s,
+            transfer_s=option.arrival_s + moved_s + 2 * option.batch_norm_sync_s,
             reduce_s=option.reduce_s,
             memory_bytes=option.memory_bytes,
             source=option.cost.source,

@@ -17,7 +17,7 @@ from parplan.planner.search.refine import behind, feasible, with_layer
 from parplan.planner.search.schemes import under
 from parplan.planner.search.select import Taken, choice_of
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.simulation.simulator import Effort, Played
+from parplan.planner.simulation.simulator import Effort, SimulatedStep
 
 __all__ = ["reasons_on_the_clock"]
 
@@ -37,7 +37,7 @@ class _Reasons:
     def __init__(self, case: Case, taken: Taken, pinned: Pinned, effort: Effort) -> None:
         self.case, self.taken, self.pinned, self.effort = case, taken, pinned, effort
         self.choice = choice_of(taken.formulation, taken.plan)
-        self.now = case.player.played(taken.plan)
+        self.now = case.player.simulated(taken.plan)
         self.what_if = WhatIf(taken.formulation.problem, self.choice)
         self.index = {name: index for index, name in enumerate(taken.formulation.names)}
 
@@ -85,6 +85,6 @@ class _Reasons:
         return change if change.total_s > 0 or feasible(self.case, formulation, choice, other) else None
 
 
-def _change(strategy: int, now: Played, other: Played) -> Change:
+def _change(strategy: int, now: SimulatedStep, other: SimulatedStep) -> Change:
     compute_s = other.compute_s - now.compute_s
     return Change(strategy, compute_s, other.transfer_s - now.transfer_s, other.exposed_s - now.exposed_s)

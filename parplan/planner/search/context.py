@@ -12,7 +12,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Progress, Request
 from parplan.planner.search_space.formulation import formulate
-from parplan.planner.simulation.simulator import Effort, Layers, Played, Player
+from parplan.planner.simulation.simulator import Effort, Layers, SimulatedStep, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, evaluate
 
 __all__ = ["Case", "Deadline", "fits", "plain", "without_period"]
@@ -69,7 +69,7 @@ class Case:
     costs: CostModel
     request: Request
     deadline: Deadline
-    player: Player
+    player: StepSimulator
     progress: Progress | None = None
 
     @staticmethod
@@ -77,10 +77,10 @@ class Case:
         graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
     ) -> Case:
         """A case with its whole time limit and effort left."""
-        player = Player(graph, cluster, costs)
+        player = StepSimulator(graph, cluster, costs)
         return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
 
-    def within(self, plan: Plan, effort: Effort) -> Played | None:
+    def within(self, plan: Plan, effort: Effort) -> SimulatedStep | None:
         """A plan's step; None where the effort is spent, or the time is over, which ends searches on slow machines."""
         return None if self.spent(effort) else self.player.within(plan, effort)
 

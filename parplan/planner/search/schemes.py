@@ -78,7 +78,7 @@ def _inside(plan: Plan, graph: LayerGraph) -> frozenset[str]:
 def passes_of(plan: Plan, graph: LayerGraph) -> int:
     """Trips that a scheme with passes would make: most replicas by fewest."""
     gathered = stages(graph, plan.layers, Scheme.GATHER)
-    return gathered.most // gathered.fewest
+    return gathered.max_replicas // gathered.min_replicas
 
 
 def _no_updates(draft: Plan, graph: LayerGraph, pinned: Pinned, asked: Sequence[Scheme]) -> PinError:
@@ -154,7 +154,9 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
     updated = updates_lost(replace(plan, scheme=Scheme.GATHER), graph, pinned)
     inside = when.layers(Stage.PASSES)
     once = [name for name, own in plan.layers.items() if own.update_period is not None and name not in inside]
-    return Passes(plan.scheme, when.most, when.fewest, len(inside), tuple(known), tuple(updated), tuple(once))
+    return Passes(
+        plan.scheme, when.max_replicas, when.min_replicas, len(inside), tuple(known), tuple(updated), tuple(once)
+    )
 
 
 def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
@@ -210,7 +212,7 @@ def _sums_s(timeline: Timeline) -> float:
     found: dict[tuple[str, int | None, frozenset[Lane]], float] = {}
     for part in timeline.parts:
         if part.kind is Kind.REDUCTION:
-            found[part.what, part.number, frozenset(one.lane for one in part.holds)] = part.seconds
+            found[part.what, part.number, frozenset(one.lane for one in part.exclusive)] = part.seconds
     return sum(found.values())
 
 
@@ -230,5 +232,5 @@ def _in_passes(facts: LayerFacts, work: Work) -> LayerFacts:
         facts,
         forward_s=times * layer.forward_s,
         backward_s=times * layer.backward_s,
-        transfer_s=sum(leg.forward_s + leg.backward_s for leg in legs) + 2 * times * layer.statistics_s,
+        transfer_s=sum(leg.forward_s + leg.backward_s for leg in legs) + 2 * times * layer.batch_norm_sync_s,
     )

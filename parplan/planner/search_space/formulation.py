@@ -26,8 +26,14 @@ from parplan.plan import Plan, Strategy
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = [
-    "Formulation", "Option", "arrival_layout", "delivery_layout", "extended", "formulate", "like_readers",
-    "statistics_s",
+    "Formulation",
+    "Option",
+    "arrival_layout",
+    "batch_norm_sync_s",
+    "delivery_layout",
+    "extended",
+    "formulate",
+    "like_readers",
 ]  # fmt: skip
 
 DELIVERY = "(delivery)"
@@ -40,19 +46,19 @@ LikeReaders = Mapping[str, Mapping[str, str]]
 class Option:
     """A strategy of one layer with its costs on each of its devices.
 
-    `statistics_s` is one way of exchanging batch statistics, `stolen_s` the part of `reduce_s` that holds up the
-    backward pass beside it and `late_s` the part that comes after the update (see StepCost), `arrival_s` what bringing
-    the user's inputs takes.
+    `batch_norm_sync_s` is one way of exchanging batch statistics, `compute_interference_s` the part of `reduce_s` that
+    holds up the backward pass beside it and `post_update_s` the part that comes after the update (see StepCost),
+    `arrival_s` the time of bringing the user's inputs.
     """
 
     strategy: Strategy
     cost: LayerCost
-    statistics_s: float
+    batch_norm_sync_s: float
     memory: LayerMemory
     reduce_s: float
-    stolen_s: float = 0.0
+    compute_interference_s: float = 0.0
     arrival_s: float = 0.0
-    late_s: float = 0.0
+    post_update_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -129,11 +135,11 @@ def _device_names(cluster: Cluster) -> tuple[str, ...]:
 def _option(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, strategy: Strategy
 ) -> Option:
-    statistics = statistics_s(layer, strategy, costs, graph)
+    statistics = batch_norm_sync_s(layer, strategy, costs, graph)
     cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
     reduce_s = costs.reduction(layer, strategy)
-    late_s = costs.step.late * reduce_s
-    stolen_s = (1 - costs.step.overlap) * (reduce_s - late_s)
+    post_update_s = costs.step.late * reduce_s
+    compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
     # Bringing it what it takes of the user's inputs from where they are: each device has its own samples.
     arrivals = (
         costs.transfer(graph.values[v], arrival_layout(graph, cluster.count, v), layer.layout(v, strategy))
@@ -141,7 +147,7 @@ def _option(
         if v in graph.user_inputs and layer.name not in like.get(v, {})
     )
     arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
-    return Option(strategy, cost, statistics, memory, reduce_s, stolen_s, arrival_s, late_s)
+    return Option(strategy, cost, statistics, memory, reduce_s, compute_interference_s, arrival_s, post_update_s)
 
 
 def like_readers(graph: LayerGraph) -> LikeReaders:
@@ -162,7 +168,7 @@ def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
     return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
 
 
-def statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
     """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
     if not layer.mixes_batch or strategy.replicas == 1:
         return 0.0
@@ -178,13 +184,17 @@ def statistics_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: Laye
 def _node(name: str, options: Sequence[Option], devices: int) -> Node:
     # The update comes after everything else, and what of the sums is late after that: nothing overlaps with them, as
     # nothing does with the forward.
-    forward = [o.arrival_s + o.cost.forward_s + o.statistics_s + o.cost.update_s + o.late_s for o in options]
-    backward = [option.cost.backward_s + option.statistics_s + option.stolen_s for option in options]
+    forward = [
+        o.arrival_s + o.cost.forward_s + o.batch_norm_sync_s + o.cost.update_s + o.post_update_s for o in options
+    ]
+    backward = [option.cost.backward_s + option.batch_norm_sync_s + option.compute_interference_s for option in options]
     return Node(
         name=name,
         forward_s=np.array(forward),
         backward_s=np.array(backward),
-        reduction_s=np.array([max(0.0, option.reduce_s - option.late_s - option.stolen_s) for option in options]),
+        reduction_s=np.array(
+            [max(0.0, option.reduce_s - option.post_update_s - option.compute_interference_s) for option in options]
+        ),
         usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
     )
 

@@ -1,7 +1,7 @@
-"""When tasks run that need each other's results and share resources: a schedule as plain data.
+"""List scheduling of tasks that need each other's results and share resources, as plain data.
 
 Knows nothing of devices, layers or transfers; planner/simulation/timeline.py says what they are here. Nothing is
-searched: tasks come in the order in which a program takes them, and the clock follows.
+searched: tasks come in the order in which a program takes them, and their times follow.
 """
 
 from __future__ import annotations
@@ -21,67 +21,68 @@ SLACK = 1e-9  # sums of parts are as exact as floats
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes time.
+    """A unit of work with its duration, resources and predecessors.
 
     Args:
-        seconds: how long, if it shares nothing with anybody.
-        holds: resources that nobody else has meanwhile.
-        shares: resources of which it needs a part (1: all of it) to go at its full pace. Tasks that together need more
-            than there is of one all go slower by as much.
+        seconds: how long, at full rate.
+        exclusive: resources that no other task has meanwhile.
+        capacity: the part of each shared resource (0 to 1) that it needs to go at full rate. Tasks that together need
+            more than all of one go slower by as much.
         after: tasks that must be done before; they come earlier in the list.
-        yields: it has to do with what those leave of its resources that do not yield.
+        low_priority: it gets the part of its shared resources that tasks without low priority leave.
     """
 
     seconds: float
-    holds: tuple[Hashable, ...] = ()
-    shares: Mapping[Any, float] = field(default_factory=dict)
+    exclusive: tuple[Hashable, ...] = ()
+    capacity: Mapping[Any, float] = field(default_factory=dict)
     after: tuple[int, ...] = ()
-    yields: bool = False
+    low_priority: bool = False
 
 
 @dataclass(frozen=True)
 class Span:
-    """When a task runs, and the task whose end let it start (NOTHING: it starts at 0 by itself)."""
+    """Start and end of a task, and the task whose end let it start (NOTHING: it starts at 0 by itself)."""
 
     start_s: float
     end_s: float
-    behind: int = NOTHING
+    critical_predecessor: int = NOTHING
 
 
 def schedule(tasks: Sequence[Task]) -> tuple[Span, ...]:
-    """When each task runs if every resource serves, of the tasks that could run, the first in the list.
+    """Spans of all tasks if every resource serves, of the tasks that could run, the first in the list.
 
-    A task starts when all it comes after are done and it is the first in the list on all it holds. One that waits for
-    one of its resources keeps later ones from the others, so that none is overtaken for ever. A task starts at 0 or
-    exactly when another one ends, `behind`: going back from task to task, every second up to an end is accounted for.
+    A task starts when all it comes after are done and it is the first in the list on all its exclusive resources. One
+    that waits for one of them keeps later ones from the others, so that none is overtaken for ever. A task starts at 0
+    or exactly when its `critical_predecessor` ends: from task to task, every second up to an end is accounted for.
 
     >>> schedule([Task(2.0, ("a",)), Task(1.0, ("b",)), Task(1.0, ("a", "b"), after=(0,))])[2]
-    Span(start_s=2.0, end_s=3.0, behind=0)
-    >>> [span.end_s for span in schedule([Task(1.0, shares={"lane": 1.0}), Task(3.0, shares={"lane": 1.0})])]
+    Span(start_s=2.0, end_s=3.0, critical_predecessor=0)
+    >>> [span.end_s for span in schedule([Task(1.0, capacity={"lane": 1.0}), Task(3.0, capacity={"lane": 1.0})])]
     [2.0, 4.0]
 
     Raises:
         ValueError: a task comes after one that is not before it in the list.
     """
-    return tuple(_Clock(tasks).run())
+    return tuple(_ListSchedule(tasks).run())
 
 
 @dataclass
 class _Pace:
-    """How fast a task goes that shares something, and when it ends if that stays so."""
+    """Rate of a task that shares resources, and when it ends at this rate."""
 
     rate: float
     end_s: float
     left_s: float = 0.0
 
 
-class _Clock:
+class _ListSchedule:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         numbers: dict[Hashable, int] = {}  # of resources: what follows meets numbers and bits only
-        self.masks = [_mask(task.holds, numbers) for task in tasks]
-        self.shares = [
-            tuple((numbers.setdefault(one, len(numbers)), part) for one, part in task.shares.items()) for task in tasks
+        self.masks = [_mask(task.exclusive, numbers) for task in tasks]
+        self.capacity = [
+            tuple((numbers.setdefault(one, len(numbers)), part) for one, part in task.capacity.items())
+            for task in tasks
         ]
         self.missing = [len(set(task.after)) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
@@ -91,11 +92,11 @@ class _Clock:
                     raise ValueError(f"task {index} is to come after task {earlier}, which is not before it")
                 self.followers[earlier].append(index)
         self.ready = [index for index, count in enumerate(self.missing) if count == 0]
-        self.alone: list[tuple[float, int]] = []  # what shares nothing, by end
+        self.alone: list[tuple[float, int]] = []  # tasks that share nothing, by end
         self.sharing: dict[int, _Pace] = {}
-        self.needed = {yields: [0.0] * len(numbers) for yields in (False, True)}
+        self.needed = {low_priority: [0.0] * len(numbers) for low_priority in (False, True)}
         self.busy = 0
-        self.begun = [(0.0, NOTHING)] * len(tasks)  # when each started, and behind which
+        self.begun = [(0.0, NOTHING)] * len(tasks)  # when each started, and its critical predecessor
         self.end_s = [0.0] * len(tasks)
 
     def run(self) -> list[Span]:
@@ -112,10 +113,10 @@ class _Clock:
                 self._end(index, now_s)
             if shared:
                 self._pace(now_s)
-        return [Span(start_s, end_s, behind) for (start_s, behind), end_s in zip(self.begun, self.end_s, strict=True)]
+        return [Span(start_s, end_s, earlier) for (start_s, earlier), end_s in zip(self.begun, self.end_s, strict=True)]
 
     def _start(self, now_s: float, ended: Sequence[int]) -> bool:
-        """Start what can; whether any of it shares something."""
+        """Start all tasks that can; whether any of them shares resources."""
         claimed, waiting, sharing = self.busy, list[int](), False
         for index in self.ready:
             mask, task = self.masks[index], self.tasks[index]
@@ -123,8 +124,8 @@ class _Clock:
                 waiting.append(index)
             else:
                 self.busy |= mask
-                self.begun[index] = now_s, self._behind(index, ended)
-                if task.shares:
+                self.begun[index] = now_s, self._predecessor(index, ended)
+                if task.capacity:
                     sharing = True
                     self.sharing[index] = _Pace(1.0, now_s + task.seconds)
                     self._need(index, 1.0)
@@ -143,21 +144,21 @@ class _Clock:
                 pace.rate, pace.left_s, pace.end_s = rate, left_s, now_s + left_s / rate if rate else inf
 
     def _rate(self, index: int) -> float:
-        yields = self.tasks[index].yields
-        first, own = self.needed[False], self.needed[yields]
+        low_priority = self.tasks[index].low_priority
+        first, own = self.needed[False], self.needed[low_priority]
         rate = 1.0
-        for one, _ in self.shares[index]:
-            left = max(0.0, 1 - first[one]) if yields else 1.0
+        for one, _ in self.capacity[index]:
+            left = max(0.0, 1 - first[one]) if low_priority else 1.0
             if own[one] > left + SLACK:
                 rate = min(rate, left / own[one])
         return rate if rate > SLACK else 0.0
 
     def _need(self, index: int, sign: float) -> None:
-        needed = self.needed[self.tasks[index].yields]
-        for one, part in self.shares[index]:
+        needed = self.needed[self.tasks[index].low_priority]
+        for one, part in self.capacity[index]:
             needed[one] += sign * part
 
-    def _behind(self, index: int, ended: Sequence[int]) -> int:
+    def _predecessor(self, index: int, ended: Sequence[int]) -> int:
         after, mask = self.tasks[index].after, self.masks[index]
         needed = next((one for one in ended if one in after), NOTHING)
         return needed if needed != NOTHING else next((one for one in ended if self.masks[one] & mask), NOTHING)
@@ -173,9 +174,9 @@ class _Clock:
                 insort(self.ready, follower)
 
 
-def _mask(holds: Sequence[Hashable], numbers: dict[Hashable, int]) -> int:
+def _mask(exclusive: Sequence[Hashable], numbers: dict[Hashable, int]) -> int:
     """A bit for each resource; resources that are new get a number."""
     mask = 0
-    for one in holds:
+    for one in exclusive:
         mask |= 1 << numbers.setdefault(one, len(numbers))
     return mask

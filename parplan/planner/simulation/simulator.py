@@ -1,4 +1,6 @@
-"""Plays plans through, each once, and counts the effort: what is found must not depend on how fast a machine is."""
+"""Memoised step simulation with a deterministic budget (tasks simulated, not seconds), so that results are
+reproducible across machines.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.simulation.timeline import Kind, Timeline, simulate
 
-__all__ = ["EFFORT", "Effort", "Layers", "Played", "Player"]
+__all__ = ["EFFORT", "Effort", "Layers", "SimulatedStep", "StepSimulator"]
 
 EFFORT = 60_000
-"""Parts of steps that a search on the clock may play through (timeline_tasks.Part): 50 steps of AlexNet in 8 passes."""
+"""Tasks that a search by simulated steps may simulate (step_tasks.Part): 50 steps of AlexNet in 8 passes."""
 
 # Plans have to be faster by more than this, relative, to be taken instead.
 WORTH_IT = 1e-6
@@ -25,8 +27,8 @@ Layers = Mapping[str, Strategy]
 
 
 @dataclass(frozen=True)
-class Played:
-    """A step as the device sees it that is done last: compute (updates included), transfers and gradient sums."""
+class SimulatedStep:
+    """Breakdown of a simulated step on the device that is done last: compute (updates included), transfers and sums."""
 
     step_s: float
     compute_s: float
@@ -35,23 +37,23 @@ class Played:
     parts: int
 
 
-NEVER = Played(inf, inf, 0.0, 0.0, 1)
-"""A plan whose scheme is not possible."""
+INFEASIBLE = SimulatedStep(inf, inf, 0.0, 0.0, 1)
+"""The step of a plan whose scheme is not possible."""
 
 
 class Effort:
-    """How many parts of steps may still be played through."""
+    """Budget of tasks that may still be simulated."""
 
     def __init__(self, parts: int = EFFORT) -> None:
         self.left = parts
 
 
-class Player:
-    """Steps of plans on the clock, remembered."""
+class StepSimulator:
+    """Memoised simulated steps of plans."""
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> None:
         self.graph, self.cluster, self.costs = graph, cluster, costs
-        self._known: dict[tuple[object, ...], Played] = {}
+        self._known: dict[tuple[object, ...], SimulatedStep] = {}
 
     def timeline(self, plan: Plan) -> Timeline:
         """The step in full.
@@ -61,27 +63,27 @@ class Player:
         """
         return simulate(self.graph, self.cluster, self.costs, plan)
 
-    def played(self, plan: Plan) -> Played:
-        """The step, played through unless it was before; infinite where the plan's scheme is not possible."""
+    def simulated(self, plan: Plan) -> SimulatedStep:
+        """The simulated step, kept for the next call; infinite where the plan's scheme is not possible."""
         key = (plan.scheme, *plan.layers.values())
         if key not in self._known:
-            self._known[key] = self._play(plan)
+            self._known[key] = self._simulated(plan)
         return self._known[key]
 
-    def within(self, plan: Plan, effort: Effort) -> Played | None:
-        """The step, None where no effort is left for it; each costs as much effort again, known or not.
+    def within(self, plan: Plan, effort: Effort) -> SimulatedStep | None:
+        """The simulated step, None where no effort is left for it; each costs as much effort again, known or not.
 
-        So what a search finds does not depend on what others have played before.
+        So the result of a search does not depend on earlier ones.
         """
         if effort.left <= 0:
             return None
-        found = self.played(plan)
+        found = self.simulated(plan)
         effort.left -= found.parts
         return found
 
     def step_s(self, plan: Plan) -> float:
         """Seconds of a step; infinite where the plan's scheme is not possible."""
-        return self.played(plan).step_s
+        return self.simulated(plan).step_s
 
     def fastest(self, plans: Iterable[Plan | None]) -> Plan | None:
         """The fastest of these plans, the first of equal ones; None where there is none."""
@@ -92,12 +94,12 @@ class Player:
                 found, least_s = plan, step_s
         return found
 
-    def _play(self, plan: Plan) -> Played:
+    def _simulated(self, plan: Plan) -> SimulatedStep:
         try:
             timeline = self.timeline(plan)
         except PlanError:
-            return NEVER
+            return INFEASIBLE
         spent = timeline.critical
         moved_s, summed_s = spent.total_s(Kind.TRANSFER), spent.total_s(Kind.REDUCTION)
         step_s = timeline.step_s
-        return Played(step_s, step_s - moved_s - summed_s, moved_s, summed_s, len(timeline.parts))
+        return SimulatedStep(step_s, step_s - moved_s - summed_s, moved_s, summed_s, len(timeline.parts))

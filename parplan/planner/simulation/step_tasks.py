@@ -23,7 +23,7 @@ __all__ = ["Kind", "Lane", "Part", "Parts", "Resource", "step_parts"]
 
 
 class Kind(Enum):
-    """What a device or a lane does."""
+    """Kind of an activity on a device or a lane."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 class Lane(Enum):
-    """What a device has one of: it computes, sends, receives and sums gradients side by side."""
+    """The lanes of a device, side by side: compute, sending, receiving, gradient sums."""
 
     COMPUTE = "compute"
     OUT = "out"
@@ -54,10 +54,10 @@ class Resource:
 
 @dataclass(frozen=True)
 class Part(Task):
-    """A task with what it stands for; without a kind it only says when others may start."""
+    """Task of a layer or a transfer; without a kind it only says when others may start."""
 
-    holds: tuple[Resource, ...] = ()
-    shares: Mapping[Any, float] = field(default_factory=dict)
+    exclusive: tuple[Resource, ...] = ()
+    capacity: Mapping[Any, float] = field(default_factory=dict)
     after: tuple[int, ...] = ()
     kind: Kind | None = None
     what: str = ""
@@ -87,7 +87,7 @@ class Parts:
     def __init__(self, work: Work) -> None:
         self.work, self.passes = work, work.stages.passes
         self.found: list[Part] = []
-        self.begun: Tasks = ()  # what everything that is listed from now on comes after
+        self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
         self._held: list[list[int]] = [[] for _ in range(work.devices)]  # what a device computes and sums
         self.went: dict[tuple[str, int], Mapping[int, int]] = {}  # tasks of a layer's devices
         self.came: dict[tuple[str, int], Mapping[int, int]] = {}
@@ -99,19 +99,19 @@ class Parts:
         kind: Kind | None,
         what: str,
         seconds: float,
-        holds: tuple[Resource, ...] = (),
+        exclusive: tuple[Resource, ...] = (),
         after: Iterable[int] = (),
         number: int | None = None,
         devices: tuple[int, ...] = (),
-        shares: Mapping[Any, float] = NONE,
-        yields: bool = False,
+        capacity: Mapping[Any, float] = NONE,
+        low_priority: bool = False,
     ) -> int:
         """List a part; gives its index."""
         needed = tuple(dict.fromkeys((*self.begun, *after)))
-        for resource in holds:
+        for resource in exclusive:
             if resource.lane in (Lane.COMPUTE, Lane.SUMS):
                 self._held[resource.device].append(len(self.found))
-        self.found.append(Part(seconds, holds, shares, needed, yields, kind, what, number, devices))
+        self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, kind, what, number, devices))
         return len(self.found) - 1
 
     def gate(self, after: Iterable[int]) -> Tasks:
@@ -129,7 +129,7 @@ class Parts:
         self.went[name, number] = own
         for move in work.out_of.get(name, ()):
             if move.crossing is not Crossing.INWARDS:
-                self.there(move, number)
+                self.forward_transfer(move, number)
         return list(own.values())
 
     def backward(self, name: str, number: int = 0, last: bool = True) -> list[int]:
@@ -144,17 +144,19 @@ class Parts:
         for move in work.into.get(name, ()):
             due = last if move.crossing is Crossing.ONCE else move.crossing is not Crossing.OUTWARDS
             if due and name == move.targets[0]:  # the first to read a shared value is the last to give its gradient
-                self.back(move, number)
+                self.backward_transfer(move, number)
         return list(own.values())
 
     def _run(
         self, kind: Kind, layer: LayerWork, seconds: float, after: Mapping[int, Tasks], number: int | None
     ) -> dict[int, int]:
-        if layer.statistics_s > 0:
+        if layer.batch_norm_sync_s > 0:
             everything = [one for tasks in after.values() for one in tasks]
-            holds = _lane(Lane.COMPUTE, layer.devices)
+            exclusive = _lane(Lane.COMPUTE, layer.devices)
             what = f"{layer.name}.statistics"
-            shared = self.add(Kind.TRANSFER, what, layer.statistics_s, holds, everything, number, layer.devices)
+            shared = self.add(
+                Kind.TRANSFER, what, layer.batch_norm_sync_s, exclusive, everything, number, layer.devices
+            )
             after = dict.fromkeys(layer.devices, (shared,))
         return {
             device: self.add(kind, layer.name, seconds, _lane(Lane.COMPUTE, (device,)), tasks, number, (device,))
@@ -163,18 +165,24 @@ class Parts:
 
     def _sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
         """Sum its gradients: what that takes from compute, then the rest beside it."""
-        if layer.stolen_s > 0:
+        if layer.compute_interference_s > 0:
             for device in layer.devices:
-                holds = _lane(Lane.COMPUTE, (device,))
+                exclusive = _lane(Lane.COMPUTE, (device,))
                 own[device] = self.add(
-                    Kind.REDUCTION, layer.name, layer.stolen_s, holds, (own[device],), number, (device,)
+                    Kind.REDUCTION,
+                    layer.name,
+                    layer.compute_interference_s,
+                    exclusive,
+                    (own[device],),
+                    number,
+                    (device,),
                 )
-        if layer.tail_s > 0:
-            holds = _lane(Lane.SUMS, layer.devices)
-            self.add(Kind.REDUCTION, layer.name, layer.tail_s, holds, own.values(), number, layer.devices)
+        if layer.overlappable_s > 0:
+            exclusive = _lane(Lane.SUMS, layer.devices)
+            self.add(Kind.REDUCTION, layer.name, layer.overlappable_s, exclusive, own.values(), number, layer.devices)
 
     def _read(self, name: str, number: int, device: int) -> Tasks:
-        """What the layer's forward on `device` comes after."""
+        """Tasks that the layer's forward on `device` comes after."""
         found: list[int] = []
         for move in self.work.into.get(name, ()):
             every = move.crossing is Crossing.OUTWARDS
@@ -187,7 +195,7 @@ class Parts:
         return tuple(found)
 
     def _given(self, name: str, number: int, device: int) -> Tasks:
-        """What the layer's backward on `device` comes after."""
+        """Tasks that the layer's backward on `device` comes after."""
         found: list[int] = []
         for move in self.work.out_of.get(name, ()):
             every = move.crossing is Crossing.INWARDS
@@ -207,7 +215,7 @@ class Parts:
 
     # -- transfers --
 
-    def there(self, move: Move, number: int, after: Tasks = ()) -> None:
+    def forward_transfer(self, move: Move, number: int, after: Tasks = ()) -> None:
         """A value's part sets out when it is made, and not before `after`."""
         part = move.number(number)
         if move.source is not None:
@@ -219,7 +227,7 @@ class Parts:
         if move.legs[part]:
             self.arrived[move.index, part] = last
 
-    def back(self, move: Move, number: int, after: Tasks = ()) -> None:
+    def backward_transfer(self, move: Move, number: int, after: Tasks = ()) -> None:
         """Its gradient sets out when all readers have given theirs, and not before `after`."""
         part = move.number(number)
         if move.source is None or not any(leg.backward_s > 0 for leg in move.legs[part]):
@@ -243,7 +251,7 @@ class Parts:
         if held_s or not move.beside:  # also where the processor that computes carries
             after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, *about),)
         if move.beside and (hidden_s or not held_s):
-            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, yields=True),)
+            after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, low_priority=True),)
         return after[-1]
 
     # -- the ends --
@@ -252,7 +260,7 @@ class Parts:
         """Inputs that come once."""
         for move in self.work.out_of.get(None, ()):
             if move.crossing is Crossing.ONCE:
-                self.there(move, 0)
+                self.forward_transfer(move, 0)
 
     def lose(self) -> None:
         """The loss needs all results, and everything that goes back needs the loss."""
@@ -266,7 +274,7 @@ class Parts:
         """Gradients of the results that are not of passes."""
         for move in self.work.into.get(None, ()):
             if move.targets == (None,) and move.crossing is Crossing.ONCE:
-                self.back(move, 0)
+                self.backward_transfer(move, 0)
 
     def update(self, layers: Sequence[LayerWork]) -> list[int]:
         """Devices update what they hold of these layers, when their compute and sums are done; then come late sums."""
@@ -275,19 +283,19 @@ class Parts:
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
             seconds = sum(layer.update_s for layer in layers if device in layer.devices)
             updated.append(self.add(Kind.UPDATE, "", seconds, lanes, self._held[device], None, (device,)))
-        late = [layer for layer in layers if layer.late_s > 0]
+        late = [layer for layer in layers if layer.post_update_s > 0]
         return updated + [self._late(layer, [updated[device] for device in layer.devices]) for layer in late]
 
     def _late(self, layer: LayerWork, after: Sequence[int]) -> int:
-        holds = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
-        return self.add(Kind.REDUCTION, layer.name, layer.late_s, holds, after, None, layer.devices)
+        exclusive = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
+        return self.add(Kind.REDUCTION, layer.name, layer.post_update_s, exclusive, after, None, layer.devices)
 
     def end(self) -> None:
         """Updates, and the runtime's own time."""
         self.update(list(self.work.layers.values()))
         for device in range(self.work.devices):
-            holds = _lane(Lane.COMPUTE, (device,))
-            self.add(Kind.OVERHEAD, "", self.work.overhead_s, holds, self._held[device], None, (device,))
+            exclusive = _lane(Lane.COMPUTE, (device,))
+            self.add(Kind.OVERHEAD, "", self.work.overhead_s, exclusive, self._held[device], None, (device,))
 
 
 def _on(tasks: Mapping[int, int], device: int) -> Tasks:
@@ -298,12 +306,12 @@ def _on(tasks: Mapping[int, int], device: int) -> Tasks:
 def step_parts(work: Work) -> tuple[Part, ...]:
     """Everything there is to do in one training step, in the order of the program."""
     between = any(layer.stage is Stage.PASSES and layer.period < work.stages.passes for layer in work.layers.values())
-    in_turn = between if work.manner.in_turn is None else work.manner.in_turn
-    pass_by_pass = in_turn and work.stages.passes > 1 and not work.stages.layers(Stage.AFTER)
-    return (_InTurn if pass_by_pass else _Plain)(work).all()
+    one_f_one_b = between if work.policy.one_f_one_b is None else work.policy.one_f_one_b
+    pass_by_pass = one_f_one_b and work.stages.passes > 1 and not work.stages.layers(Stage.AFTER)
+    return (_OneForwardOneBackward if pass_by_pass else _AllForwardFirst)(work).all()
 
 
-class _Plain(Parts):
+class _AllForwardFirst(Parts):
     """All passes go forward before any goes back."""
 
     def all(self) -> tuple[Part, ...]:
@@ -330,28 +338,28 @@ class _Plain(Parts):
     def _passes_forward(self) -> None:
         inwards, computed = self.crossing(Crossing.INWARDS), list[int]()
         for move in inwards:
-            self.there(move, 0)
+            self.forward_transfer(move, 0)
         for number in range(self.passes):
             arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
             gate = self.gate([*computed, *arrived])
             for move in inwards if number + 1 < self.passes else ():
-                self.there(move, number + 1, gate)
+                self.forward_transfer(move, number + 1, gate)
             computed = [task for name in self.work.stages.layers(Stage.PASSES) for task in self.forward(name, number)]
 
     def _passes_backward(self) -> None:
         outwards, computed = self.crossing(Crossing.OUTWARDS), list[int]()
         for move in outwards:
-            self.back(move, self.passes - 1)
+            self.backward_transfer(move, self.passes - 1)
         for number in reversed(range(self.passes)):
             arrived = [task for move in outwards for task in self.given_back.get((move.index, number), ())]
             gate = self.gate([*computed, *arrived])
             for move in outwards if number > 0 else ():
-                self.back(move, number - 1, gate)
+                self.backward_transfer(move, number - 1, gate)
             names = reversed(self.work.stages.layers(Stage.PASSES))
             computed = [task for name in names for task in self.backward(name, number, last=number == 0)]
 
 
-class _InTurn(Parts):
+class _OneForwardOneBackward(Parts):
     """Each pass goes back before the next one begins, and weights may be updated between them."""
 
     def all(self) -> tuple[Part, ...]:
@@ -362,12 +370,12 @@ class _InTurn(Parts):
             self.forward(name)
         inwards = self.crossing(Crossing.INWARDS)
         for move in inwards:
-            self.there(move, 0)
+            self.forward_transfer(move, 0)
         for number in range(self.passes):
             arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
             gate = self.gate(arrived)
             for move in inwards if number + 1 < self.passes else ():
-                self.there(move, number + 1, gate)
+                self.forward_transfer(move, number + 1, gate)
             self._pass(number)
         self.begun = ()
         self.results_back()
@@ -385,7 +393,7 @@ class _InTurn(Parts):
         made = [task for name in names for task in self.went[name, number].values()]
         self.begun = self.gate([*results, *made])
         for move in outwards:
-            self.back(move, number)
+            self.backward_transfer(move, number)
         done, due = list[int](), list[LayerWork]()
         for name in reversed(names):
             layer = self.work.layers[name]

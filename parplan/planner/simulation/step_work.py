@@ -1,4 +1,4 @@
-"""What a step of a plan consists of, with what each piece takes: layers in their stages, and moves between them."""
+"""Priced layers in their stages, and priced moves of values between them: the work of one step of a plan."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from enum import Enum
 from functools import cached_property, lru_cache
 
 from parplan.cost_models.communication.schemes import Hop, hops
-from parplan.cost_models.communication.traffic import moves
+from parplan.cost_models.communication.traffic import traffic
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.search_space.formulation import arrival_layout, delivery_layout, like_readers, statistics_s
+from parplan.planner.search_space.formulation import arrival_layout, batch_norm_sync_s, delivery_layout, like_readers
 
-__all__ = ["OURS", "Busy", "LayerWork", "Leg", "Manner", "Move", "Work", "work_of"]
+__all__ = ["RUNTIME_POLICY", "Busy", "LayerWork", "Leg", "Move", "PassPolicy", "Work", "work_of"]
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How a program runs passes; other programs than ours do it otherwise.
+class PassPolicy:
+    """How passes are run and fed; other programs than the runtime do it otherwise.
 
     Args:
-        in_turn: whether each pass goes back before the next one begins; None: where some layer's weights are updated
-            between passes (`update_period`).
-        hide: whether samples travel between passes while others are computed.
-        deal: whether a broadcast to many is dealt out first (cost_models/communication/schemes.py).
+        one_f_one_b: whether each pass goes back before the next one begins; None: where some layer's weights are
+            updated between passes (`update_period`).
+        prefetch: whether samples travel between passes while others are computed.
+        scatter_allgather: whether a broadcast to many is dealt out first (cost_models/communication/schemes.py).
     """
 
-    in_turn: bool | None = None
-    hide: bool = True
-    deal: bool = True
+    one_f_one_b: bool | None = None
+    prefetch: bool = True
+    scatter_allgather: bool = True
 
 
-OURS = Manner()
+RUNTIME_POLICY = PassPolicy()
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer with what its devices do in each of its passes.
+    """Seconds of a layer's parts on each of its devices, in each of its passes.
 
     Args:
-        stolen_s: what its gradient sum takes from the backward beside it, once.
-        tail_s: what else the sum takes on its own way, once.
-        late_s: what of it comes after the update.
+        compute_interference_s: time that its gradient sum takes from the backward beside it, once.
+        overlappable_s: time of the sum that the backward may hide, once.
+        post_update_s: time of the sum after the update, once.
         update_s: one update of its weights.
         period: passes between updates.
     """
@@ -55,10 +55,10 @@ class LayerWork:
     devices: tuple[int, ...]
     forward_s: float
     backward_s: float
-    statistics_s: float
-    stolen_s: float
-    tail_s: float
-    late_s: float
+    batch_norm_sync_s: float
+    compute_interference_s: float
+    overlappable_s: float
+    post_update_s: float
     update_s: float
     period: int
 
@@ -68,7 +68,7 @@ Busy = tuple[tuple[int, float], ...]
 
 
 class Crossing(Enum):
-    """How a move has to do with passes."""
+    """Relation of a move to the passes."""
 
     ONCE = "between layers that run once, or of what has no samples"
     WITHIN = "between layers that run once per pass"
@@ -127,7 +127,7 @@ class Work:
     devices: int
     overhead_s: float
     hidden: float = 1.0
-    manner: Manner = OURS
+    policy: PassPolicy = RUNTIME_POLICY
 
     def times(self, name: str) -> int:
         """How often a layer runs in a step."""
@@ -151,7 +151,7 @@ def _grouped(pairs: Iterable[tuple[str | None, Move]]) -> Mapping[str | None, tu
     return {name: tuple(own) for name, own in found.items()}
 
 
-def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, manner: Manner = OURS) -> Work:
+def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, policy: PassPolicy = RUNTIME_POLICY) -> Work:
     """The work of one step of `plan`.
 
     Raises:
@@ -159,11 +159,11 @@ def work_of(graph: LayerGraph, devices: int, costs: CostModel, plan: Plan, manne
     """
     strategies = {name: replace(strategy, update_period=None) for name, strategy in plan.layers.items()}
     when = stages(graph, strategies, plan.scheme)
-    pricing = _Pricing(graph, devices, costs, strategies, when, plan.scheme, manner.deal)
+    pricing = _Pricing(graph, devices, costs, strategies, when, plan.scheme, policy.scatter_allgather)
     layers = {name: pricing.layer(name, plan.layers[name].update_period) for name in graph.layers}
     moved = tuple(replace(move, index=index) for index, move in enumerate(pricing.moves()))
-    hidden = min(1.0, max(0.0, costs.step.overlap)) if manner.hide else 0.0
-    return Work(when, layers, moved, devices, costs.step.overhead_s, hidden, manner)
+    hidden = min(1.0, max(0.0, costs.step.overlap)) if policy.prefetch else 0.0
+    return Work(when, layers, moved, devices, costs.step.overhead_s, hidden, policy)
 
 
 @dataclass(frozen=True)
@@ -184,25 +184,25 @@ class _Pricing:
     strategies: Mapping[str, Strategy]
     stages: Stages
     scheme: Scheme
-    deal: bool
+    scatter_allgather: bool
 
     def layer(self, name: str, period: int | None) -> LayerWork:
         layer, strategy, stage = self.graph.layers[name], self.strategies[name], self.stages.of[name]
         passes = self.stages.passes if stage is Stage.PASSES else 1
         cost = self.costs.layer(layer, strategy, passes)
         reduce_s = self.costs.reduction(layer, strategy)
-        late_s = self.costs.step.late * reduce_s
-        stolen_s = (1 - self.costs.step.overlap) * (reduce_s - late_s)
+        post_update_s = self.costs.step.late * reduce_s
+        compute_interference_s = (1 - self.costs.step.overlap) * (reduce_s - post_update_s)
         return LayerWork(
             name=name,
             stage=stage,
             devices=strategy.devices,
             forward_s=cost.forward_s,
             backward_s=cost.backward_s,
-            statistics_s=statistics_s(layer, strategy, self.costs, self.graph),
-            stolen_s=stolen_s,
-            tail_s=max(0.0, reduce_s - late_s - stolen_s),
-            late_s=late_s,
+            batch_norm_sync_s=batch_norm_sync_s(layer, strategy, self.costs, self.graph),
+            compute_interference_s=compute_interference_s,
+            overlappable_s=max(0.0, reduce_s - post_update_s - compute_interference_s),
+            post_update_s=post_update_s,
             update_s=cost.update_s,
             period=period or passes,
         )
@@ -239,7 +239,7 @@ class _Pricing:
         spec, dim = self._part(value), graph.batch_dims.get(value)
         scheme = Scheme.INTERLEAVE if crossing is Crossing.WITHIN else self.scheme
         legs = [
-            self._legs(spec, hops(scheme, self.stages, given, wanted, number, dim if self.deal else None))
+            self._legs(spec, hops(scheme, self.stages, given, wanted, number, dim if self.scatter_allgather else None))
             for number in range(self.stages.passes)
         ]
         return Move(0, value, maker, targets, crossing, tuple(legs))
@@ -253,7 +253,7 @@ class _Pricing:
         return Crossing.INWARDS if inside[1] else Crossing.OUTWARDS
 
     def _part(self, value: str) -> TensorSpec:
-        """What one pass has of a value."""
+        """Spec of a value's part in one pass."""
         spec, dim = self.graph.values[value], self.graph.batch_dims.get(value)
         if dim is None:
             return spec
@@ -272,8 +272,8 @@ class _Pricing:
 
 @lru_cache(maxsize=10_000)
 def _lanes(hop: Hop) -> Leg:
-    """Who takes part in a transfer; no times."""
-    moved = moves(hop.source, hop.target)
+    """Senders and receivers of a transfer; no times."""
+    moved = traffic(hop.source, hop.target)
     gives, takes = moved.foreign.sum(axis=0), moved.foreign.sum(axis=1)
     most = max(gives.max(), takes.max())
     sent = tuple((d, float(amount / most)) for d, amount in zip(moved.senders, gives, strict=True) if amount)

@@ -1,16 +1,16 @@
-"""A predicted step as it runs: what every device and every lane does when.
+"""Simulated step: the activity of every device and every lane over time.
 
 The objective (planner/solver/problem.py) adds all layers and transfers up, which is exact where every layer is on all
-devices and runs once. Here every device has a clock of its own, so branches on disjoint devices run at the same time;
+devices and runs once. Here every device is followed by itself, so branches on disjoint devices run at the same time;
 and the layers behind a boundary run in passes, the samples of one pass on their way while another is computed.
 
 - A layer's part in one pass takes what `costs.layer(layer, strategy, passes)` says, on each of its devices.
 - A transfer uses lanes, out of those who send and into those who receive; transfers under way at the same time share
-  them. One between layers that run equally often also holds all devices of both, as what comes next needs it. One
+  them. One between layers that run equally often also exclusive all devices of both, as what comes next needs it. One
   across the boundary of passes does not: it starts when its samples are there and the pass before begins to compute,
   and goes on beside it, while its lanes are free of what devices wait for (as with streams of two priorities); but
   for the share that StepCost.overlap takes from compute, which is all of it on processors that also carry.
-- All passes go forward before any goes back (a plain `loss.backward()`), or each goes back at once (`in_turn`, as
+- All passes go forward before any goes back (a plain `loss.backward()`), or each goes back at once (`one_f_one_b`, as
   `train_step` does it where weights are updated between passes).
 - Gradient sums are on their own way beside the backward, except for the share that StepCost.overlap takes from it.
 - Updates and the runtime's own time come last, on each device after its backward and its sums.
@@ -32,20 +32,20 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
 from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
-from parplan.planner.simulation.step_work import OURS, Manner, work_of
+from parplan.planner.simulation.step_work import RUNTIME_POLICY, PassPolicy, work_of
 
-__all__ = ["Activity", "Kind", "Lane", "Manner", "Resource", "Spent", "Timeline", "simulate"]
+__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Something that goes on from `start_s` to `end_s`.
+    """One task, or equal tasks of several devices, from `start_s` to `end_s`.
 
     Args:
         what: the layer or value; empty for a device's updates and overhead.
         number: the pass, None for what happens once.
         devices: those that compute it, or that hold the value before or after.
-        lanes: what it holds or uses; a transfer that has no COMPUTE among them runs beside it.
+        lanes: what it exclusive or uses; a transfer that has no COMPUTE among them runs beside it.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a device's step goes, in seconds by kind; `own_s` and `waits_s` together are the step.
+    """Breakdown of a device's step, in seconds by kind; `own_s` and `waits_s` together are the step.
 
     Args:
         own_s: what it does itself, transfers that hold its compute included.
@@ -82,10 +82,10 @@ class Spent:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One step of a plan, played through.
+    """One simulated step of a plan.
 
     Attributes:
-        parts: what there was to do, in the order of the program.
+        parts: its tasks, in the order of the program.
         spans: when each ran.
     """
 
@@ -106,7 +106,7 @@ class Timeline:
 
     @property
     def critical(self) -> Spent:
-        """Where the step goes, as the device sees it that is done last."""
+        """Breakdown of the step on the device that is done last."""
         return self.spent(self.last)
 
     @property
@@ -116,12 +116,12 @@ class Timeline:
 
     @cached_property
     def spent_by_device(self) -> tuple[Spent, ...]:
-        """Where every device's time goes."""
+        """Breakdown of every device's time."""
         return tuple(self.spent(device) for device in range(self.device_count))
 
     @cached_property
     def activities(self) -> tuple[Activity, ...]:
-        """What goes on, by start; what several devices do at the same time is one."""
+        """Activities by start; equal tasks of several devices at the same time are one."""
         found: dict[tuple[Span, Kind, str, int | None], list[Part]] = {}
         for part, span in zip(self.parts, self.spans, strict=True):
             if part.kind is not None and part.seconds > 0:
@@ -133,13 +133,13 @@ class Timeline:
         )
 
     def spent(self, device: int) -> Spent:
-        """Where the time of one device goes."""
+        """Breakdown of one device's time."""
         own_s: dict[Kind, float] = {}
         waits_s: dict[Kind, float] = {}
         done_s = 0.0
         for index in self._computing.get(device, ()):
             part, span = self.parts[index], self.spans[index]
-            self._waited(span.behind, done_s, span.start_s, waits_s)
+            self._waited(span.critical_predecessor, done_s, span.start_s, waits_s)
             _add(own_s, part.kind, span.end_s - span.start_s)
             done_s = max(done_s, span.end_s)
         last = max(range(len(self.spans)), key=lambda index: self.spans[index].end_s, default=NOTHING)
@@ -148,10 +148,10 @@ class Timeline:
 
     @cached_property
     def _computing(self) -> Mapping[int, Sequence[int]]:
-        """What holds the compute of each device, by start."""
+        """Tasks on the compute lane of each device, by start."""
         found: dict[int, list[int]] = {}
         for index in sorted(range(len(self.parts)), key=lambda index: (self.spans[index].start_s, index)):
-            for resource in self.parts[index].holds:
+            for resource in self.parts[index].exclusive:
                 if resource.lane is Lane.COMPUTE:
                     found.setdefault(resource.device, []).append(index)
         return found
@@ -159,13 +159,13 @@ class Timeline:
     def _end_s(self, device: int) -> float:
         return max((self.spans[index].end_s for index in self._computing.get(device, ())), default=0.0)
 
-    def _waited(self, behind: int, since_s: float, until_s: float, waits_s: dict[Kind, float]) -> None:
-        """Account for [since, until): what ended last before `until`, what that came after, and so on."""
-        while behind != NOTHING and until_s > since_s:
-            span = self.spans[behind]
-            _add(waits_s, self.parts[behind].kind, min(until_s, span.end_s) - max(since_s, span.start_s))
+    def _waited(self, index: int, since_s: float, until_s: float, waits_s: dict[Kind, float]) -> None:
+        """Account for [since, until) along the critical predecessors of the task that ended last before `until`."""
+        while index != NOTHING and until_s > since_s:
+            span = self.spans[index]
+            _add(waits_s, self.parts[index].kind, min(until_s, span.end_s) - max(since_s, span.start_s))
             until_s = span.start_s
-            behind = span.behind
+            index = span.critical_predecessor
 
 
 def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
@@ -177,18 +177,20 @@ def _activity(parts: Sequence[Part], span: Span) -> Activity:
     first = parts[0]
     assert first.kind is not None
     devices = sorted({device for part in parts for device in part.devices})
-    lanes = tuple(one for part in parts for one in (*part.holds, *part.shares) if isinstance(one, Resource))
+    lanes = tuple(one for part in parts for one in (*part.exclusive, *part.capacity) if isinstance(one, Resource))
     return Activity(first.kind, first.what, first.number, span.start_s, span.end_s, tuple(devices), lanes)
 
 
-def simulate(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, manner: Manner = OURS) -> Timeline:
-    """One training step of `plan`, played through.
+def simulate(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, policy: PassPolicy = RUNTIME_POLICY
+) -> Timeline:
+    """Simulate one training step of `plan`.
 
     Args:
-        manner: how passes are run, where that is not as the runtime does it.
+        policy: how passes are run, where that is not as the runtime does it.
 
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
-    parts = step_parts(work_of(graph, cluster.count, costs, plan, manner))
+    parts = step_parts(work_of(graph, cluster.count, costs, plan, policy))
     return Timeline(parts, schedule(parts), cluster.count)

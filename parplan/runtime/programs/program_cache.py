@@ -19,7 +19,7 @@ from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Compute, Program
 from parplan.lowering.stages import stages
-from parplan.lowering.step_setting import Setting
+from parplan.lowering.step_setting import StepSetting
 from parplan.lowering.strategies import strategies_for
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.runtime.execution.buffer_sync import BufferSync

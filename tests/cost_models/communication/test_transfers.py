@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parplan.cluster import Cluster, Link
 from parplan.cost_models.communication.collectives import Topology
-from parplan.cost_models.communication.traffic import moves
+from parplan.cost_models.communication.traffic import traffic
 from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import cluster_preset, device_preset
 from parplan.graph.layer_graph import TensorSpec
@@ -45,7 +45,7 @@ def test_moves_are_the_pieces_counted(source: Layout, target: Layout) -> None:
     counted: Counter[tuple[int, int]] = Counter()
     for piece in pieces(SHAPE, source, target):
         counted[(piece.target, piece.source)] += piece.elements
-    moved = moves(source, target)
+    moved = traffic(source, target)
     scale = prod(SHAPE) // moved.total
     found = {
         (receiver, sender): int(moved.elements[i, j]) * scale
@@ -204,7 +204,7 @@ def test_rings_at_once_share_the_way_out() -> None:
 
 def test_nothing_is_sent_to_become_a_sum() -> None:
     with pytest.raises(ValueError, match="partial"):
-        moves(Layout(COLUMNS4, None), Layout(COLUMNS4, None, None, True))
+        traffic(Layout(COLUMNS4, None), Layout(COLUMNS4, None, None, True))
 
 
 # Krizhevsky 2014: islands 0-3 and 4-7, 6 GB/s per device, 3 GB/s each across when all talk: 12 GB/s out of an island.

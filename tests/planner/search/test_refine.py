@@ -21,7 +21,7 @@ from parplan.planner.search.select import Solved, solved
 from parplan.planner.search_space.pin_constraints import Pinned, pinned
 from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.simulator import EFFORT, Effort, Player
+from parplan.planner.simulation.simulator import EFFORT, Effort, StepSimulator
 from tests.planner.graphs import perceptron
 from tests.planner.simulation.test_timeline import alexnet, hybrid
 
@@ -47,7 +47,7 @@ def test_a_plan_in_passes_is_improved_by_the_clock(devices: int) -> None:
     case = case_of(alexnet(128 * devices), cluster_preset("k20", devices))
     start = worse(devices)
     better = polished(case, prices(case).formulation, start, FREE, Effort())
-    own_s = Player(case.graph, case.cluster, case.costs).step_s(better)
+    own_s = StepSimulator(case.graph, case.cluster, case.costs).step_s(better)
     assert own_s < case.player.step_s(start)
     # What is in front of the boundary is left as it is.
     front = stages(case.graph, start.layers, start.scheme).layers(Stage.BEFORE)
@@ -109,7 +109,7 @@ def test_reasons_behind_the_boundary_are_of_the_clock_and_none_is_below_zero_une
     other = Strategy(replicas, shards, found[3], decision.plan.layers["fc7"].devices[: replicas * shards])
     cost_s = float(found[4]) * (1e-3 if found[5] == "ms" else 1e-6)
     changed = replace(decision.plan, layers={**decision.plan.layers, "fc7": other})
-    step_s = Player(graph, cluster, costs).step_s(changed)
+    step_s = StepSimulator(graph, cluster, costs).step_s(changed)
     assert step_s - decision.prediction.step_s == pytest.approx(cost_s, abs=6e-6)
 
 

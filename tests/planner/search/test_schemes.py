@@ -23,7 +23,7 @@ from parplan.planner.decision import Decision
 from parplan.planner.search.schemes import under
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.simulator import Player
+from parplan.planner.simulation.simulator import StepSimulator
 from parplan.planner.simulation.timeline import simulate
 from tests.planner.graphs import classifier, perceptron
 from tests.planner.simulation.test_timeline import alexnet, hybrid
@@ -78,7 +78,7 @@ def test_the_fastest_scheme_is_no_slower_than_any_other_legal_one(plan: Plan, li
     graph = next(one for one in (perceptron(), perceptron(256)) if one.fingerprint == plan.fingerprint)
     cluster = cluster_preset("k20", plan.devices, link)
     costs = RooflineCosts(graph, cluster)
-    found = Player(graph, cluster, costs).fastest([under(plan, graph, scheme) for scheme in Scheme])
+    found = StepSimulator(graph, cluster, costs).fastest([under(plan, graph, scheme) for scheme in Scheme])
     assert found is not None
     best_s = simulate(graph, cluster, costs, found).step_s
     for scheme in Scheme:

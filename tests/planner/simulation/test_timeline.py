@@ -1,5 +1,5 @@
 """Steps played through: the same as the objective where that is exact, less where branches run side by side, and what
-passes hide on the machine of Krizhevsky 2014."""
+passes prefetch on the machine of Krizhevsky 2014."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.search.schemes import needs_clock
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import strategies
-from parplan.planner.simulation.timeline import Kind, Lane, Manner, Timeline, simulate
+from parplan.planner.simulation.timeline import Kind, Lane, PassPolicy, Timeline, simulate
 from parplan.planner.solver.problem import evaluate
 from tests.planner.graphs import classifier, perceptron
 
@@ -36,7 +36,7 @@ PARTS = tuple(Kind)
 IN_PASSES = (Scheme.BROADCAST, Scheme.INTERLEAVE)
 
 
-def timeline_of(plan: Plan, graph: LayerGraph, cluster: Cluster, manner: Manner = Manner()) -> Timeline:  # noqa: B008
+def timeline_of(plan: Plan, graph: LayerGraph, cluster: Cluster, manner: PassPolicy = PassPolicy()) -> Timeline:  # noqa: B008
     return simulate(graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum"), plan, manner)
 
 
@@ -121,7 +121,7 @@ def test_on_all_devices_the_clock_shows_the_objective(
 @settings(max_examples=60)
 @given(plans(all_devices=False), st.sampled_from(Scheme), st.sampled_from([None, True, False]))
 def test_parts_add_up_on_every_device_and_no_plan_is_slower_than_its_sum(
-    drawn: tuple[LayerGraph, int, dict[str, Strategy]], scheme: Scheme, in_turn: bool | None
+    drawn: tuple[LayerGraph, int, dict[str, Strategy]], scheme: Scheme, one_f_one_b: bool | None
 ) -> None:
     graph, devices, layers = drawn
     cluster, plan = cluster_preset("k20", devices), plan_of(graph, devices, layers, scheme)
@@ -129,7 +129,7 @@ def test_parts_add_up_on_every_device_and_no_plan_is_slower_than_its_sum(
         passes = stages(graph, layers, scheme).passes
     except PlanError:
         return
-    found = timeline_of(plan, graph, cluster, Manner(in_turn))
+    found = timeline_of(plan, graph, cluster, PassPolicy(one_f_one_b))
     for spent in found.spent_by_device:
         assert sum(spent.total_s(kind) for kind in PARTS) == pytest.approx(found.step_s)
     assert all(seconds >= 0 for seconds in found.critical.waits_s.values())
@@ -253,8 +253,8 @@ def test_nothing_hidden_takes_longer() -> None:
     for gpus in (4, 8):
         graph, cluster = alexnet(128 * gpus), cluster_preset("k20", gpus)
         plan = hybrid(gpus, Scheme.BROADCAST)
-        hidden, bare = (timeline_of(plan, graph, cluster, Manner(hide=hide)) for hide in (True, False))
-        direct = timeline_of(plan, graph, cluster, Manner(hide=False, deal=False))
+        hidden, bare = (timeline_of(plan, graph, cluster, PassPolicy(prefetch=prefetch)) for prefetch in (True, False))
+        direct = timeline_of(plan, graph, cluster, PassPolicy(prefetch=False, scatter_allgather=False))
         assert hidden.exposed_transfer_s < bare.exposed_transfer_s < direct.exposed_transfer_s
 
 
@@ -275,7 +275,7 @@ def test_processors_that_carry_hide_less() -> None:
     found = [simulate(graph, cluster, Carrying(graph, cluster, share), plan) for share in (-0.5, 0.0, 0.5, 1.0)]
     exposed = [one.exposed_transfer_s for one in found]
     assert exposed[0] == exposed[1] > exposed[2] > exposed[3]
-    bare = simulate(graph, cluster, Carrying(graph, cluster, 0.0), plan, Manner(hide=False))
+    bare = simulate(graph, cluster, Carrying(graph, cluster, 0.0), plan, PassPolicy(prefetch=False))
     assert exposed[1] == pytest.approx(bare.exposed_transfer_s)
     assert exposed[3] == pytest.approx(on_paper(4, Scheme.INTERLEAVE).exposed_transfer_s)
 
