@@ -202,7 +202,7 @@ class Programs:
         return first.grid
 
     def _lower(self, known: Captured, samples: tuple[int, ...], options: Options) -> Program:
-        setting = Setting(
+        setting = StepSetting(
             devices=self.device_count,
             samples=samples,
             memories=self._memories,
