@@ -1,4 +1,4 @@
-"""Rows of the axis table that follow from shapes and dimension arguments: element-wise ops and reductions."""
+"""Rows of the axis table that follow from shapes and dimension arguments: element-wise ops, reductions, losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
-__all__ = ["all_but", "leading", "pointwise", "reduction", "repeated", "similarity"]
+__all__ = [
+    "all_but", "class_loss", "element_loss", "leading", "pair_loss", "pointwise", "reduction", "repeated", "similarity",
+]  # fmt: skip
 
 
 def pointwise(call: Call) -> tuple[OpAxis, ...]:
@@ -87,3 +89,34 @@ def similarity(call: Call) -> tuple[OpAxis, ...]:
             sides = [name for name in ("x1", "x2") if call.shape(name)[dim] == call.out_shape[new]]
             axes.append(OpAxis({str(call.name(side)): dim for side in sides} | {call.outputs[0]: new}))
     return tuple(axes)
+
+
+# --- losses: samples map where nothing is averaged over them ---
+# With a reduction the result depends on all samples at once, and is taken whole: the mean of means is not the mean
+# where targets are ignored, weighted or uneven. Losses are never sharded (R7).
+
+
+def element_loss(call: Call) -> tuple[OpAxis, ...]:
+    """Element by element."""
+    return pointwise(call) if call["reduction"] == 0 else ()
+
+
+def class_loss(call: Call) -> tuple[OpAxis, ...]:
+    """Scores [samples, classes, ...] against targets [samples, ...]; class weights are needed whole."""
+    return _samples(call, "self", "target", least_rank=2)
+
+
+def pair_loss(call: Call) -> tuple[OpAxis, ...]:
+    """Vectors [samples, features] against each other."""
+    first = "input1" if call.name("input1") else "anchor"
+    others = ("input2", "target") if first == "input1" else ("positive", "negative")
+    return _samples(call, first, *others, least_rank=2)
+
+
+def _samples(call: Call, first: str, *others: str, least_rank: int) -> tuple[OpAxis, ...]:
+    shape = call.shape(first)
+    fits = len(shape) >= least_rank and all(call.shape(other)[:1] == shape[:1] for other in others)
+    if call["reduction"] != 0 or not fits or call.out_shape[:1] != shape[:1]:
+        return ()
+    names = [str(call.name(argument)) for argument in (first, *others)]
+    return (OpAxis(dict.fromkeys((*names, call.outputs[0]), 0), name="batch"),)

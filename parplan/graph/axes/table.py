@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from parplan.graph.axes import elementwise as rows
-from parplan.graph.axes import losses as loss_rows
 from parplan.graph.axes import views as view_rows
 from parplan.graph.axes import weights as weight_rows
 from parplan.graph.axes.call import Call, Row, is_tensor, shape_of, text_row
@@ -78,12 +77,12 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.leading(3), "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_pool3d_with_indices"),
     (rows.leading(3), "upsample_nearest3d.vec"),
 
-    (loss_rows.element_loss,
+    (rows.element_loss,
      """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
      margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss"""),
-    (loss_rows.class_loss, "cross_entropy_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d"),
-    (loss_rows.class_loss, "nll_loss_nd"),
-    (loss_rows.pair_loss, "cosine_embedding_loss triplet_margin_loss"),
+    (rows.class_loss, "cross_entropy_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d"),
+    (rows.class_loss, "nll_loss_nd"),
+    (rows.pair_loss, "cosine_embedding_loss triplet_margin_loss"),
     (rows.similarity, "cosine_similarity"),
 
     (view_rows.reshape,

@@ -29,8 +29,7 @@ from parplan.graph.layers import Owner, owner_of
 from parplan.graph.sites import set_site
 from parplan.graph.user_code.function_probe import probe
 from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, custom_function, known_sites
-from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, Handle, HookSite, gradient_hook
-from parplan.graph.user_code.hook_code import HookCode
+from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, Handle, HookCode, HookSite, gradient_hook
 from parplan.graph.user_code.hook_routing import route_through_hooks
 from parplan.graph.user_code.module_hooks import Template, is_torchs
 from parplan.graph.user_line import calling_line
