@@ -99,7 +99,7 @@ def read_field(field: Field, value: Any, where: str, error: type[ParplanError]) 
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What may have been meant by an unknown `word`: the closest known one, and the first of all known ones."""
+    """A hint for an unknown `word`: the closest known one, and the first of all known ones."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = f"{', '.join(known[:12])}{', ...' if len(known) > 12 else ''}"
@@ -230,7 +230,7 @@ def parse_toml(source: str, where: str, error: type[ParplanError]) -> dict[str, 
 
 
 def parse_json(source: str) -> Any:
-    """What JSON text describes.
+    """JSON text as Python values; refuses duplicate names.
 
     Raises:
         ValueError: not JSON, nested too deep, or a name that an object has twice.
