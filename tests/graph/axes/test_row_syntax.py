@@ -76,7 +76,7 @@ def test_users_add_rows_of_their_own(scale: object) -> None:
         torch.testing.assert_close(found.outputs, whole.outputs)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def centre() -> Iterator[object]:
     """An op of a user's own that mixes samples, and says so as batch norm does."""
 
