@@ -25,6 +25,7 @@ def test_its_plans_differ_in_what_runs_at_the_same_time() -> None:
     assert found.in_turn_s > 0
 
 
+@pytest.mark.full
 def test_figures_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--width", "32", "--depth", "2", "--rounds", "2", "--steps", "1"]
     towers.main([*small, "--json", str(tmp_path / "figures.json")])

@@ -23,6 +23,7 @@ WAYS = {
     "one process": [sys.executable, SCRIPT],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT],
 }
+TORCHRUN = pytest.param("torchrun", marks=pytest.mark.full)
 TRAININGS = ("plain", "data parallel", "by hand", "model parallel")
 
 
@@ -39,23 +40,25 @@ def off(line: str) -> float:
     return float(line.removesuffix(" off").rpartition(" ")[2])
 
 
-@pytest.mark.parametrize(("way", "each"), [("one process", 1440), ("torchrun", 720)])
+@pytest.mark.parametrize(
+    ("way", "each"), [("one process", 1440), pytest.param("torchrun", 720, marks=pytest.mark.full)]
+)
 def test_the_dataset_is_split_evenly(way: str, each: int) -> None:
     where = "1 process" if way == "one process" else "each of 2 processes"
     assert printed(way)["data parallel"].startswith(f"{each} samples in {where}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["one process", TORCHRUN])
 def test_backward_synchronises(way: str) -> None:
     assert off(printed(way)["data parallel"]) < 1e-9
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["one process", TORCHRUN])
 def test_synchronisation_may_be_manual(way: str) -> None:
     assert off(printed(way)["by hand"]) < 1e-9
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["one process", TORCHRUN])
 def test_model_parallel_layers_need_no_new_names(way: str) -> None:
     lines = printed(way)
     assert off(lines["model parallel"]) < 1e-9
@@ -66,6 +69,7 @@ def test_model_parallel_layers_need_no_new_names(way: str) -> None:
         assert int(found[1]) * int(found[2]) == whole[0] * whole[1] // share
 
 
+@pytest.mark.full
 def test_all_trainings_are_the_same_training() -> None:
     losses = {re.findall(r"loss (\S+) to ([\d.]+)", printed(way)[name])[0] for way in WAYS for name in TRAININGS}
     assert len(losses) == 1
