@@ -32,7 +32,7 @@ from parplan.cost_models.known import known_costs
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.solver.solve import solve
@@ -75,9 +75,9 @@ def plans(width: int, depth: int, batch: int, processes: int) -> Plans:
     graph = capture(Rows(width, depth), (torch.zeros(batch, width),))
     cluster = this_cluster(processes, torch.device("cpu"))
     costs = known_costs(graph, cluster, device=torch.device("cpu"), precision="fp32", optimizer="momentum").costs
-    decision = decide(graph, cluster, costs, Request(optimizer="momentum"))
+    decision = decide(graph, cluster, costs, PlanRequest(optimizer="momentum"))
     in_turn = best_in_turn(graph, processes, costs)
-    taken = decision.beside is not None and decision.beside.phases
+    taken = decision.branches is not None and decision.branches.phases
     beside = decision.plan if taken else by_hand(in_turn, processes)
     return Plans(beside, in_turn, *(predict(graph, cluster, costs, plan).step_s for plan in (beside, in_turn)))
 

@@ -1,6 +1,7 @@
-"""analyze, compile and verify: the three things a user calls.
+"""The functions a user calls: analyze, compile and verify.
 
-Heavy imports stay inside the functions, so that `import parplan` costs nothing.
+Heavy imports stay inside the functions, so that `import parplan` costs nothing. Signatures spell out the keywords of
+`PlanOptions`, so that editors show and check them; `PlanOptions.of(locals())` gathers them by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from parplan.cluster import MOST_DEVICES, Cluster
 from parplan.errors import ClusterError, ModelError, ParplanError, PlanError
-from parplan.pins import Pin, PinsLike, read_pins
+from parplan.pins import Pin, PinsLike
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from parplan.cost_models.devices.requested import Found
     from parplan.graph.layer_graph import LayerGraph
-    from parplan.planner.decide import Progress
     from parplan.planner.decision import Decision
+    from parplan.planner.request import PlanOptions, Progress
     from parplan.runtime.execution.dispatch import ThreadsOption
     from parplan.runtime.measurement.predicted import Expected
     from parplan.runtime.module.compiled import Compiled
@@ -80,34 +81,10 @@ def analyze(
         ParplanError: the model cannot be captured, no plan fits, an unknown preset, a cluster file with mistakes.
     """
     from parplan.graph.capture.capture import capture
-    from parplan.planner.decide import Request
+    from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
 
-    _check_batch(batch, measure)
-    started = time.perf_counter()
-    _check_module(model)
-    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
-    asked = _cluster(given, gpus, gpu, link, memory_bytes, cluster, measure)
-    if progress is not None:
-        progress.phase("capture")
-    graph = _named(capture(model, _arguments(example_inputs), kwargs), name)
-    request = Request(
-        precision=precision,
-        optimizer=optimizer,
-        rules=rules,
-        scheme=scheme,
-        plan=given,
-        time_limit_s=time_limit_s,
-        notes=(*notes, *asked.notes),
-        capture_s=time.perf_counter() - started,
-        started=started,
-        pins=pinned,
-    )
-    pricing = Pricing(asked.cluster, request, asked.device, measure, progress)
-    return pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph)
-
-
-def _check_batch(batch: str | None, measure: bool) -> None:
+    started, options = time.perf_counter(), PlanOptions.of(locals())
     if batch not in (None, "auto"):
         raise ParplanError(f'batch is {batch!r}; it is "auto", or left out: then the example inputs have the batch')
     if batch and measure:
@@ -115,6 +92,15 @@ def _check_batch(batch: str | None, measure: bool) -> None:
             "--batch auto compares many batches, and --measure would have to time them all; choose the batch first, "
             "then measure at it"
         )
+    _check_module(model)
+    found = _cluster(options)
+    if progress is not None:
+        progress.phase("capture")
+    graph = _named(capture(model, _arguments(example_inputs), kwargs), name)
+    captured_s = time.perf_counter() - started
+    request = options.request(notes=(*notes, *found.notes), capture_s=captured_s, started=started)
+    pricing = Pricing(found.cluster, request, found.device, measure, progress)
+    return pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph)
 
 
 def analyze_profile(
@@ -148,28 +134,22 @@ def analyze_profile(
     from parplan.cost_models.layer_profile.costs import ProfileCosts
     from parplan.cost_models.layer_profile.graph import profile_graph, profile_notes
     from parplan.cost_models.layer_profile.text import load_layer_profile
-    from parplan.planner.decide import Request, decide
+    from parplan.planner.decide import decide
+    from parplan.planner.request import PlanOptions
 
-    started = time.perf_counter()
+    started, options = time.perf_counter(), PlanOptions.of(locals())
     profile = load_layer_profile(file)
-    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
-    asked = _cluster(given, gpus, gpu, link, memory_bytes, cluster)
+    options = replace(options, precision=profile.precision or "precision unknown")
+    found = _cluster(options)
     graph = profile_graph(profile, batch)
-    costs = ProfileCosts(profile, graph, asked.cluster, optimizer)
-    request = Request(
-        precision=profile.precision or "precision unknown",
-        optimizer=optimizer,
-        rules=rules,
-        scheme=scheme,
-        plan=given,
-        time_limit_s=time_limit_s,
-        notes=(*asked.notes, *profile_notes(profile, str(file), graph.batch or 1, asked.cluster)),
+    costs = ProfileCosts(profile, graph, found.cluster, optimizer)
+    request = options.request(
+        notes=(*found.notes, *profile_notes(profile, str(file), graph.batch or 1, found.cluster)),
         capture_s=time.perf_counter() - started,
         started=started,
         times_from=str(file),
-        pins=pinned,
     )
-    return decide(graph, asked.cluster, costs, request, progress)
+    return decide(graph, found.cluster, costs, request, progress)
 
 
 def compile(  # the name users know from torch.compile
@@ -223,26 +203,29 @@ def compile(  # the name users know from torch.compile
         SelfCheckError: (at a call) the planned program computes something else than the module.
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
     """
-    from parplan.planner.decide import Request
-    from parplan.pricing import on_devices
+    from parplan.planner.request import PlanOptions
+    from parplan.planner.search_space.verifier import other_batch
+    from parplan.pricing import Pricing
     from parplan.runtime.module.compiled import Compiled
 
+    options = PlanOptions.of(locals())
     _check_module(model)
-    request = Request(precision, optimizer, rules, None, time_limit_s, scheme=scheme, price_pins=False)
-    wanted, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
+    request = replace(options, plan=None).request(price_pins=False)
 
     def planner(graph: LayerGraph) -> Plan:
-        count = compiled.device_count
-        if wanted is not None:
-            _warn_of_batch(wanted, graph)
-            return _given(wanted, graph, count)
-        pricing = on_devices(count, compiled.device, replace(request, pins=pinned))
-        compiled.decision = pricing.decided(graph)
-        found: Plan = compiled.decision.plan
-        return found
+        if options.plan is None:
+            compiled.decision = Pricing.here(compiled.device_count, compiled.device, request).decided(graph)
+            found: Plan = compiled.decision.plan
+            return found
+        size = graph.batch or 0
+        unequal = any(size % strategy.replicas for strategy in options.plan.layers.values())
+        if (size > options.plan.batch or unequal) and (text := other_batch(options.plan, graph)):
+            bring = f"Plan again with this batch, or bring {options.plan.batch}."
+            warnings.warn(f"{text} {bring}", stacklevel=2)
+        return _checked(options.plan, graph, compiled.device_count)
 
-    def foresee(graph: LayerGraph, made: Plan) -> Expected:
-        return on_devices(compiled.device_count, compiled.device, request).foreseen(graph, made).expected
+    def predict(graph: LayerGraph, plan: Plan) -> Expected:
+        return Pricing.here(compiled.device_count, compiled.device, request).predicted(graph, plan).expected
 
     compiled = Compiled(
         model,
@@ -256,13 +239,13 @@ def compile(  # the name users know from torch.compile
         threads=threads,
         check=check,
     )
-    compiled.predict_times = foresee
+    compiled.predict_times = predict
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled
 
 
-def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
+def _checked(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
     """A user's plan, checked against model and devices."""
     from parplan.planner.search_space.verifier import check
 
@@ -270,17 +253,6 @@ def _given(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
         raise PlanError(f"the plan is for {plan.devices} devices, here are {devices}; plan again with --gpus {devices}")
     check(plan, graph)
     return plan
-
-
-def _warn_of_batch(plan: Plan, graph: LayerGraph) -> None:
-    """Say that a step needs more memory than its plan allows for, or has replicas with unequal shares."""
-    from parplan.planner.search_space.verifier import other_batch
-
-    batch = graph.batch or 0
-    if batch > plan.batch or any(batch % strategy.replicas for strategy in plan.layers.values()):
-        text = other_batch(plan, graph)
-        if text:
-            warnings.warn(f"{text} Plan again with this batch, or bring {plan.batch}.", stacklevel=2)
 
 
 def verify(
@@ -308,18 +280,25 @@ def verify(
     Raises:
         ParplanError: the plan is not for this model, or breaks a rule.
     """
+    import torch
+
     from parplan.graph.capture.capture import capture
+    from parplan.planner.request import PlanOptions
     from parplan.planner.search_space.verifier import mismatches
+    from parplan.pricing import Pricing
     from parplan.verification import first_samples, verify_plan
 
+    options = PlanOptions.of(locals())
     _check_module(model)
-    given, pinned = _plan(plan), read_pins(pins, with_plan=plan is not None)
-    count = devices if devices is not None else (given.devices if given is not None else _devices_of(pinned))
+    count = devices if devices is not None else (options.plan.devices if options.plan else _devices_of(options.pins))
     if count > MOST_DEVICES:
         raise ClusterError(f"{count} devices: parplan plans for up to {MOST_DEVICES}")
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
     graph = _named(capture(model, args, kwargs), name)
-    found = _given(given, graph, count) if given is not None else _for_cpu(graph, count, pinned)
+    if options.plan is not None:
+        found = _checked(options.plan, graph, count)
+    else:
+        found = Pricing.here(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
@@ -330,15 +309,6 @@ def verify(
         # Some models take one number of samples only.
         ran = verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
     return replace(ran, notes=mismatches(found, graph))
-
-
-def _for_cpu(graph: LayerGraph, count: int, pins: tuple[Pin, ...]) -> Plan:
-    import torch
-
-    from parplan.planner.decide import Request
-    from parplan.pricing import on_devices
-
-    return on_devices(count, torch.device("cpu"), Request(pins=pins, price_pins=False)).decided(graph).plan
 
 
 def _devices_of(pins: Sequence[Pin]) -> int:
@@ -360,24 +330,15 @@ def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
-def _plan(plan: Plan | str | Path | None) -> Plan | None:
-    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-
-
-def _cluster(
-    plan: Plan | None,
-    gpus: int | str | None,
-    gpu: str | None,
-    link: str | None,
-    memory_bytes: int | None,
-    cluster: Cluster | str | Path | None,
-    measure: bool = False,
-) -> Found:
-    """What is planned for; where nothing says how many devices, as many as the plan has."""
+def _cluster(options: PlanOptions) -> Found:
+    """The cluster to plan for; where no option says how many devices, as many as the plan has."""
     from parplan.cost_models.devices.requested import Asked, find_cluster
 
-    gpus = plan.devices if gpus is None and plan is not None and cluster is None else gpus
-    return find_cluster(Asked(gpus, gpu, link, memory_bytes, cluster, measure))
+    gpus = options.gpus
+    if gpus is None and options.plan is not None and options.cluster is None:
+        gpus = options.plan.devices
+    asked = Asked(gpus, options.gpu, options.link, options.memory_bytes, options.cluster, options.measure)
+    return find_cluster(asked)
 
 
 def _named(graph: LayerGraph, name: str | None) -> LayerGraph:

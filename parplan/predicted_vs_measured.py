@@ -1,13 +1,12 @@
-"""Looks back at a plan that has run: what was predicted beside what was measured, and what follows from it.
+"""Prediction and measurement of a plan that has run, side by side, and what follows from them.
 
-The one place that knows both sides. The runtime measures and prints plain figures it was given; here those figures are
-made, what was measured becomes entries of a profile, and the planner is asked again with them.
+The one place that knows both sides. The runtime measures, and prints plain figures that it is given; here these figures
+are made, measurements become entries of a profile, and the planner is asked again with them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from statistics import median
@@ -20,60 +19,70 @@ from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
-from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide, predict
-from parplan.planner.decision import LayerFacts, Prediction
+from parplan.plan import Plan
+from parplan.planner.decide import decide, predict
+from parplan.planner.decision import LayerReport, Prediction
+from parplan.planner.request import PlanRequest
+from parplan.planner.search.context import plain
 from parplan.planner.search_space.formulation import Option, formulate
-from parplan.planner.simulation.step_work import LayerWork, Work, work_of
+from parplan.planner.simulation.step_work import work_of
 from parplan.report import units
 from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep
 from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
 
-__all__ = ["Foreseen", "Learned", "LookBack", "Replan", "devices_at_work", "foresee", "learn", "replan"]
+__all__ = [
+    "Learned",
+    "PlanPrediction",
+    "PredictedVsMeasured",
+    "Replan",
+    "devices_at_work",
+    "learn",
+    "predict_plan",
+    "replan",
+]
 
 # A plan that is faster by less than this is the same plan to a person.
 SAME = 1e-6
+# Layers named in a sentence on a changed plan.
+SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """A plan as a cost model prices it: per layer, and as plain figures for the runtime to print."""
+class PlanPrediction:
+    """A plan as a cost model prices it: per layer, as a step, and as plain figures for the runtime to print."""
 
-    facts: tuple[LayerFacts, ...]
-    prediction: Prediction
+    layers: tuple[LayerReport, ...]
+    step: Prediction
     expected: Expected
 
 
 @dataclass(frozen=True)
-class LookBack:
-    """A plan that has run.
+class PredictedVsMeasured:
+    """A plan that has run, its prediction and its measurement.
 
     Args:
-        plan: what ran.
-        foreseen: what was predicted.
-        measured: what was measured.
-        reference_s: what the reference kernel took in the same seconds; 0 where it was not run.
-        notes: what the reader must know first.
+        reference_s: seconds of the reference kernel at the time of the measurement; 0 where it was not run.
+        notes: sentences that stand first in a report.
     """
 
     plan: Plan
-    foreseen: Foreseen
+    predicted: PlanPrediction
     measured: MeasuredStep
     reference_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> tuple[LayerFacts, ...]:
-        """What was predicted per layer."""
-        return self.foreseen.facts
+    def layers(self) -> tuple[LayerReport, ...]:
+        """The prediction of every layer."""
+        return self.predicted.layers
 
     @property
     def lines(self) -> tuple[ComparedLine, ...]:
         """Predicted beside measured: layers, transfers, the rest, and the step."""
-        return replace(self.measured, expected=self.foreseen.expected).lines
+        return replace(self.measured, expected=self.predicted.expected).lines
 
     def __str__(self) -> str:
-        return str(replace(self.measured, expected=self.foreseen.expected))
+        return str(replace(self.measured, expected=self.predicted.expected))
 
 
 @dataclass(frozen=True)
@@ -119,97 +128,104 @@ class Replan:
         moves = [
             f"{name} ({old.layers[name].describe()} to {self.plan.layers[name].describe()})" for name in self.changed
         ]
-        shown = moves if len(moves) <= _SHOWN else [*moves[: _SHOWN - 1], f"{len(moves) - _SHOWN + 1} more"]
-        return f"Planned again, the choice would change: {_joined(shown)}; {_time(self.best_s)} instead ({figures})."
+        *shown, last = moves if len(moves) <= SHOWN else [*moves[: SHOWN - 1], f"{len(moves) - SHOWN + 1} more"]
+        listed = f"{', '.join(shown)} and {last}" if shown else last
+        return f"Planned again, the choice would change: {listed}; {_time(self.best_s)} instead ({figures})."
 
 
-_SHOWN = 4
-
-
-def foresee(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -> Foreseen:
-    """What one step of `plan` takes by `costs`, per layer, per value that moves, and as a whole.
+def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostModel) -> PlanPrediction:
+    """Price one step of `plan` by `costs`: per layer, per value that moves, and as a whole.
 
     Raises:
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
-    prediction = predict(graph, cluster, costs, plan)
-    strategies = {name: _without_period(strategy) for name, strategy in plan.layers.items()}
-    formulation = formulate(graph, cluster, costs, {name: (strategy,) for name, strategy in strategies.items()})
+    step = predict(graph, cluster, costs, plan)
+    formulation = formulate(graph, cluster, costs, {name: (own,) for name, own in plain(plan).items()})
     options = {name: own[0] for name, own in zip(formulation.names, formulation.options, strict=False)}
     work = work_of(graph, cluster.count, costs, plan)
     statistics = {name: option.batch_norm_sync_s for name, option in options.items() if option.batch_norm_sync_s > 0}
-    expected = Expected(
-        layers={name: _expected_layer(work.layers[name], work.times(name), own) for name, own in options.items()},
-        transfers={**_transfers(work), **{f"{name}.statistics": BothTimes(s, s) for name, s in statistics.items()}},
-        labels=_labels(work),
-        reduce_s=prediction.exposed_reduce_s,
-        update_s=prediction.update_s,
-        overhead_s=prediction.overhead_s,
-        step_s=prediction.step_s,
-        low_s=prediction.low_s,
-        high_s=prediction.high_s,
-    )
-    facts = tuple(_facts(graph, plan, name, option, expected) for name, option in options.items())
-    return Foreseen(facts, prediction, expected)
-
-
-def _without_period(strategy: Strategy) -> Strategy:
-    return Strategy(strategy.replicas, strategy.shards, strategy.axis, strategy.devices)
-
-
-def _expected_layer(layer: LayerWork, times: int, option: Option) -> ExpectedLayer:
-    """A layer in all its passes."""
-    return ExpectedLayer(BothTimes(times * layer.forward_s, times * layer.backward_s), option.cost.source.value)
-
-
-def _transfers(work: Work) -> dict[str, BothTimes]:
-    """Per value what its moves to all who read it were priced at."""
-    found: dict[str, BothTimes] = defaultdict(BothTimes)
-    for move in work.moves:
-        legs = [leg for part in move.legs for leg in part]
-        found[move.value] += BothTimes(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
-    return dict(found)
-
-
-def _labels(work: Work) -> dict[str, str]:
-    """Where each value comes from and who reads it elsewhere."""
+    transfers: dict[str, BothTimes] = defaultdict(BothTimes)  # by value, to all its readers
     readers: dict[str, list[str]] = defaultdict(list)
     for move in work.moves:
+        legs = [leg for part in move.legs for leg in part]
+        transfers[move.value] += BothTimes(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
         if any(move.legs):
             readers[move.value] += (name or RESULTS for name in move.targets)
     sources = {move.value: move.source or INPUTS for move in work.moves}
-    return {value: f"{sources[value]} -> {', '.join(own)}" for value, own in readers.items()}
-
-
-def _facts(graph: LayerGraph, plan: Plan, name: str, option: Option, expected: Expected) -> LayerFacts:
-    moved = [expected.transfers[value] for value in graph.layers[name].inputs if value in expected.transfers]
-    return LayerFacts(
-        name=name,
-        kind=graph.layers[name].kind,
-        strategy=plan.layers[name],
-        forward_s=expected.layers[name].times.forward_s,
-        backward_s=expected.layers[name].times.backward_s,
-        transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.batch_norm_sync_s,
-        reduce_s=option.reduce_s,
-        memory_bytes=option.memory_bytes,
-        source=option.cost.source,
-        why="",
+    times = {}
+    for name, option in options.items():
+        layer, runs = work.layers[name], work.times(name)  # in all its passes
+        both = BothTimes(runs * layer.forward_s, runs * layer.backward_s)
+        times[name] = ExpectedLayer(both, option.cost.source.value)
+    expected = Expected(
+        layers=times,
+        transfers={**transfers, **{f"{name}.statistics": BothTimes(s, s) for name, s in statistics.items()}},
+        labels={value: f"{sources[value]} -> {', '.join(own)}" for value, own in readers.items()},
+        reduce_s=step.exposed_reduce_s,
+        update_s=step.update_s,
+        overhead_s=step.overhead_s,
+        step_s=step.step_s,
+        low_s=step.low_s,
+        high_s=step.high_s,
     )
+
+    def report(name: str, option: Option) -> LayerReport:
+        moved = [expected.transfers[value] for value in graph.layers[name].inputs if value in expected.transfers]
+        return LayerReport(
+            name=name,
+            kind=graph.layers[name].kind,
+            strategy=plan.layers[name],
+            forward_s=times[name].times.forward_s,
+            backward_s=times[name].times.backward_s,
+            transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.batch_norm_sync_s,
+            reduce_s=option.reduce_s,
+            memory_bytes=option.memory_bytes,
+            source=option.cost.source,
+            why="",
+        )
+
+    return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
 
 
 # -- learning --
 
 
-def learn(look_back: LookBack, graph: LayerGraph, profile: Profile) -> Learned:
-    """Put what the layers took into `profile`, which is for as many devices as worked at once.
+def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: Profile) -> Learned:
+    """Put the measured layers into `profile`, which is for as many devices as worked at once.
 
     A part that several layers have in common gets the median of them.
     """
-    entries = list(_entries(look_back, graph))
-    known = sum(profile.get(entry.signature) is not None for entry in entries)
-    for entry in entries:
-        profile.put(entry)
-    return Learned(len(entries), known)
+    moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    when = stages(graph, compared.plan.layers, compared.plan.scheme)
+    strategies = plain(compared.plan)
+    alike: dict[str, list[PartEntry]] = defaultdict(list)
+    for layer in compared.measured.layers:
+        if layer.forward.seconds <= 0:
+            continue
+        passes = when.passes if when.of[layer.name] is Stage.PASSES else 1
+        taken = Measurement(
+            forward_s=layer.forward.seconds / passes,
+            backward_s=layer.backward.seconds / passes,
+            spread=max(layer.forward.spread, layer.backward.spread),
+            runs=compared.measured.steps,
+            reference_s=compared.reference_s,
+            when=moment,
+        )
+        part = part_of(graph, graph.layers[layer.name], strategies[layer.name], passes)
+        entry = part_entry(graph, part, taken)
+        alike[entry.signature].append(entry)
+    known = sum(profile.get(signature) is not None for signature in alike)
+    for first, *others in alike.values():
+        each = [entry.measurement for entry in (first, *others)]
+        middle = replace(
+            first.measurement,
+            forward_s=median(one.forward_s for one in each),
+            backward_s=median(one.backward_s for one in each),
+            spread=median(one.spread for one in each),
+            runs=sum(one.runs for one in each),
+        )
+        profile.put(replace(first, measurement=middle))
+    return Learned(len(alike), known)
 
 
 def devices_at_work(measured: MeasuredStep) -> int:
@@ -217,50 +233,12 @@ def devices_at_work(measured: MeasuredStep) -> int:
     return 1 if measured.turns else measured.devices
 
 
-def _entries(look_back: LookBack, graph: LayerGraph) -> Iterable[PartEntry]:
-    measured = {layer.name: layer for layer in look_back.measured.layers}
-    moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    when = stages(graph, look_back.plan.layers, look_back.plan.scheme)
-    alike: dict[str, list[PartEntry]] = defaultdict(list)
-    for name, layer in measured.items():
-        if layer.forward.seconds <= 0:
-            continue
-        spread = max(layer.forward.spread, layer.backward.spread)
-        taken = Measurement(
-            forward_s=layer.forward.seconds,
-            backward_s=layer.backward.seconds,
-            spread=spread,
-            runs=look_back.measured.steps,
-            reference_s=look_back.reference_s,
-            when=moment,
-        )
-        passes = when.passes if when.of[name] is Stage.PASSES else 1
-        taken = replace(taken, forward_s=taken.forward_s / passes, backward_s=taken.backward_s / passes)
-        part = part_of(graph, graph.layers[name], _without_period(look_back.plan.layers[name]), passes)
-        entry = part_entry(graph, part, taken)
-        alike[entry.signature].append(entry)
-    return [_middle(entries) for entries in alike.values()]
-
-
-def _middle(entries: Sequence[PartEntry]) -> PartEntry:
-    """One entry for equal parts."""
-    taken = [entry.measurement for entry in entries]
-    middle = replace(
-        taken[0],
-        forward_s=median(m.forward_s for m in taken),
-        backward_s=median(m.backward_s for m in taken),
-        spread=median(m.spread for m in taken),
-        runs=sum(m.runs for m in taken),
-    )
-    return replace(entries[0], measurement=middle)
-
-
 def replan(
-    look_back: LookBack,
+    compared: PredictedVsMeasured,
     graph: LayerGraph,
     cluster: Cluster,
     costs: CostModel,
-    request: Request | None = None,
+    request: PlanRequest | None = None,
 ) -> Replan:
     """Ask the planner again, with costs that know what was learned.
 
@@ -268,17 +246,14 @@ def replan(
         costs: prices with what was learned.
         request: as the plan was asked for; a plan in it is ignored.
     """
-    old = look_back.plan
-    best = decide(graph, cluster, costs, replace(request or Request(), plan=None)).plan
+    old = compared.plan
+    best = decide(graph, cluster, costs, replace(request or PlanRequest(), plan=None)).plan
     now_s = predict(graph, cluster, costs, old).step_s
     best_s = predict(graph, cluster, costs, best).step_s
-    changed = [name for name, strategy in best.layers.items() if strategy != _without_period(old.layers[name])]
-    return Replan(best, tuple(changed), look_back.foreseen.prediction.step_s, now_s, best_s)
+    kept = plain(old)
+    changed = [name for name, strategy in best.layers.items() if strategy != kept[name]]
+    return Replan(best, tuple(changed), compared.predicted.step.step_s, now_s, best_s)
 
 
 def _time(seconds: float) -> str:
     return units.time(seconds).text(seconds)
-
-
-def _joined(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

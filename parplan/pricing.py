@@ -22,12 +22,13 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Plan
 from parplan.planner.batch_size import Cases, best_batch
-from parplan.planner.decide import Progress, Request, decide, sketch
+from parplan.planner.decide import decide, estimate
 from parplan.planner.decision import Decision, Prediction
-from parplan.predicted_vs_measured import Foreseen, foresee
+from parplan.planner.request import PlanRequest, Progress
+from parplan.predicted_vs_measured import PlanPrediction, predict_plan
 from parplan.profiler.session import requests_by_devices
 
-__all__ = ["Pricing", "on_devices"]
+__all__ = ["Pricing"]
 
 # Longest that measuring takes; what is left is interpolated, and the report says so.
 MEASURE_S = 120.0
@@ -43,12 +44,17 @@ class Pricing:
     """
 
     cluster: Cluster
-    request: Request
+    request: PlanRequest
     device: torch.device | None = None
     measure: bool = False
     progress: Progress | None = None
 
-    def decided(self, graph: LayerGraph, request: Request | None = None) -> Decision:
+    @staticmethod
+    def here(count: int, device: torch.device, request: PlanRequest) -> Pricing:
+        """For `count` devices like `device`, which is one of this machine's."""
+        return Pricing(this_cluster(count, device), request, device)
+
+    def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""
         asked = request or self.request
         costs, notes = self._costs(graph)
@@ -66,19 +72,17 @@ class Pricing:
             reason = str(error).partition(";")[0]
             raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
         cases = Cases(
-            lambda batch, asked: self._sketched(at_batch(graph, batch), asked),
+            lambda batch, asked: self._estimated(at_batch(graph, batch), asked),
             lambda batch, asked: self.decided(at_batch(graph, batch), asked),
         )
         return best_batch(cases, self.cluster, self.request, graph.batch)
 
-    def foreseen(self, graph: LayerGraph, plan: Plan) -> Foreseen:
-        """What `plan` is predicted to take."""
-        costs, _ = self._costs(graph)
-        return foresee(graph, plan, self.cluster, costs)
+    def predicted(self, graph: LayerGraph, plan: Plan) -> PlanPrediction:
+        """The prediction of a step of `plan`, layer by layer."""
+        return predict_plan(graph, plan, self.cluster, self._costs(graph)[0])
 
-    def _sketched(self, graph: LayerGraph, request: Request) -> Prediction:
-        costs, _ = self._costs(graph)
-        return sketch(graph, self.cluster, costs, request)
+    def _estimated(self, graph: LayerGraph, request: PlanRequest) -> Prediction:
+        return estimate(graph, self.cluster, self._costs(graph)[0], request)
 
     def _costs(self, graph: LayerGraph) -> tuple[CostModel, tuple[str, ...]]:
         """The best costs there are, and what the reader must know about them."""
@@ -112,8 +116,3 @@ class Pricing:
         if outcome.left:
             notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
         return (*notes, *(f"Not measured: {why}" for why in outcome.failed[:3]))
-
-
-def on_devices(count: int, device: torch.device, request: Request) -> Pricing:
-    """For `count` devices like `device`, which is here."""
-    return Pricing(this_cluster(count, device), request, device)

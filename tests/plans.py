@@ -8,7 +8,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 
 __all__ = ["PLANS", "plan_by"]
 
@@ -77,7 +77,7 @@ def _towers(graph: LayerGraph, layer: Layer, devices: int) -> Strategy:
 def _solved(graph: LayerGraph, devices: int) -> Plan:
     """On slow links, so that the solver has something to weigh."""
     cluster = cluster_preset("k20", devices, "10gbe")
-    return decide(graph, cluster, RooflineCosts(graph, cluster), Request()).plan
+    return decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest()).plan
 
 
 PLANS: dict[str, Callable[[LayerGraph, Layer, int], Strategy] | None] = {

@@ -20,8 +20,8 @@ from parplan.cost_models.sampling import Measurement
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
-from parplan.predicted_vs_measured import LookBack, Replan, devices_at_work, foresee, learn, replan
+from parplan.planner.decide import PlanRequest, decide
+from parplan.predicted_vs_measured import PredictedVsMeasured, Replan, devices_at_work, learn, predict_plan, replan
 from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
 from tests.plans import plan_by
 
@@ -64,9 +64,9 @@ def measured(graph: LayerGraph, seconds: Mapping[str, float], turns: bool = Fals
 
 def looked_back(
     graph: LayerGraph, cluster: Cluster, plan: Plan, seconds: Mapping[str, float], reference_s: float = 0.0
-) -> LookBack:
-    foreseen = foresee(graph, plan, cluster, RooflineCosts(graph, cluster))
-    return LookBack(plan, foreseen, measured(graph, seconds), reference_s)
+) -> PredictedVsMeasured:
+    predicted = predict_plan(graph, plan, cluster, RooflineCosts(graph, cluster))
+    return PredictedVsMeasured(plan, predicted, measured(graph, seconds), reference_s)
 
 
 def priced(graph: LayerGraph, cluster: Cluster, profile: SessionProfile) -> MeasuredCosts:
@@ -84,16 +84,16 @@ def with_all_on_one_device(graph: LayerGraph, seconds: float) -> SessionProfile:
 
 
 @pytest.mark.parametrize("name", ["data parallel", "hybrid", "model parallel"])
-def test_what_is_foreseen_is_what_the_planner_says_of_the_plan(graph: LayerGraph, cluster: Cluster, name: str) -> None:
+def test_the_prediction_is_the_planners(graph: LayerGraph, cluster: Cluster, name: str) -> None:
     plan, costs = plan_by(name, 2, graph), RooflineCosts(graph, cluster)
-    said = decide(graph, cluster, costs, Request(plan=plan))
-    found = foresee(graph, plan, cluster, costs)
-    assert found.prediction == said.prediction
+    said = decide(graph, cluster, costs, PlanRequest(plan=plan))
+    found = predict_plan(graph, plan, cluster, costs)
+    assert found.step == said.prediction
     assert found.expected.step_s == said.prediction.step_s
-    for facts, layer in zip(found.facts, said.layers, strict=True):
-        assert facts.name == layer.name
-        assert (facts.forward_s, facts.backward_s, facts.source) == (layer.forward_s, layer.backward_s, layer.source)
-        assert found.expected.layers[facts.name].times.forward_s == layer.forward_s
+    for report, layer in zip(found.layers, said.layers, strict=True):
+        assert report.name == layer.name
+        assert (report.forward_s, report.backward_s, report.source) == (layer.forward_s, layer.backward_s, layer.source)
+        assert found.expected.layers[report.name].times.forward_s == layer.forward_s
     moved = sum(both.forward_s + both.backward_s for both in found.expected.transfers.values())
     assert moved == pytest.approx(sum(layer.transfer_s for layer in said.layers) + _delivery(found, graph), rel=1e-9)
 
@@ -110,7 +110,7 @@ def test_lines_have_the_predictions_and_their_source(graph: LayerGraph, cluster:
     lines = [line for line in back.lines if line.part is StepPart.LAYER]
     assert [line.label for line in lines] == list(graph.layers)
     assert {line.source for line in lines} == {"estimated"}
-    assert lines[0].ratio == pytest.approx(3 * FAST_S / (back.facts[0].forward_s + back.facts[0].backward_s))
+    assert lines[0].ratio == pytest.approx(3 * FAST_S / (back.layers[0].forward_s + back.layers[0].backward_s))
     assert "predicted" in str(back)
 
 
@@ -156,7 +156,7 @@ def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph
     layers = len(graph.layers)
     assert again.now_s == pytest.approx(3 * SLOW_S * layers, rel=0.02)
     assert again.best_s == pytest.approx(3 * FAST_S * layers, rel=0.1)
-    assert again.predicted_s == back.foreseen.prediction.step_s
+    assert again.predicted_s == back.predicted.step.step_s
     sentence = again.sentence(plan)
     assert "the choice would change: 0 (2 replicas to" in sentence
     assert "and 2 more" in sentence

@@ -16,16 +16,17 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from parplan.cli.options import parse
+from parplan.cli.options import RunOptions, TargetOptions, parse
 from parplan.errors import ParplanError
+from parplan.option_fields import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parplan.cli.run_report import Report
     from parplan.pins import Pin
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DONE, DIFFERS, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
-GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,70 +177,46 @@ def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
     """What is pinned, the file first; refused before the model is loaded if it cannot be read."""
     from parplan.pins import parse_pin, pins_from_toml, read_pins
 
-    from_file = () if options.pins is None else pins_from_toml(options.pins)
-    return read_pins((*from_file, *map(parse_pin, options.pin)), with_plan=plan is not None)
+    from_file = () if options.pins_file is None else pins_from_toml(options.pins_file)
+    return read_pins((*from_file, *map(parse_pin, options.pins)), with_plan=plan is not None)
 
 
 def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...]) -> Decision:
+    from parplan.planner.request import PlanOptions
     from parplan.report.progress import Progress
 
-    if options.profile_graph is not None:
-        return _decide_profile(options, plan, pins)
+    keywords = {**chosen(PlanOptions, options), "plan": plan, "pins": pins}
     # What the model prints while it runs is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
-        progress.phase("load")
         from parplan import api
-        from parplan.target import load
 
+        if options.profile_graph is not None:
+            for name in ("measure", "precision"):  # of a model, and known not to be given
+                del keywords[name]
+            return api.analyze_profile(options.profile_graph, batch=options.batch, progress=progress, **keywords)
+        progress.phase("load")
         auto = options.batch == "auto"
-        target = load(options.target, options.input, None if auto else options.batch, options.layer_params)
-        own = plan is None and options.cluster is None  # nothing else says how many devices there are
+        target = replace(_target(options), batch=None if auto else options.batch).load()
+        if plan is not None:
+            keywords["pins"] = ()
+        else:
+            keywords["pins"] = (*target.pins, *pins)
+            if options.cluster is None and options.gpus is None:
+                keywords["gpus"] = target.gpus
         return api.analyze(
             target.module,
             target.args,
             kwargs=target.kwargs,
             batch="auto" if auto else None,
-            gpus=target.gpus if own and options.gpus is None else options.gpus,
-            gpu=options.gpu,
-            link=options.link,
-            cluster=options.cluster,
-            rules=options.rules,
-            scheme=options.scheme,
-            precision=options.precision,
-            optimizer=options.optimizer,
-            memory_bytes=None if options.memory is None else int(options.memory * GIB),
-            measure=options.measure,
-            time_limit_s=options.time_limit,
-            plan=plan,
-            pins=(*target.pins, *pins) if plan is None else (),
             notes=target.notes,
             name=target.name,
             progress=progress,
+            **keywords,
         )
 
 
-def _decide_profile(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...]) -> Decision:
-    """As `_decide`, from measurements instead of a model."""
-    from parplan import api
-    from parplan.report.progress import Progress
-
-    with Progress() as progress:
-        return api.analyze_profile(
-            options.profile_graph,
-            gpus=options.gpus,
-            gpu=options.gpu,
-            link=options.link,
-            cluster=options.cluster,
-            rules=options.rules,
-            scheme=options.scheme,
-            optimizer=options.optimizer,
-            memory_bytes=None if options.memory is None else int(options.memory * GIB),
-            batch=options.batch,
-            time_limit_s=options.time_limit,
-            plan=plan,
-            pins=pins,
-            progress=progress,
-        )
+def _target(options: argparse.Namespace) -> TargetOptions:
+    return TargetOptions(**chosen(TargetOptions, options))
 
 
 def _report(decision: Decision, options: argparse.Namespace) -> str:
@@ -277,9 +253,8 @@ def _verify(options: argparse.Namespace) -> int:
         progress.phase("load")
         from parplan import api
         from parplan.report.verification import render_verification
-        from parplan.target import load
 
-        target = load(options.target, options.input, options.batch, options.layer_params)
+        target = _target(options).load()
         progress.phase("verify")
         found = api.verify(
             target.module,
@@ -297,9 +272,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    from parplan.cli.options import ProfileOptions
     from parplan.cli.profile import run
 
-    _write(run(options))
+    _write(run(_target(options), ProfileOptions(**chosen(ProfileOptions, options))))
     return DONE
 
 
@@ -317,46 +293,33 @@ def _presets(options: argparse.Namespace) -> int:
 
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.files import check_writable, write_files
+    from parplan.report.progress import Progress
 
     if options.json and options.json != "-":
         check_writable(options.json, "--json")
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    report = _ran(options, _plan(options.plan))
+    plan = _plan(options.plan)
+    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
+        progress.phase("run")
+        from parplan.cli.run_report import Job, run_report
+
+        run_options = RunOptions(**chosen(RunOptions, options))
+        report = run_report(Job(_target(options), run_options, plan.to_json() if plan is not None else None))
     if report is None:
         return DONE
-    from parplan.report.predicted_vs_measured import render_look_back, to_json
+    from parplan.report.predicted_vs_measured import render_comparison, to_json
     from parplan.runtime.measurement.measured_step import notes, title
 
-    found = report.look_back
+    found = report.compared
     said = title(found.measured), [*notes(found.measured), *report.learned]
     text = to_json(found, *said) if options.json else ""
     if options.json == "-":
         sys.stdout.write(text)
         return DONE
     write_files({options.json: text} if options.json else {})
-    sys.stdout.write(_printed(lambda console: render_look_back(found, *said, console, options.all_layers)))
+    sys.stdout.write(_printed(lambda console: render_comparison(found, *said, console, options.all_layers)))
     return DONE
-
-
-def _ran(options: argparse.Namespace, plan: Plan | None) -> Report | None:
-    from parplan.report.progress import Progress
-
-    with contextlib.redirect_stdout(sys.stderr), Progress() as progress:
-        progress.phase("run")
-        from parplan.cli.run_report import Job, run_report
-
-        job = Job(
-            target=options.target,
-            inputs=tuple(options.input),
-            layer_params=options.layer_params,
-            batch=options.batch,
-            devices=options.devices,
-            plan=plan.to_json() if plan is not None else None,
-            steps=options.steps,
-            optimizer=options.optimizer,
-        )
-        return run_report(job, processes=options.processes, learned=options.learn)
 
 
 _COMMANDS = {

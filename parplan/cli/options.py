@@ -1,20 +1,24 @@
-"""What the command line understands: options, their help, and one message for what it does not understand."""
+"""The command line: its commands, their options and help, and one message for a line that cannot be read."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parplan import __version__
-from parplan.cluster import MOST_DEVICES
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
 from parplan.errors import ParplanError
+from parplan.option_fields import add_options, device_count, option, positive, whole_number
+from parplan.planner.request import PlanOptions
 
-__all__ = ["parse"]
+if TYPE_CHECKING:
+    from parplan.target import Target
+
+__all__ = ["ProfileOptions", "RunOptions", "TargetOptions", "parse"]
 
 TARGETS = """
 TARGET is one of
@@ -96,8 +100,76 @@ examples:
   parplan profile --export here.json         to share it
   parplan profile --import theirs.json"""
 
-# Optimizers whose state and updates are known.
+# Optimizers whose updates are timed.
 OPTIMIZERS = ("adam", "adamw", "momentum", "sgd", "rmsprop", "adagrad")
+
+FILE: Mapping[str, Any] = {"metavar": "FILE"}
+JSON = "as JSON; - is standard output, alone"
+VERBOSE = "show warnings, and where an error was raised"
+BATCH = "samples in one step over all devices, instead of the example inputs' batch"
+DEVICES = "logical devices (default: the plan's, else 2)"
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """A model and its inputs; no `target` where a command line names none."""
+
+    target: str | None = None
+    batch: int | None = option(None, BATCH, type=whole_number, metavar="N")
+    input: tuple[str, ...] = option(
+        (), "a positional input such as 64x3x224x224 or 64x128:int64, or a keyword one, mask=64x128:bool; repeatable",
+        action="append", metavar="SHAPE",
+    )  # fmt: skip
+    layer_params: str | None = option(
+        None, "of a cuda-convnet2 layer file (default: layer-params-X.cfg beside layers-X.cfg)", **FILE
+    )
+
+    def load(self) -> Target:
+        """Load the model and its inputs."""
+        from parplan.target import load
+
+        return load(self.target or "", self.input, self.batch, self.layer_params)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How `parplan run-report` runs a model.
+
+    Args:
+        plan: the plan's file; None for the plan that parplan chooses.
+        devices: how many logical devices; None for the plan's, else 2.
+        processes: one process of one thread per device instead of devices that share this one; under torchrun its
+            ranks are taken.
+        steps: how many steps are recorded.
+        learn: keep what was measured in the profile store, and plan again with it.
+    """
+
+    plan: str | None = option(None, "the plan to run (default: the one parplan chooses)", **FILE)
+    devices: int | None = option(None, DEVICES, type=device_count, metavar="N")
+    processes: bool = option(False, "one process of one thread for each device")
+    steps: int = option(20, "steps to record (default: 20)", type=whole_number, metavar="K")
+    optimizer: str = option("adam", "what updates in every step (default: adam)", choices=tuple(OPTIMIZER_STATES))
+    learn: bool = option(
+        False, "keep what layers took in the profile store, plan again with it, and say whether the choice would change"
+    )
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `parplan profile` measures, or does with what was measured."""
+
+    devices: int | None = option(
+        None, "how many to plan for later (default: the GPUs that are here, else 1 CPU device)", type=device_count,
+        metavar="N",
+    )  # fmt: skip
+    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=OPTIMIZERS)
+    time_limit: float = option(
+        600.0, "seconds for the parts of layers (default: 600); the same command goes on from there", type=positive,
+        metavar="S",
+    )  # fmt: skip
+    again: bool = option(False, "measure also what is known")
+    exported: str | None = option(None, "write everything that is kept, as text", flag="export", **FILE)
+    imported: str | None = option(None, "add what somebody exported", flag="import", **FILE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,79 +203,66 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and those of its commands by name."""
     style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = _Parser(prog="parplan", description=OVERVIEW, **style)
     parser.add_argument("--version", action="version", version=f"parplan {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    analyze = commands.add_parser("analyze", help="find, prove and explain a plan", description=ANALYZE, **style)
-    verify = commands.add_parser("verify", help="compare a plan's numbers", description=VERIFY, **style)
-    presets = commands.add_parser("presets", help="list devices and links known by name", description=PRESETS, **style)
-    profile = commands.add_parser("profile", help="measure what plans cost here", description=PROFILE, **style)
-    _add_profile(profile)
-    presets.add_argument("--json", metavar="FILE", help="the same as JSON; - is standard output, alone")
-    presets.add_argument("--verbose", action="store_true", help="show warnings, and where an error was raised")
-    _add_target(analyze, needed=False, auto=True)
-    _add_profile_graph(analyze)
-    _add_cluster(analyze)
-    _add_outputs(analyze)
+    helps = {
+        "analyze": ("find, prove and explain a plan", ANALYZE),
+        "verify": ("compare a plan's numbers", VERIFY),
+        "presets": ("list devices and links known by name", PRESETS),
+        "profile": ("measure what plans cost here", PROFILE),
+        "run-report": ("run a plan and look back", RUN_REPORT),
+    }
+    found: dict[str, _Parser] = {
+        name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in helps.items()
+    }
+    analyze, verify, presets, profile, run = found.values()
+    _add_target(profile, nargs="?")
+    add_options(profile, ProfileOptions)
+    presets.add_argument("--json", help=f"the same {JSON}", **FILE)
+    presets.add_argument("--verbose", action="store_true", help=VERBOSE)
+
+    fastest = f"{BATCH}; auto: the smallest of nearly the most samples/s"
+    _add_target(analyze, nargs="?", batch={"type": _batch, "help": fastest})
+    analyze.add_argument("--profile-graph", help="instead of TARGET: layers, edges, times and sizes that somebody "
+                         "measured (the format: docs/profile-graph.md)", **FILE)  # fmt: skip
+    group = analyze.add_argument_group("what to plan for")
+    add_options(group, PlanOptions)
+    _add_pins_file(group)
+    group = analyze.add_argument_group("what to write")
+    group.add_argument("--out", help="the plan, as JSON", **FILE)
+    group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
+    group.add_argument("--all-layers", action="store_true", help="a line for every layer; else long models are folded")
+
     _add_target(verify)
-    verify.add_argument("--plan", metavar="FILE", help="the plan to verify (default: the one parplan chooses)")
-    _add_pins(verify)
-    verify.add_argument("--devices", type=_devices, metavar="N", help="logical devices (default: the plan's, else 2)")
+    verify.add_argument("--plan", help="the plan to verify (default: the one parplan chooses)", **FILE)
+    add_options(verify, PlanOptions, "pins")
+    _add_pins_file(verify)
+    verify.add_argument("--devices", type=device_count, metavar="N", help=DEVICES)
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
-    run = commands.add_parser("run-report", help="run a plan and look back", description=RUN_REPORT, **style)
+
     _add_target(run)
-    _add_run(run)
-    return parser, {"run-report": run, "analyze": analyze, "verify": verify, "presets": presets, "profile": profile}
+    add_options(run, RunOptions)
+    run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
+    run.add_argument("--all-layers", action="store_true", help="a line for every layer; else long ones are folded")
+    return parser, {name: found[name] for name in ("run-report", "analyze", "verify", "presets", "profile")}
 
 
-def _add_target(command: _Parser, needed: bool = True, auto: bool = False) -> None:
-    command.add_argument("target", nargs=None if needed else "?", metavar="TARGET", help="the model, see above")
-    fastest = "; auto: the smallest of nearly the most samples/s" if auto else ""
-    command.add_argument("--batch", type=_batch if auto else _count, metavar="N", help="samples in one step over all "
-                         f"devices, instead of the example inputs' batch{fastest}")  # fmt: skip
-    command.add_argument("--input", action="append", default=[], metavar="SHAPE", help="a positional input such as "
-                         "64x3x224x224 or 64x128:int64, or a keyword one, mask=64x128:bool; repeatable")  # fmt: skip
-    command.add_argument("--layer-params", metavar="FILE", help="of a cuda-convnet2 layer file (default: "
-                         "layer-params-X.cfg beside layers-X.cfg)")  # fmt: skip
-    command.add_argument("--verbose", action="store_true", help="show warnings, and where an error was raised")
+def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[str, Any]) -> None:
+    command.add_argument("target", nargs=nargs, metavar="TARGET", help="the model, see above")
+    add_options(command, TargetOptions, **changes)
+    command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
 
-def _add_run(command: _Parser) -> None:
-    command.add_argument("--plan", metavar="FILE", help="the plan to run (default: the one parplan chooses)")
-    command.add_argument("--devices", type=_devices, metavar="N", help="logical devices (default: the plan's, else 2)")
-    command.add_argument("--processes", action="store_true", help="one process of one thread for each device")
-    command.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to record (default: 20)")
-    command.add_argument("--optimizer", choices=tuple(OPTIMIZER_STATES), default="adam",
-                         help="what updates in every step (default: adam)")  # fmt: skip
-    command.add_argument("--learn", action="store_true", help="keep what layers took in the profile store, plan again "
-                         "with it, and say whether the choice would change")  # fmt: skip
-    command.add_argument("--json", metavar="FILE", help="the comparison as JSON; - is standard output, alone")
-    command.add_argument("--all-layers", action="store_true", help="a line for every layer; else long ones are folded")
-
-
-def _add_profile(command: _Parser) -> None:
-    _add_target(command, needed=False)
-    command.add_argument("--devices", type=_devices, metavar="N", help="how many to plan for later (default: the GPUs "
-                         "that are here, else 1 CPU device)")  # fmt: skip
-    command.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="whose updates are timed "
-                         "(default: adam)")  # fmt: skip
-    command.add_argument("--time-limit", type=_positive, default=600.0, metavar="S", help="seconds for the parts of "
-                         "layers (default: 600); the same command goes on from there")  # fmt: skip
-    command.add_argument("--again", action="store_true", help="measure also what is known")
-    command.add_argument("--export", dest="exported", metavar="FILE", help="write everything that is kept, as text")
-    command.add_argument("--import", dest="imported", metavar="FILE", help="add what somebody exported")
-
-
-def _add_profile_graph(command: _Parser) -> None:
-    command.add_argument("--profile-graph", metavar="FILE", help="instead of TARGET: layers, edges, times and sizes "
-                         "that somebody measured (the format: docs/profile-graph.md)")  # fmt: skip
+def _add_pins_file(command: argparse._ActionsContainer) -> None:
+    pins = "the same in a TOML file with a table [pins], before --pin"
+    command.add_argument("--pins", dest="pins_file", help=pins, **FILE)
 
 
 def _check_profile_graph(options: argparse.Namespace, command: _Parser) -> None:
     """A model or a profile, and with a profile nothing that a model is needed for."""
-    if options.command != "analyze":
-        return
     file = options.profile_graph
     if options.target is None and file is None:
         command.error("the following arguments are required: TARGET")
@@ -214,99 +273,14 @@ def _check_profile_graph(options: argparse.Namespace, command: _Parser) -> None:
     given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
     if options.batch == "auto":
         command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
-    for option, set_ in given.items():
-        if set_:
-            command.error(f"{option} needs a model, and --profile-graph {file} has none; leave out {option}")
-
-
-def _add_cluster(command: _Parser) -> None:
-    group = command.add_argument_group("what to plan for")
-    group.add_argument("--gpus", type=_gpus, metavar="N", help="how many, or hosts x GPUs of each, 2x8 (default: the "
-                       "plan's, with --plan, else those that are here, else 1)")  # fmt: skip
-    group.add_argument("--gpu", metavar="NAME", help="which kind, such as v100-sxm2 or h100-sxm; `parplan presets` "
-                       "lists all (default: those that are here, else a preset, and the report says so)")  # fmt: skip
-    group.add_argument("--link", metavar="NAME", help="what joins them (default: the GPU's usual link)")
-    group.add_argument("--cluster", metavar="FILE", help="instead of these three: a TOML file with devices, of several "
-                       "kinds if need be, and levels of links (docs/clusters.md)")  # fmt: skip
-    group.add_argument("--memory", type=_memory, metavar="GIB", help="memory a plan may use on each, in GiB")
-    group.add_argument("--precision", choices=("fp32", "tf32", "fp16", "bf16"), default="fp32")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZER_STATES), default="adam",
-                       help="whose state has to fit in memory (default: adam)")  # fmt: skip
-    group.add_argument("--rules", choices=("default", "strict"), default="default", help="strict: cuda-convnet2's "
-                       "divisibility rules to the letter, no transfer may bend them")  # fmt: skip
-    group.add_argument("--scheme", choices=("auto", "gather", "broadcast", "interleave"), default="auto",
-                       help="how samples get from many replicas to layers with fewer: all at once, one replica's or a "
-                       "share of each at a time (default: as is fastest)")  # fmt: skip
-    group.add_argument("--measure", action="store_true", help="time the layers on the device that is here")
-    group.add_argument("--time-limit", type=_positive, default=60.0, metavar="S",
-                       help="seconds for the solver (default: 60); then the best plan found, with its gap")  # fmt: skip
-    group.add_argument("--plan", metavar="FILE", help="check and price this plan instead of searching for one")
-    _add_pins(group)
-
-
-def _add_pins(command: argparse._ActionsContainer) -> None:
-    command.add_argument("--pin", action="append", default=[], metavar="PATTERN=WORDS", help="decide some layers by "
-                         "hand: 'fc6=shards:4', 'features.*=replicas:4', 'conv1=gpu:0,1'; repeatable, the later one "
-                         "counts (docs/pins.md)")  # fmt: skip
-    command.add_argument("--pins", metavar="FILE", help="the same in a TOML file with a table [pins], before --pin")
-
-
-def _add_outputs(command: _Parser) -> None:
-    group = command.add_argument_group("what to write")
-    group.add_argument("--out", metavar="FILE", help="the plan, as JSON")
-    group.add_argument("--json", metavar="FILE", help="the report's facts, as JSON; - is standard output, alone")
-    group.add_argument("--all-layers", action="store_true", help="a line for every layer; else long models are folded")
-
-
-def _gpus(text: str) -> int | str:
-    """A number, or hosts x GPUs left as text; what is too many or too few is told by who counts them."""
-    hosts, times, each = text.partition("x")
-    if text.lstrip("+-").isdecimal() and len(text) <= 12:
-        return int(text)
-    if times and hosts.isdecimal() and each.isdecimal():
-        return text
-    raise argparse.ArgumentTypeError(f"{text} is neither a number, such as 16, nor hosts x GPUs of each, such as 2x8")
-
-
-# GiB: from a byte-sized slip up to more than any device has; outside it is a mistake of unit.
-LEAST_MEMORY, MOST_MEMORY = 1e-6, 2.0**20
-
-
-def _memory(text: str) -> float:
-    value = _positive(text)
-    if not LEAST_MEMORY <= value <= MOST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text} GiB is not plausible; give GiB (2^30 bytes) of a device, such as 16")
-    return value
+    for name in (name for name, is_given in given.items() if is_given):
+        command.error(f"{name} needs a model, and --profile-graph {file} has none; leave out {name}")
 
 
 def _batch(text: str) -> int | str:
     if text == "auto":
         return text
     try:
-        return _count(text)
+        return whole_number(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return value
-
-
-def _devices(text: str) -> int:
-    value = _count(text)
-    if value > MOST_DEVICES:
-        raise argparse.ArgumentTypeError(f"{text}: parplan plans for up to {MOST_DEVICES} devices")
-    return value
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value

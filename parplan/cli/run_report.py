@@ -1,9 +1,9 @@
-"""Runs a plan on this machine and looks back at it: in this process, or in one per device."""
+"""Runs a plan on this machine, in this process or in one per device, and compares the step with its prediction."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parplan import api
+from parplan.cli.options import RunOptions, TargetOptions
 from parplan.compat import pytree
-from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import here
@@ -29,13 +29,13 @@ from parplan.graph.capture.capture import batch_of, capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import split_evenly
 from parplan.plan import Plan
-from parplan.planner.decide import Request
-from parplan.predicted_vs_measured import Foreseen, LookBack, devices_at_work, learn, replan
-from parplan.pricing import on_devices
+from parplan.planner.request import PlanRequest
+from parplan.predicted_vs_measured import PlanPrediction, PredictedVsMeasured, devices_at_work, learn, replan
+from parplan.pricing import Pricing
 from parplan.runtime.measurement.measured_step import MeasuredStep, slowest_of
 from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.processes import TIMEOUT_S, in_processes
-from parplan.target import Target, load
+from parplan.target import Target
 
 __all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]
 
@@ -52,100 +52,75 @@ OPTIMIZERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, as a command line names it.
+    """A run of a target, small enough to be sent to processes; `plan` is JSON, None for the plan parplan chooses."""
 
-    Args:
-        target, inputs, batch, layer_params: the model and its inputs, as `parplan.target.load` takes them.
-        devices: how many logical devices; None for the plan's, else 2.
-        plan: the plan to run as JSON; None for the one parplan chooses.
-        steps: how many steps are recorded.
-        optimizer: one of OPTIMIZERS.
-        precision: as `parplan.analyze` takes it.
-    """
-
-    target: str
-    inputs: tuple[str, ...] = ()
-    batch: int | None = None
-    devices: int | None = None
+    target: TargetOptions
+    options: RunOptions
     plan: str | None = None
-    steps: int = 20
-    optimizer: str = "adam"
-    precision: str = "fp32"
-    layer_params: str | None = None
-
-    def load(self) -> Target:
-        """The model and its inputs."""
-        return load(self.target, self.inputs, self.batch, self.layer_params)
 
     @property
     def count(self) -> int:
         """How many logical devices."""
-        if self.devices is not None:
-            return self.devices
+        if self.options.devices is not None:
+            return self.options.devices
         if self.plan is not None:
             return Plan.from_json(self.plan).devices
-        return (self.load().gpus if self.target.endswith(".cfg") else None) or 2
+        return (self.target.load().gpus if (self.target.target or "").endswith(".cfg") else None) or 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to print: the look back, and sentences on what was learned."""
+    """The comparison of prediction and measurement, and sentences on what was learned."""
 
-    look_back: LookBack
+    compared: PredictedVsMeasured
     learned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """What one process brings back; the plan as JSON, to travel."""
+class _RankResult:
+    """The result of one process; the plan as JSON, to be sent."""
 
     plan: str
-    foreseen: Foreseen
+    predicted: PlanPrediction
     measured: MeasuredStep
     reference_s: float
 
 
-def run_report(job: Job, *, processes: bool = False, learned: bool = False) -> Report | None:
-    """Run the job and look back; None on all ranks of torchrun but the first.
-
-    Args:
-        processes: one process of one thread per device instead of devices that share this one; under torchrun its
-            ranks are taken.
-        learned: keep what was measured in the profile store, and plan again with it.
+def run_report(job: Job) -> Report | None:
+    """Run the job and compare it with its prediction; None on all ranks of torchrun but the first.
 
     Raises:
         ParplanError: the target, the plan or a process cannot be used.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        ran = _as_rank(job)
+        results = _run_as_torchrun_rank(job)
+    elif job.options.processes:
+        results = in_processes(job.count, partial(_run_rank, job))
     else:
-        ran = in_processes(job.count, partial(_of_rank, job)) if processes else _in_turns(job)
-    if not ran:
+        # All logical devices in this process.
+        cards = torch.cuda.device_count()
+        places = [torch.device("cuda", index % cards) if cards else torch.device("cpu") for index in range(job.count)]
+        with one_thread(places[0]):
+            results = [_run(job, job.target.load(), places)]
+    if not results:
         return None
-    first = ran[0]
-    measured = slowest_of([one.measured for one in ran]) if len(ran) > 1 else first.measured
-    look_back = LookBack(Plan.from_json(first.plan), first.foreseen, measured, first.reference_s)
-    return Report(look_back, _learned(job, look_back) if learned else ())
+    first = results[0]
+    measured = slowest_of([one.measured for one in results]) if len(results) > 1 else first.measured
+    compared = PredictedVsMeasured(Plan.from_json(first.plan), first.predicted, measured, first.reference_s)
+    return Report(compared, _learned(job, compared) if job.options.learn else ())
 
 
 # -- running --
 
 
-def _in_turns(job: Job) -> list[_Ran]:
-    """All logical devices in this process."""
-    cards = torch.cuda.device_count()
-    places = [torch.device("cuda", index % cards) if cards else torch.device("cpu") for index in range(job.count)]
-    with one_thread(places[0]):
-        return [_ran(job, job.load(), places)]
-
-
-def _as_rank(job: Job) -> list[_Ran]:
-    """This process is a rank of torchrun; the first rank gets what all have found."""
+def _run_as_torchrun_rank(job: Job) -> list[_RankResult]:
+    """This process is a rank of torchrun; the first rank gets the results of all."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        options = replace(job.options, devices=job.options.devices or ranks)
         with one_thread(torch.device("cpu")):
-            own = _of_rank(replace(job, devices=job.devices or ranks), rank, ranks)
+            own = _run_rank(replace(job, options=options), rank, ranks)
         found: list[Any] = [None] * ranks
         dist.gather_object(own, found if rank == 0 else None)
         return found if rank == 0 else []
@@ -153,13 +128,9 @@ def _as_rank(job: Job) -> list[_Ran]:
         dist.destroy_process_group()
 
 
-def _of_rank(job: Job, rank: int, ranks: int) -> _Ran:
-    """A rank's part, under a process group."""
-    return _ran(job, _share(job.load(), rank, ranks), None)
-
-
-def _share(target: Target, rank: int, ranks: int) -> Target:
-    """A rank's samples of the target's batch."""
+def _run_rank(job: Job, rank: int, ranks: int) -> _RankResult:
+    """Run a rank's share of the target's batch, under a process group."""
+    target = job.target.load()
     leaves, spec = pytree.tree_flatten((target.args, target.kwargs))
     batch = batch_of(leaves) or 0
     if batch < ranks:
@@ -172,14 +143,21 @@ def _share(target: Target, rank: int, ranks: int) -> Target:
         return leaf[start : start + sizes[rank]] if sampled else leaf
 
     args, kwargs = pytree.tree_unflatten([cut(leaf) for leaf in leaves], spec)
-    return replace(target, args=args, kwargs=kwargs)
+    return _run(job, replace(target, args=args, kwargs=kwargs), None)
 
 
-def _ran(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ran:
-    """Compile, measure, and price what ran."""
+def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _RankResult:
+    """Compile, measure, and price the plan that ran."""
     device = places[0] if places else torch.device("cpu")
     module: nn.Module = target.module.to(device)
-    args, kwargs = pytree.tree_map(lambda leaf: _own(leaf, device), (target.args, target.kwargs))
+
+    def own(leaf: Any) -> Any:
+        """Examples are one sample's memory seen many times; inputs that run have memory for each."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(device).contiguous().requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(own, (target.args, target.kwargs))
     compiled = api.compile(
         module,
         args,
@@ -187,79 +165,62 @@ def _ran(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
         devices=places,
         plan=Plan.from_json(job.plan) if job.plan is not None else None,
         pins=target.pins if job.plan is None else None,
-        precision=job.precision,
-        optimizer=job.optimizer,
+        optimizer=job.options.optimizer,
     )
-    made: list[Foreseen] = []
+    predictions: list[PlanPrediction] = []
 
-    def foresee(graph: LayerGraph, plan: Plan) -> Expected:
-        request = Request(job.precision, job.optimizer)
-        made.append(on_devices(compiled.device_count, device, request).foreseen(graph, plan))
-        return made[-1].expected
+    def predict(graph: LayerGraph, plan: Plan) -> Expected:
+        request = PlanRequest(optimizer=job.options.optimizer)
+        predictions.append(Pricing.here(compiled.device_count, device, request).predicted(graph, plan))
+        return predictions[-1].expected
 
-    compiled.predict_times = foresee
-    optimizer = OPTIMIZERS[job.optimizer](list(compiled.parameters())) if any(_trained(module)) else None
+    compiled.predict_times = predict
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    optimizer = OPTIMIZERS[job.options.optimizer](list(compiled.parameters())) if trained else None
     reference, references = Reference(device), list[float]()
     measured = compiled.measure(
         *args,
-        steps=job.steps,
+        steps=job.options.steps,
         optimizer=optimizer,
         memory=True,
         between=lambda: references.append(reference.seconds()),
         **kwargs,
     )
     assert compiled.plan is not None
-    return _Ran(compiled.plan.to_json(), made[-1], replace(measured, model=target.name), median(references))
-
-
-def _trained(module: nn.Module) -> Iterator[bool]:
-    return (parameter.requires_grad for parameter in module.parameters())
-
-
-def _own(leaf: Any, device: torch.device) -> Any:
-    """Examples are one sample's memory seen many times; what runs has memory for each."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().to(device).contiguous().requires_grad_(leaf.requires_grad)
+    measured = replace(measured, model=target.name)
+    return _RankResult(compiled.plan.to_json(), predictions[-1], measured, median(references))
 
 
 # -- learning --
 
 
-def _learned(job: Job, look_back: LookBack) -> tuple[str, ...]:
-    """Keep what was measured, and plan again."""
-    target = job.load()
+def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
+    """Keep what was measured, and plan again at the speed that the device had while it was measured."""
+    target, optimizer = job.target.load(), job.options.optimizer
     graph = capture(target.module, target.args, target.kwargs)
-    measured, count = look_back.measured, look_back.plan.devices
+    measured, count = compared.measured, compared.plan.devices
     device = torch.device("cuda" if measured.processes == 1 and torch.cuda.is_available() else "cpu")
+    cluster = this_cluster(count, device)
     with ProfileStore() as store:
         at_work = here(device, devices_at_work(measured))
-        kept = learn(look_back, graph, store.under(at_work))
-        costs = _costs(job, look_back, graph, store, device)
+        kept = learn(compared, graph, store.under(at_work))
+        profiles: dict[int, Profile] = {}
+        for busy in (number for number in range(1, count + 1) if count % number == 0):
+            profile = store.under(here(device, busy))
+            if profile.all():
+                profiles[busy] = profile
+        costs = profiled_costs(
+            graph,
+            cluster,
+            profiles,
+            kind=cluster.groups[0].device.kind,
+            backend="gloo" if device.type == "cpu" else "nccl",
+            precision=PlanRequest.precision,
+            optimizer=optimizer,
+            reference_s=compared.reference_s if device.type == "cpu" else 0.0,
+        )
         pins = target.pins if job.plan is None else ()
-        rules = look_back.plan.rules
-        request = Request(job.precision, job.optimizer, rules, pins=pins, price_pins=False)
-        again = replan(look_back, graph, this_cluster(count, device), costs, request)
+        request = PlanRequest(optimizer=optimizer, rules=compared.plan.rules, pins=pins, price_pins=False)
+        again = replan(compared, graph, cluster, costs, request)
         said = f"{kept.describe()} in {store.path}, for {at_work.describe()}."
-        return (said, again.sentence(look_back.plan))
-
-
-def _costs(job: Job, look_back: LookBack, graph: LayerGraph, store: ProfileStore, device: torch.device) -> CostModel:
-    """Costs with what was learned, at the speed that the device had while it was measured."""
-    count = look_back.plan.devices
-    cluster = this_cluster(count, device)
-    profiles: dict[int, Profile] = {}
-    for busy in (number for number in range(1, count + 1) if count % number == 0):
-        profile = store.under(here(device, busy))
-        if profile.all():
-            profiles[busy] = profile
-    return profiled_costs(
-        graph,
-        cluster,
-        profiles,
-        kind=cluster.groups[0].device.kind,
-        backend="gloo" if device.type == "cpu" else "nccl",
-        precision=job.precision,
-        optimizer=job.optimizer,
-        reference_s=look_back.reference_s if device.type == "cpu" else 0.0,
-    )
+        return (said, again.sentence(compared.plan))

@@ -15,8 +15,8 @@ from math import lcm
 
 from parplan.cluster import Cluster
 from parplan.errors import InfeasiblePlan
-from parplan.planner.decide import Request
 from parplan.planner.decision import BatchTried, Decision, Prediction
+from parplan.planner.request import PlanRequest
 
 __all__ = ["CLOSE", "FLAT", "Cases", "best_batch", "chosen", "smallest_step", "tried_as"]
 
@@ -37,25 +37,25 @@ class Cases:
     """One model at any batch.
 
     Args:
-        sketched: what a step of the fastest plan takes; InfeasiblePlan where none fits.
-        decided: the plan with everything that is to be said of it.
+        estimated: the predicted step of the fastest plan; InfeasiblePlan where none fits.
+        decided: the full decision.
     """
 
-    sketched: Callable[[int, Request], Prediction]
-    decided: Callable[[int, Request], Decision]
+    estimated: Callable[[int, PlanRequest], Prediction]
+    decided: Callable[[int, PlanRequest], Decision]
 
 
-def smallest_step(devices: int, request: Request) -> int:
+def smallest_step(devices: int, request: PlanRequest) -> int:
     """The fewest samples of which every multiple is a batch that the rules allow: one per device, if nothing is fixed.
 
-    >>> smallest_step(4, Request())
+    >>> smallest_step(4, PlanRequest())
     4
     """
     planned = [strategy.replicas for strategy in request.plan.layers.values()] if request.plan is not None else []
     return lcm(devices, *planned, *(pin.replicas or 1 for pin in request.pins))
 
 
-def best_batch(cases: Cases, cluster: Cluster, request: Request, asked: int | None) -> Decision:
+def best_batch(cases: Cases, cluster: Cluster, request: PlanRequest, asked: int | None) -> Decision:
     """The decision at the smallest batch within CLOSE of the most samples per second, with all that were tried.
 
     Args:
@@ -71,7 +71,7 @@ def best_batch(cases: Cases, cluster: Cluster, request: Request, asked: int | No
     tried = sorted(search.tried, key=lambda one: one.batch)
     batch = chosen(tried)
     found = cases.decided(batch, request)
-    # A sketch knows plans in one pass only; what was found for good may be faster.
+    # A estimate knows plans in one pass only; what was found for good may be faster.
     rows = [tried_as(batch, found.prediction, cluster) if one.batch == batch else one for one in tried]
     return replace(found, notes=(*found.notes, _note(batch, tried, asked)), batches=tuple(rows))
 
@@ -86,7 +86,7 @@ def chosen(tried: Sequence[BatchTried]) -> int:
 class _Search:
     """The batches tried so far."""
 
-    def __init__(self, cases: Cases, cluster: Cluster, request: Request) -> None:
+    def __init__(self, cases: Cases, cluster: Cluster, request: PlanRequest) -> None:
         self._cases, self._cluster, self._request = cases, cluster, request
         self.tried: list[BatchTried] = []
 
@@ -113,7 +113,7 @@ class _Search:
             InfeasiblePlan: it is the first, and no plan of it fits.
         """
         try:
-            row = tried_as(batch, self._cases.sketched(batch, self._request), self._cluster)
+            row = tried_as(batch, self._cases.estimated(batch, self._request), self._cluster)
         except InfeasiblePlan:
             if not self.tried:
                 raise

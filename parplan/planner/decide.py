@@ -1,9 +1,17 @@
-"""The driver: candidates, costs, solve, the clock, and everything a person needs to review the answer."""
+"""The driver: how a plan is chosen, from priced strategies to the decision that a person reviews.
+
+1. Prices: every layer's legal strategies and the transfers between them      search_space/formulation.py
+2. Solve: the fastest plan in one pass, with a proof                          search/select.py, solver/solve.py
+3. Baselines: the plans people write by hand, under the same costs            search/baselines.py
+4. Search: plans in passes, and with branches at the same time, simulated     search/select.py
+5. Explain: the step by parts, and for every layer its best alternative       explain/
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from parplan.cluster import Cluster
@@ -11,13 +19,14 @@ from parplan.cost_models.costs import CostModel
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Decision, LayerFacts, Prediction, Proof, Seconds
+from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
 from parplan.planner.explain.advice import advice
-from parplan.planner.explain.branch_report import along, notes_on, side_by_side
-from parplan.planner.explain.layer_facts import layer_facts, overfull, prediction, reasons_in_one_pass
+from parplan.planner.explain.branch_report import concurrent_branches, search_notes, with_concurrency
+from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.pin_prices import with_pins
-from parplan.planner.explain.simulated_reasons import reasons_on_the_clock
-from parplan.planner.request import Progress, Request
+from parplan.planner.explain.reasons import reasons_in_one_pass
+from parplan.planner.explain.simulated_reasons import simulated_reasons
+from parplan.planner.request import PlanRequest, Progress
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import Case, plain
 from parplan.planner.search.schemes import (
@@ -41,16 +50,16 @@ from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Progress", "Request", "decide", "predict", "sketch"]
+__all__ = ["PlanRequest", "Progress", "decide", "estimate", "predict"]
 
-# Part of the time left that each of the usual plans may take.
-RIVAL = 0.2
+BASELINE_TIME = 0.2
+"""Part of the time left that the solve of each baseline may take."""
 
 
 def decide(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
 ) -> Decision:
-    """The fastest plan of `graph` on `cluster` under `costs`, with its proof, reasons and rivals.
+    """The fastest plan of `graph` on `cluster` under `costs`, with its proof, reasons and baselines.
 
     Raises:
         InfeasiblePlan: no plan fits; the text names the limit, what is missing and the layers.
@@ -60,19 +69,24 @@ def decide(
     begin = time.perf_counter()
     schemes_of(request.scheme, request.plan)
     case = _case(graph, cluster, costs, request, progress)
-    asked = pin_questions(request.pins, graph, cluster)
-    one_pass = solved(case, asked)
-    rivals = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, _rival_solver(case))
-    found = taken(case, one_pass, asked.whole, rivals)
-    rivals = tuple(rival_in_passes(rival, case) for rival in rivals)
-    decision = _decision(case, one_pass, found, rivals, asked.whole, begin)
-    if request.plan is None and overfull(cluster, decision.prediction):
+    pins = pin_questions(request.pins, graph, cluster)
+
+    def solve_baseline(problem: Problem) -> Solution:
+        limit_s = case.deadline.part_s(BASELINE_TIME)
+        return case.deadline.watched(solve(problem, limit_s), limit_s)
+
+    one_pass = solved(case, pins)
+    by_hand = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, solve_baseline)
+    found = taken(case, one_pass, pins.whole, by_hand)
+    simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
+    decision = _explained(case, one_pass, found, simulated, pins.whole, begin)
+    if request.plan is None and memory_excess(cluster, decision.prediction):
         raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction))
-    return with_pins(case, decision, one_pass, asked) if request.pins else decision
+    return with_pins(case, decision, one_pass, pins) if request.pins else decision
 
 
 def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Prediction:
-    """What one step of `plan` takes; nothing is searched or proven.
+    """The predicted step of `plan`; nothing is searched or proven.
 
     Raises:
         PlanError: the plan is for another model or number of devices, or breaks a rule.
@@ -84,8 +98,8 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     return clocked(step, simulate(graph, cluster, costs, reviewed)) if needs_clock(plan, graph) else step
 
 
-def sketch(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request) -> Prediction:
-    """What one step of the solver's plan takes under its fastest scheme (or of `request.plan`), to compare graphs with.
+def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest) -> Prediction:
+    """The predicted step of the solver's plan under its fastest scheme (or of `request.plan`), to compare graphs with.
 
     Raises:
         InfeasiblePlan, PinError, PlanError: as for `decide`.
@@ -93,24 +107,19 @@ def sketch(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Reque
     if request.plan is not None:
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    asked = pin_questions(request.pins, graph, cluster)
-    one_pass = solved(case, asked)
-    step, plan = prediction(one_pass.formulation, one_pass.choice, costs), _in_passes(case, one_pass.plan, asked.whole)
+    pins = pin_questions(request.pins, graph, cluster)
+    one_pass = solved(case, pins)
+    plan = one_pass.plan
+    with contextlib.suppress(PinError, PlanError):  # it cannot have the scheme that is asked for; others may
+        plan = case.player.fastest(scheduled(case, pins.whole, plan, ())) or plan
+    step = prediction(one_pass.formulation, one_pass.choice, costs)
     return clocked(step, case.player.timeline(plan)) if needs_clock(plan, graph) else step
 
 
-def _in_passes(case: Case, plan: Plan, pinned: Pinned) -> Plan:
-    """The solver's plan under its fastest scheme; as it is where it cannot have one that is asked for, others may."""
-    try:
-        return case.player.fastest(scheduled(case, pinned, plan, ())) or plan
-    except (PinError, PlanError):
-        return plan
-
-
 def _case(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
 ) -> Case:
-    """What there is to do, checked."""
+    """The planning context, with a given plan checked."""
     if request.plan is not None:
         if request.pins:
             raise PinError(
@@ -137,30 +146,31 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
     return plan
 
 
-def _rival_solver(case: Case) -> Callable[[Problem], Solution]:
-    def solved_as(problem: Problem) -> Solution:
-        limit_s = case.deadline.part_s(RIVAL)
-        return case.deadline.watched(solve(problem, limit_s), limit_s)
-
-    return solved_as
-
-
-def _decision(
-    case: Case, one_pass: Solved, found: Taken, rivals: tuple[Baseline, ...], pinned: Pinned, begin: float
+def _explained(
+    case: Case, one_pass: Solved, found: Taken, by_hand: tuple[Baseline, ...], pinned: Pinned, begin: float
 ) -> Decision:
-    """The plan that is taken with all that is to be said of it."""
-    plan, request, cut_off = found.plan, case.request, _cut_off(case)
+    """The decision on a plan that was found: its prediction, proof, reasons and notes."""
+    plan, request = found.plan, case.request
     step = prediction(found.formulation, found.choice, case.costs)
     proof = _proof(found, one_pass.solution, request.plan is not None)
-    layers = layer_facts(case.graph, found.formulation, found.choice, plan)
-    if needs_clock(plan, case.graph):
+    layers = layer_reports(case.graph, found.formulation, found.choice, plan)
+    simulated = needs_clock(plan, case.graph)
+    if simulated:
         step = clocked(step, case.player.timeline(plan))
         layers = clocked_facts(layers, case.graph, case.cluster, case.costs, plan)
         proof = clocked_proof(proof, step.step_s)
-    beside = side_by_side(case.graph, plan, layers, found.towers)
-    layers = along(layers, beside)
-    layers = _with_reasons(case, found, pinned, layers)
-    several, over = case.cluster.count > 1, overfull(case.cluster, step)
+    branches = concurrent_branches(case.graph, plan, layers, found.towers)
+    layers = with_concurrency(layers, branches)
+    if simulated:
+        known = [layer.name for layer in layers if layer.why]
+        reasons = simulated_reasons(case, found, pinned, Effort(EFFORT), known)
+    else:
+        reasons = reasons_in_one_pass(case.graph, found.formulation, found.choice, plan)
+    layers = tuple(replace(layer, why=layer.why or reasons.get(layer.name, "")) for layer in layers)
+    several = case.cluster.count > 1
+    notes = (*request.notes, *_notes(case, found, step))
+    schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
+    now = time.perf_counter()
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
@@ -169,40 +179,31 @@ def _decision(
         plan=plan,
         layers=layers,
         prediction=step,
-        baselines=rivals,
-        advice=advice(step.step_s, rivals),
+        baselines=by_hand,
+        advice=advice(step.step_s, by_hand),
         proof=proof,
-        seconds=_seconds(request, one_pass.costs_s, begin),
-        notes=(
-            *request.notes,
-            *_one_batch(case.graph),
-            *notes_on(found.towers),
-            *cut_off,
-            *over,
-        ),
+        seconds=Seconds(request.capture_s, one_pass.costs_s, now - begin - one_pass.costs_s, now - request.started),
+        notes=notes,
         times_from=request.times_from,
         links=case.costs.step.links,
-        passes=scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None,
-        beside=beside,
+        passes=schemes,
+        branches=branches,
     )
 
 
-def _cut_off(case: Case) -> list[str]:
-    """What to say where time ended a search that would have ended by itself."""
-    if case.request.plan is not None or not case.deadline.hit:
-        return []
-    return [
-        f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, or "
-        "on another machine, there may be another one."
-    ]
-
-
-def _one_batch(graph: LayerGraph) -> list[str]:
-    """The reason why no layer was offered replicas, where the model was captured at one batch size only."""
-    if not graph.one_batch:
-        return []
-    reason = " ".join(graph.one_batch.split())
-    return [f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}"]
+def _notes(case: Case, found: Taken, step: Prediction) -> Sequence[str]:
+    """Sentences on a model that was captured at one batch size only, on searches cut short, and on too much memory."""
+    graph, notes = case.graph, list[str]()
+    if graph.one_batch:
+        reason = " ".join(graph.one_batch.split())
+        notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")
+    notes += search_notes(found.towers)
+    if case.request.plan is None and case.deadline.hit:
+        notes.append(
+            f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, "
+            "or on another machine, there may be another one."
+        )
+    return [*notes, *memory_excess(case.cluster, step)]
 
 
 def _proof(found: Taken, solution: Solution, given: bool) -> Proof:
@@ -210,18 +211,3 @@ def _proof(found: Taken, solution: Solution, given: bool) -> Proof:
     gap = max(0.0, (objective - solution.bound) / objective) if objective > 0 else 0.0
     status = solution.status.value if gap <= 1e-6 or solution.status is not Status.OPTIMAL else Status.FEASIBLE.value
     return Proof(status, objective, solution.bound, gap, solution.seconds, given)
-
-
-def _with_reasons(case: Case, found: Taken, pinned: Pinned, layers: Sequence[LayerFacts]) -> tuple[LayerFacts, ...]:
-    """The facts with reasons where none is given yet, by what the plan is priced by."""
-    said = [facts.name for facts in layers if facts.why]
-    if needs_clock(found.plan, case.graph):
-        why = reasons_on_the_clock(case, found, pinned, Effort(EFFORT), said)
-    else:
-        why = reasons_in_one_pass(case.graph, found.formulation, found.choice, found.plan)
-    return tuple(replace(facts, why=facts.why or why.get(facts.name, "")) for facts in layers)
-
-
-def _seconds(request: Request, costs_s: float, begin: float) -> Seconds:
-    now = time.perf_counter()
-    return Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started)

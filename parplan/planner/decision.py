@@ -1,4 +1,4 @@
-"""Everything a person needs to review a plan: the one record report and JSON are printed from."""
+"""The decision: a plan with its prediction, proof and reasons, from which report and JSON are printed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from parplan.cost_models.costs import Source
 from parplan.plan import Plan, Scheme, Strategy
 
 __all__ = [
-    "Arrival", "Baseline", "BatchTried", "Beside", "Decision", "LayerFacts", "Passes", "Phase", "PinPrice", "Pins",
-    "Prediction", "Proof", "SchemePrice", "Seconds", "Track",
+    "Arrival",
+    "Baseline",
+    "BatchTried",
+    "ConcurrentBranches",
+    "Decision",
+    "DeviceTrack",
+    "LayerReport",
+    "Passes",
+    "Phase",
+    "PinPrice",
+    "Pins",
+    "Prediction",
+    "Proof",
+    "SchemePrice",
+    "Seconds",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a layer takes from devices other than its own: the output of `layer`, which runs on `devices`."""
+    """An input that a layer takes from other devices: the output of `layer`, which runs on `devices`."""
 
     layer: str
     devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class LayerFacts:
-    """One line of the report.
+class LayerReport:
+    """The report of one layer: its strategy, its predicted times (seconds per step) and memory, and the reason.
 
-    `transfer_s` is what bringing the layer its inputs takes (forward and backward), `reduce_s` the
-    time its gradient reduction is on the links (overlapped or not), `memory_bytes` what it adds on
-    each of its devices, `why` one line against the best alternative, `bends` the strict rules an
-    explicit transfer stands in for ("R2: ..."), `copies` the inputs that come from other devices,
-    `pinned` what pins decide about it, in words.
+    Args:
+        transfer_s: bringing the layer its inputs, forward and backward.
+        reduce_s: its gradient reduction on the links, overlapped or not.
+        memory_bytes: its addition to the peak of each of its devices.
+        why: one line against the best alternative.
+        bends: the strict rules that an explicit transfer stands in for ("R2: ...").
+        copies: the inputs that come from other devices.
+        pinned: the part of its strategy that pins decide, in words.
     """
 
     name: str
@@ -92,7 +108,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the solver vouches for. `objective` and `bound` in seconds; `gap` is relative.
+    """The solver's proof. `objective` and `bound` in seconds; `gap` is relative.
 
     `given`: the plan is a reviewed one, not what the solver found. `one_pass`: the bound is of plans that run in one
     pass, and this one, which does not, is faster than it may be.
@@ -119,7 +135,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class PinPrice:
-    """What one pin costs while the others are kept; or several that say the same, then `pin` is what they say.
+    """The price of one pin while the others are kept, or of several with the same text.
 
     `without_s` is the best step without it, None if there is none (`why_not` says why). Where not `proven`, a plan
     faster than those compared may exist. `layers` is how many layers it names, `patterns` how.
@@ -142,7 +158,7 @@ class PinPrice:
 
 @dataclass(frozen=True)
 class Pins:
-    """What all pins together cost, against the fastest plan without any (None: no such plan fits), and each of them."""
+    """The price of all pins together, against the fastest plan without any (None: no such plan fits), and of each."""
 
     step_s: float
     free_s: float | None
@@ -157,7 +173,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class SchemePrice:
-    """What a plan takes under one scheme.
+    """The predicted step of a plan under one scheme.
 
     `samples` of the batch meet at a time in the layers with fewer replicas. Where the scheme is impossible, or not
     legal for this plan, there are no figures and `why_not` says why.
@@ -174,7 +190,7 @@ class SchemePrice:
 
 @dataclass(frozen=True)
 class Passes:
-    """A boundary between layers of `most` replicas and layers of fewer, at the least `fewest`.
+    """A boundary between layers of `max_replicas` replicas and layers of fewer, at the least `min_replicas`.
 
     `layers` run in passes under the scheme that was taken; `schemes` has all three, as far as they are possible.
     `updated` are the layers pinned to be updated between passes, because of which there have to be some; `in_front`
@@ -182,8 +198,8 @@ class Passes:
     """
 
     taken: Scheme
-    most: int
-    fewest: int
+    max_replicas: int
+    min_replicas: int
     layers: int
     schemes: tuple[SchemePrice, ...]
     updated: tuple[str, ...] = ()
@@ -196,7 +212,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Track:
+class DeviceTrack:
     """Layers of a branch, or of several on the same devices, and their forward and backward one after another."""
 
     layers: tuple[str, ...]
@@ -213,13 +229,13 @@ class Track:
 class Phase:
     """Tracks on disjoint devices that run at the same time; one after the other they would take `saved_s` longer."""
 
-    tracks: tuple[Track, ...]
+    tracks: tuple[DeviceTrack, ...]
     saved_s: float
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a plan does at the same time: none, where branches were tried in vain.
+class ConcurrentBranches:
+    """The branches that a plan runs at the same time: none, where they were tried in vain.
 
     `without_s` is the step of the best plan known that does not (None: no other was sought), `tried` how many plans
     were compared.
@@ -252,7 +268,7 @@ class BatchTried:
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan with its prediction, its reasons, its rivals and its proof.
+    """A plan with its prediction, its reasons, its baselines and its proof.
 
     Args:
         parameters: number of parameters of the model.
@@ -265,7 +281,7 @@ class Decision:
         pins: what was pinned by hand and what it costs; None where nothing was.
         batches: the batches this one was chosen from, smallest first; empty where it was given.
         passes: the schemes that were compared; None where all layers have equally many replicas.
-        beside: what runs at the same time, or was tried; None where the model has no branches worth it.
+        branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
     """
 
     parameters: int
@@ -273,7 +289,7 @@ class Decision:
     precision: str
     optimizer: str
     plan: Plan
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerReport, ...]
     prediction: Prediction
     baselines: tuple[Baseline, ...]
     advice: str
@@ -285,7 +301,7 @@ class Decision:
     pins: Pins | None = None
     batches: tuple[BatchTried, ...] = ()
     passes: Passes | None = None
-    beside: Beside | None = None
+    branches: ConcurrentBranches | None = None
 
     @property
     def speedup(self) -> float | None:

@@ -1,19 +1,24 @@
-"""What is asked of the planner, and whom it tells while it works."""
+"""Options of planning, the planner's request, and the listener it reports progress to."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
 
-from parplan.pins import Pin
+from parplan.cluster import Cluster
+from parplan.cost_models.optimizers import OPTIMIZER_STATES
+from parplan.option_fields import gpu_count, memory_bytes, option, positive
+from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
 
-__all__ = ["Progress", "Request"]
+__all__ = ["PlanOptions", "PlanRequest", "Progress"]
 
 
 class Progress(Protocol):
-    """What the driver tells while it works; see report/progress.py."""
+    """Listener to the driver's progress; report/progress.py prints it."""
 
     def phase(self, name: str) -> None:
         """A phase begins: "capture", "costs" or "solve"."""
@@ -28,31 +33,86 @@ class Progress(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked of the planner.
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to plan for, and how: the options of `parplan analyze` and the keywords of `parplan.analyze`.
 
-    Args:
-        rules: "default" or "strict" reading of the divisibility rules.
-        plan: a plan to review instead of the solver's own.
-        time_limit_s: for all searches together; the best plan found is returned with its gap.
-        notes: what the reader must know first.
-        capture_s: how long capture took, for the record.
-        times_from: the file that layers' times come from, if any.
-        pins: what is decided by hand; only the rest is searched.
-        price_pins: find out what each costs, for a report; that takes a search for every pin.
-        scheme: how samples get from many replicas to fewer: "gather", "broadcast", "interleave", or as is fastest.
+    The functions of api.py spell the keywords out, for editors and `help()`; a test compares them with these fields.
     """
 
-    precision: str = "fp32"
-    optimizer: str = "adam"
-    rules: str = "default"
-    plan: Plan | None = None
-    time_limit_s: float = 60.0
+    gpus: int | str | None = option(
+        None, "how many, or hosts x GPUs of each, 2x8 (default: the plan's, with --plan, else those that are here, "
+        "else 1)", type=gpu_count, metavar="N",
+    )  # fmt: skip
+    gpu: str | None = option(
+        None, "which kind, such as v100-sxm2 or h100-sxm; `parplan presets` lists all (default: those that are here, "
+        "else a preset, and the report says so)", metavar="NAME",
+    )  # fmt: skip
+    link: str | None = option(None, "what joins them (default: the GPU's usual link)", metavar="NAME")
+    cluster: Cluster | str | Path | None = option(
+        None, "instead of these three: a TOML file with devices, of several kinds if need be, and levels of links "
+        "(docs/clusters.md)", metavar="FILE",
+    )  # fmt: skip
+    memory_bytes: int | None = option(
+        None, "memory a plan may use on each, in GiB", flag="memory", type=memory_bytes, metavar="GIB"
+    )
+    precision: str = option("fp32", None, choices=("fp32", "tf32", "fp16", "bf16"))
+    optimizer: str = option("adam", "whose state has to fit in memory (default: adam)", choices=tuple(OPTIMIZER_STATES))
+    rules: str = option(
+        "default", "strict: cuda-convnet2's divisibility rules to the letter, no transfer may bend them",
+        choices=("default", "strict"),
+    )  # fmt: skip
+    scheme: str = option(
+        "auto", "how samples get from many replicas to layers with fewer: all at once, one replica's or a share of "
+        "each at a time (default: as is fastest)", choices=("auto", "gather", "broadcast", "interleave"),
+    )  # fmt: skip
+    measure: bool = option(False, "time the layers on the device that is here")
+    time_limit_s: float = option(
+        60.0, "seconds for the solver (default: 60); then the best plan found, with its gap", flag="time-limit",
+        type=positive, metavar="S",
+    )  # fmt: skip
+    plan: Plan | None = option(None, "check and price this plan instead of searching for one", metavar="FILE")
+    pins: tuple[Pin, ...] = option(
+        (), "decide some layers by hand: 'fc6=shards:4', 'features.*=replicas:4', 'conv1=gpu:0,1'; repeatable, the "
+        "later one counts (docs/pins.md)", flag="pin", action="append", metavar="PATTERN=WORDS",
+    )  # fmt: skip
+
+    @staticmethod
+    def of(keywords: Mapping[str, Any]) -> PlanOptions:
+        """The options among a function's keywords, with the plan loaded and the pins read, however they are given.
+
+        Raises:
+            PlanError: the plan's file cannot be read.
+            PinError: the pins cannot be read, or are given beside a plan.
+        """
+        named = {one.name: keywords[one.name] for one in fields(PlanOptions) if one.name in keywords}
+        plan = named.get("plan")
+        named["plan"] = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        named["pins"] = read_pins(named.get("pins"), with_plan=plan is not None)
+        return PlanOptions(**named)
+
+    def request(self, **context: Any) -> PlanRequest:
+        """The planner's request, with the fields that only a `PlanRequest` has."""
+        return PlanRequest(**vars(self), **context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(PlanOptions):
+    """The planner's input beside graph, cluster and costs.
+
+    Args:
+        plan: a plan to review instead of the solver's own.
+        time_limit_s: for all searches together; the best plan found is returned with its gap.
+        notes: sentences that stand first in the report.
+        capture_s: how long capture took, for the record.
+        started: when the user's call began, on the clock of `time.perf_counter`.
+        times_from: the file that layers' times come from, if any.
+        pins: what is decided by hand; only the rest is searched.
+        price_pins: find out what each pin costs, for a report; that takes a search for every pin.
+    """
+
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
     times_from: str = ""
-    pins: tuple[Pin, ...] = ()
-    scheme: str = "auto"
     price_pins: bool = True

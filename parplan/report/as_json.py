@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parplan.cluster import Cluster, Device
-    from parplan.planner.decision import Decision, LayerFacts, Pins
+    from parplan.planner.decision import Decision, LayerReport, Pins
 
 __all__ = ["SCHEMA", "to_dict", "to_json"]
 
@@ -42,7 +42,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "predicted": {**_record(decision.prediction), "speedup": _plain(decision.speedup)},
         "baselines": [_record(baseline, "plan", "limit_bytes") for baseline in decision.baselines],
         "batches": [{**_record(one), "samples_per_s": one.samples_per_s or None} for one in decision.batches],
-        "beside": _plain(decision.beside),
+        "beside": _plain(decision.branches),
         "advice": decision.advice,
         "proof": _record(decision.proof, "given"),
         "seconds": _record(decision.seconds),
@@ -93,7 +93,7 @@ def _device(device: Device) -> dict[str, Any]:
     }
 
 
-def _layer(layer: LayerFacts) -> dict[str, Any]:
+def _layer(layer: LayerReport) -> dict[str, Any]:
     figures = _record(layer, "strategy", "bends", "copies", "pinned")
     strategy = _record(layer.strategy, "update_period")
     return {"name": figures.pop("name"), "kind": figures.pop("kind"), **strategy, **figures}

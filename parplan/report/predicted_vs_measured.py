@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from parplan.plan import Plan
-from parplan.planner.decision import LayerFacts
+from parplan.planner.decision import LayerReport
 from parplan.report import units
 from parplan.report.page import Column, Page, Row, Styled
 from parplan.report.sections.layer_groups import LIMIT, group_layers
 from parplan.report.sections.layer_table import heading, print_folded
 
-__all__ = ["Compared", "LookedBack", "render_look_back", "to_json"]
+__all__ = ["Compared", "Comparison", "render_comparison", "to_json"]
 
 # Ratios of measured to predicted that are worth a colour.
 CLOSE, FAR = 1.15, 2.0
@@ -57,19 +57,19 @@ class Compared(Protocol):
     def ratio(self) -> float | None: ...
 
 
-class LookedBack(Protocol):
+class Comparison(Protocol):
     """A plan that has run."""
 
     @property
     def plan(self) -> Plan: ...
     @property
-    def facts(self) -> Sequence[LayerFacts]: ...
+    def layers(self) -> Sequence[LayerReport]: ...
     @property
     def lines(self) -> Sequence[Compared]: ...
 
 
-def render_look_back(
-    found: LookedBack, title: str, notes: Sequence[str], console: Console, all_layers: bool = False
+def render_comparison(
+    found: Comparison, title: str, notes: Sequence[str], console: Console, all_layers: bool = False
 ) -> None:
     """Print the comparison; `title` says what ran, `notes` follow at the end."""
     page = Page(console)
@@ -86,9 +86,9 @@ def render_look_back(
         page.paragraph(note)
 
 
-def _print_layers(page: Page, found: LookedBack, compared: Sequence[Compared], all_layers: bool) -> None:
+def _print_layers(page: Page, found: Comparison, compared: Sequence[Compared], all_layers: bool) -> None:
     by_name = {line.label: line for line in compared}
-    reports = [layer for layer in found.facts if layer.name in by_name]
+    reports = [layer for layer in found.layers if layer.name in by_name]
     groups = group_layers(reports, None if all_layers else LIMIT)
     lines = [
         _Line(
@@ -182,7 +182,7 @@ def _print_wholes(page: Page, lines: Sequence[Compared]) -> None:
     page.table([Column("predicted"), Column("measured"), Column("ratio")], rows)
 
 
-def to_json(found: LookedBack, title: str, notes: Sequence[str]) -> str:
+def to_json(found: Comparison, title: str, notes: Sequence[str]) -> str:
     """The comparison as JSON; times in seconds, null where nothing was predicted."""
     lines = [_line_facts(line) for line in found.lines]
     facts = {"title": title, "plan": json.loads(found.plan.to_json()), "lines": lines, "notes": list(notes)}

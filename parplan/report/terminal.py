@@ -12,12 +12,12 @@ from dataclasses import replace
 from rich.console import Console
 
 from parplan.cluster import Cluster
-from parplan.planner.decision import Decision, LayerFacts
+from parplan.planner.decision import Decision, LayerReport
 from parplan.report import units
 from parplan.report.page import Page
 from parplan.report.sections.batches import print_batches
 from parplan.report.sections.layer_table import print_layers
-from parplan.report.sections.passes import print_beside, print_passes
+from parplan.report.sections.passes import print_branches, print_passes
 from parplan.report.sections.pins import print_pins
 from parplan.report.sections.prediction import print_prediction
 from parplan.report.sections.provenance import print_origin
@@ -33,8 +33,8 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     mixed = print_layers(page, _as_updated(decision), all_layers)
     print_origin(page, decision, mixed)
     print_prediction(page, decision)
-    if decision.beside is not None:
-        print_beside(page, decision.beside, decision.prediction.step_s)
+    if decision.branches is not None:
+        print_branches(page, decision.branches, decision.prediction.step_s)
     if decision.passes is not None:
         print_passes(page, decision.passes)
     if decision.batches:
@@ -46,7 +46,7 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     print_seconds(page, decision.seconds)
 
 
-def _as_updated(decision: Decision) -> list[LayerFacts]:
+def _as_updated(decision: Decision) -> list[LayerReport]:
     """The layers, with update periods only where they mean something: those in front of the passes run once."""
     once = () if decision.passes is None else decision.passes.in_front
     return [

@@ -19,7 +19,7 @@ from parplan.cost_models.devices.requested import Asked, find_cluster
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from tests.convnet2.layer_files import NAMES, fixture, sibling
 
 ONE, BOTH, ALL = (0,), (0, 1), (0, 1, 2, 3)
@@ -78,7 +78,7 @@ def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     found = fixture(name)
     graph = capture(found.network, found.example_inputs(), {})
     cluster = find_cluster(Asked(found.gpus, "k20", None, None, None, False)).cluster
-    decision = decide(graph, cluster, RooflineCosts(graph, cluster), Request(pins=found.pins, price_pins=False))
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(pins=found.pins, price_pins=False))
     plan = decision.plan
     assert decision.prediction.step_s > 0
     assert {layer: strategy.devices for layer, strategy in plan.layers.items()} == devices

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parplan.cli.main import main
+from parplan.cli.options import RunOptions, TargetOptions
 from parplan.cli.run_report import Job
 from parplan.convnet2 import ConvNet
 from parplan.errors import TargetError
@@ -140,7 +141,7 @@ def test_run_report(small: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_process_of_run_report_reads_the_file(small: str) -> None:
     """The file says how many processes there are."""
     write(Path(), ALL, "other.cfg")
-    job = Job(small, batch=4, layer_params="other.cfg")
+    job = Job(TargetOptions(small, batch=4, layer_params="other.cfg"), RunOptions())
     assert job.count == 2
-    assert [pin.devices for pin in job.load().pins][:3] == [(0, 1), (0, 1), (0,)]
-    assert replace(job, devices=4).count == 4
+    assert [pin.devices for pin in job.target.load().pins][:3] == [(0, 1), (0, 1), (0,)]
+    assert replace(job, options=RunOptions(devices=4)).count == 4

@@ -15,7 +15,7 @@ from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from tests.kinds import KINDS, Block
 
 K20 = cluster_preset("k20", 2)
@@ -53,7 +53,7 @@ def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
         assert made.batch == meant.batch
         assert made.values == meant.values
         assert {n: layer.batch for n, layer in made.layers.items()} == {n: o.batch for n, o in meant.layers.items()}
-        prices = [decide(g, K20, RooflineCosts(g, K20), Request()).prediction for g in (made, meant)]
+        prices = [decide(g, K20, RooflineCosts(g, K20), PlanRequest()).prediction for g in (made, meant)]
         assert prices[0] == prices[1]
 
 

@@ -13,7 +13,7 @@ from parplan.errors import InfeasiblePlan
 from parplan.pins import Pin
 from parplan.plan import Plan, Strategy
 from parplan.planner.batch_size import CLOSE, Cases, best_batch, chosen, smallest_step
-from parplan.planner.decide import Request
+from parplan.planner.decide import PlanRequest
 from parplan.planner.decision import BatchTried, Decision, Prediction
 from tests.report.decisions import alexnet, cluster
 
@@ -31,7 +31,7 @@ class Model:
         self.fixed_s, self.each_s, self.sample_bytes, self.raises = fixed_s, each_s, sample_bytes, raises
         self.asked: list[tuple[int, float]] = []
 
-    def sketched(self, batch: int, request: Request) -> Prediction:
+    def estimated(self, batch: int, request: PlanRequest) -> Prediction:
         self.asked.append((batch, request.time_limit_s))
         used = batch * self.sample_bytes
         if used > LIMIT and self.raises:
@@ -39,15 +39,15 @@ class Model:
         step_s, memory = self.fixed_s + batch * self.each_s, (used, *[used // 2] * (self.devices - 1))
         return replace(alexnet().prediction, step_s=step_s, memory_bytes=memory)
 
-    def decided(self, batch: int, request: Request) -> Decision:
-        made, prediction = alexnet(), self.sketched(batch, request)
+    def decided(self, batch: int, request: PlanRequest) -> Decision:
+        made, prediction = alexnet(), self.estimated(batch, request)
         plan = replace(made.plan, batch=batch)
         return replace(made, plan=plan, prediction=replace(prediction, step_s=self.better * prediction.step_s))
 
 
 def found(model: Model, asked: int | None = None) -> Decision:
-    cases = Cases(model.sketched, model.decided)
-    return best_batch(cases, cluster(model.devices), Request(time_limit_s=8.0), asked)
+    cases = Cases(model.estimated, model.decided)
+    return best_batch(cases, cluster(model.devices), PlanRequest(time_limit_s=8.0), asked)
 
 
 def test_the_smallest_of_nearly_the_fastest_is_chosen() -> None:
@@ -131,13 +131,13 @@ def strategy(replicas: int) -> Strategy:
 @pytest.mark.parametrize(
     ("devices", "request_", "unit"),
     [
-        (4, Request(), 4),
-        (6, Request(), 6),
-        (4, Request(plan=Plan("Net", "0", 12, 4, {"a": strategy(3), "b": strategy(2)})), 12),
-        (4, Request(pins=(Pin("a", replicas=3), Pin("b", shards=2))), 12),
+        (4, PlanRequest(), 4),
+        (6, PlanRequest(), 6),
+        (4, PlanRequest(plan=Plan("Net", "0", 12, 4, {"a": strategy(3), "b": strategy(2)})), 12),
+        (4, PlanRequest(pins=(Pin("a", replicas=3), Pin("b", shards=2))), 12),
     ],
 )
-def test_batches_are_multiples_of_all_replicas(devices: int, request_: Request, unit: int) -> None:
+def test_batches_are_multiples_of_all_replicas(devices: int, request_: PlanRequest, unit: int) -> None:
     assert smallest_step(devices, request_) == unit
 
 

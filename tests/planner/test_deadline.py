@@ -11,7 +11,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
 from parplan.planner import decide as decide_module
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.search import context as case_module
 from parplan.planner.search import select as choosing
 from parplan.planner.search.context import Deadline
@@ -45,7 +45,7 @@ def test_solves_that_all_take_their_whole_time_keep_to_the_limit(monkeypatch: py
     monkeypatch.setattr(decide_module, "solve", clock.solve)
     monkeypatch.setattr(case_module, "now_s", lambda: clock.now_s)
     with pytest.raises(InfeasiblePlan, match="no plan was found that fits with its transfers"):
-        decide(graph, cluster, costs, Request(time_limit_s=LIMIT_S))
+        decide(graph, cluster, costs, PlanRequest(time_limit_s=LIMIT_S))
     assert len(clock.limits_s) >= 4
     assert clock.limits_s[0] > LIMIT_S / 2
     assert LIMIT_S / 2 < clock.now_s <= 1.3 * LIMIT_S

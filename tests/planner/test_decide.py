@@ -13,7 +13,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError, RuleError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Baseline
 from parplan.planner.explain.advice import advice
 from parplan.planner.explain.what_if import WhatIf
@@ -32,8 +32,8 @@ def formulated(graph: LayerGraph, cluster: Cluster, strict: bool = False) -> For
     return formulate(graph, cluster, RooflineCosts(graph, cluster), candidates, strict=strict)
 
 
-def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None):  # type: ignore[no-untyped-def]
-    return decide(graph, cluster, RooflineCosts(graph, cluster), request or Request())
+def decided(graph: LayerGraph, cluster: Cluster, request: PlanRequest | None = None):  # type: ignore[no-untyped-def]
+    return decide(graph, cluster, RooflineCosts(graph, cluster), request or PlanRequest())
 
 
 def small_memory(cluster: Cluster, nbytes: int) -> Cluster:
@@ -46,7 +46,7 @@ def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> Non
     graph, cluster = perceptron(), cluster_preset(SLOW, devices)
     formulation = formulated(graph, cluster, rules == "strict")
     best = brute_force(formulation.problem).objective
-    decision = decided(graph, cluster, Request(rules=rules))
+    decision = decided(graph, cluster, PlanRequest(rules=rules))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)
 
@@ -68,7 +68,7 @@ def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> N
 
 
 def test_strict_plans_obey_r2_to_r4() -> None:
-    decision = decided(classifier(), cluster_preset(SLOW, 4), Request(rules="strict"))
+    decision = decided(classifier(), cluster_preset(SLOW, 4), PlanRequest(rules="strict"))
     assert decision.plan.rules == "strict"
     check(decision.plan, classifier())
     assert all(not layer.bends for layer in decision.layers)
@@ -105,7 +105,7 @@ def test_memory_that_one_device_lacks_is_found_on_several() -> None:
 def test_a_given_plan_is_priced_not_replaced() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     mine = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
-    decision = decided(graph, cluster, Request(plan=mine))
+    decision = decided(graph, cluster, PlanRequest(plan=mine))
     assert decision.plan == mine
     best = decided(graph, cluster)
     assert decision.prediction.step_s >= best.prediction.step_s * (1 - 1e-6)
@@ -117,7 +117,7 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
     names = list(graph.layers)
     spread = {name: Strategy(devices=(index,)) for index, name in enumerate(names)}
     mine = Plan(graph.model, graph.fingerprint, 12, 5, spread)
-    assert decided(graph, cluster, Request(plan=mine)).advice.startswith("Use one device")
+    assert decided(graph, cluster, PlanRequest(plan=mine)).advice.startswith("Use one device")
     rivals = (Baseline("pure data parallel", 1.0, 1, False), Baseline("pure model parallel", 1.0, 1, True))
     assert advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
     assert advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
@@ -135,10 +135,10 @@ def test_a_habit_that_another_one_beats_is_not_advised(habit: str) -> None:
 def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     mine = Plan(graph.model, graph.fingerprint, 1000, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
-    assert decided(graph, cluster, Request(plan=mine)).plan == replace(mine, batch=12)
+    assert decided(graph, cluster, PlanRequest(plan=mine)).plan == replace(mine, batch=12)
     odd = {name: Strategy(replicas=5, devices=tuple(range(5))) for name in graph.layers}
     with pytest.raises(RuleError, match=r"R1"):
-        decided(graph, cluster_preset(SLOW, 5), Request(plan=replace(mine, devices=5, layers=odd)))
+        decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=replace(mine, devices=5, layers=odd)))
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -146,13 +146,13 @@ def test_a_given_plan_for_other_devices_is_refused(devices: int) -> None:
     graph = perceptron()
     mine = Plan(graph.model, graph.fingerprint, 12, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
     with pytest.raises(PlanError, match=f"for 2 devices, to be priced for {devices}; say --gpus 2"):
-        decided(graph, cluster_preset(SLOW, devices), Request(plan=mine))
+        decided(graph, cluster_preset(SLOW, devices), PlanRequest(plan=mine))
 
 
 def test_a_given_plan_for_another_model_is_refused() -> None:
     other = Plan("Other", "0" * 16, 12, 2, {"a": Strategy()})
     with pytest.raises(PlanError, match="another model"):
-        decided(perceptron(), cluster_preset(SLOW, 2), Request(plan=other))
+        decided(perceptron(), cluster_preset(SLOW, 2), PlanRequest(plan=other))
 
 
 def test_every_layer_has_a_reason() -> None:

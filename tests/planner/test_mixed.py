@@ -13,7 +13,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ClusterError, InfeasiblePlan
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
@@ -30,8 +30,8 @@ def cluster_of(*devices: Device) -> Cluster:
     return Cluster(devices, (LINK,))
 
 
-def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None) -> Decision:
-    return decide(graph, cluster, RooflineCosts(graph, cluster), request or Request())
+def decided(graph: LayerGraph, cluster: Cluster, request: PlanRequest | None = None) -> Decision:
+    return decide(graph, cluster, RooflineCosts(graph, cluster), request or PlanRequest())
 
 
 ORDERS = [(GPU, GPU, SLOW), (GPU, SLOW, GPU), (SLOW, GPU, GPU)]

@@ -33,7 +33,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
@@ -64,7 +64,7 @@ def faster(cluster: Cluster, speed: float) -> Cluster:
 def decided(graph: LayerGraph, cluster: Cluster, optimizer: str = "momentum", overlap: float | None = None) -> Decision:
     """What is decided, nothing pinned; with another overlap than the cluster's if one is given."""
     costs = ScaledCosts(RooflineCosts(graph, cluster, optimizer=optimizer), 1.0, overlap)
-    found = decide(graph, cluster, costs, Request(optimizer=optimizer))
+    found = decide(graph, cluster, costs, PlanRequest(optimizer=optimizer))
     assert found.proof.gap <= 1e-6
     return found
 

@@ -14,7 +14,7 @@ from parplan.cost_models.costs import StepCost
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Prediction
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
@@ -90,7 +90,7 @@ def test_the_objective_is_what_a_clock_shows(
 def test_the_solver_finds_the_best_where_reductions_cannot_hide(overlap: float, late: float, link: str | None) -> None:
     costs = Said(perceptron(), cluster_preset("k20", 2, link), replace(STEP, overlap=overlap, late=late))
     best = brute_force(formulated(costs).problem)
-    decision = decide(costs.graph, costs.cluster, costs, Request())
+    decision = decide(costs.graph, costs.cluster, costs, PlanRequest())
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(best.objective, rel=1e-6)
 
@@ -121,7 +121,7 @@ def test_parts_add_up_to_the_step_and_the_range_has_it(name: str, devices: int) 
 def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
     graph, cluster = classifier(), cluster_preset("k20", 4)
     plain, loaded = (
-        decide(graph, cluster, Said(graph, cluster, said), Request()) for said in (StepCost(), StepCost(5e-3))
+        decide(graph, cluster, Said(graph, cluster, said), PlanRequest()) for said in (StepCost(), StepCost(5e-3))
     )
     assert loaded.plan == plain.plan
     assert loaded.prediction.step_s == pytest.approx(plain.prediction.step_s + 5e-3)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from tests.planner.branches import Pair, pair
 from tests.runtime.rank_cases import steps, train
@@ -17,9 +17,9 @@ __all__ = ["chosen_towers"]
 def chosen_towers(rank: int, ranks: int) -> None:
     """The planner's own plan for two rows of heavy layers: results, gradients and states are the plain model's."""
     graph, cluster = pair(width=256, batch=2), cluster_preset("k20", ranks, "10gbe")
-    decision = decide(graph, cluster, RooflineCosts(graph, cluster), Request())
-    assert decision.beside is not None
-    (phase,) = decision.beside.phases
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
+    assert decision.branches is not None
+    (phase,) = decision.branches.phases
     assert len(phase.tracks) == 2
     model = train(Pair(256).double(), dict(decision.plan.layers), (256,), rank, steps(ranks))
     held = {

@@ -12,7 +12,7 @@ from parplan.planner.decision import (
     Arrival,
     Baseline,
     Decision,
-    LayerFacts,
+    LayerReport,
     Passes,
     PinPrice,
     Pins,
@@ -46,7 +46,7 @@ def on_two_kinds(decision: Decision) -> Decision:
     return replace(decision, cluster=kinds, baselines=(one, *decision.baselines[1:]))
 
 
-def plan_of(model: str, batch: int, layers: Iterable[LayerFacts], devices: int = 4) -> Plan:
+def plan_of(model: str, batch: int, layers: Iterable[LayerReport], devices: int = 4) -> Plan:
     """The plan that the layers' facts describe."""
     return Plan(model, "0123456789abcdef", batch, devices, {layer.name: layer.strategy for layer in layers})
 
@@ -63,13 +63,13 @@ def facts(
     memory_mib: float = 0.0,
     source: Source = Source.ESTIMATED,
     bends: tuple[str, ...] = (),
-) -> LayerFacts:
+) -> LayerReport:
     """Facts of one layer, its backward twice its forward."""
-    return LayerFacts(name, kind, strategy, forward_ms * MS, 2 * forward_ms * MS, transfer_ms * MS, reduce_ms * MS,
+    return LayerReport(name, kind, strategy, forward_ms * MS, 2 * forward_ms * MS, transfer_ms * MS, reduce_ms * MS,
                       int(memory_mib * 2**20), source, why, bends)  # fmt: skip
 
 
-def predict(layers: Iterable[LayerFacts], memory_gib: Iterable[float], exposed_ms: float = 0.0) -> Prediction:
+def predict(layers: Iterable[LayerReport], memory_gib: Iterable[float], exposed_ms: float = 0.0) -> Prediction:
     """The sums over the layers."""
     listed = list(layers)
     forward, backward = sum(f.forward_s for f in listed), sum(f.backward_s for f in listed)
@@ -88,7 +88,7 @@ def rivals(step_s: float, *times: float) -> tuple[Baseline, ...]:
     )
 
 
-def _alexnet_layers() -> Iterator[LayerFacts]:
+def _alexnet_layers() -> Iterator[LayerReport]:
     convs = {"conv1": (0.512, 0.09), "conv2": (1.634, 1.2), "conv3": (0.794, 2.6), "conv4": (1.058, 3.5),
              "conv5": (0.706, 2.3)}  # fmt: skip
     for name, (forward, weights) in convs.items():
@@ -146,7 +146,7 @@ def schemes(step_s: float, taken: Scheme, why_not: str = "") -> Passes:
     return Passes(taken, 4, 1, 8, (known[0], impossible if why_not else known[1], known[2]))
 
 
-def _block(prefix: str, scale: float, first: bool, source: Source) -> Iterator[LayerFacts]:
+def _block(prefix: str, scale: float, first: bool, source: Source) -> Iterator[LayerReport]:
     for index, forward in ((1, 0.21), (2, 0.48), (3, 0.22)):
         for kind, share in (("conv", 1.0), ("bn", 0.2), ("relu", 0.1)):
             if (kind, index) == ("relu", 3):
@@ -162,7 +162,7 @@ def _block(prefix: str, scale: float, first: bool, source: Source) -> Iterator[L
     yield facts(f"{prefix}.relu3", "relu", DATA, 0.02 * scale, "follows add", memory_mib=49)
 
 
-def _resnet_layers() -> Iterator[LayerFacts]:
+def _resnet_layers() -> Iterator[LayerReport]:
     yield facts("conv1", "conv", DATA, 1.02, "3.9 x as fast as on one device", reduce_ms=0.01, memory_mib=392,
                 source=Source.MEASURED)  # fmt: skip
     yield facts("bn1", "bn", DATA, 0.2, "follows conv1", memory_mib=392, source=Source.MEASURED)

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from parplan.plan import Plan, Strategy
-from parplan.planner.decision import LayerFacts
-from parplan.report.predicted_vs_measured import render_look_back, to_json
+from parplan.planner.decision import LayerReport
+from parplan.report.predicted_vs_measured import render_comparison, to_json
 from tests.report.decisions import DATA, SHARDED, facts, plan_of
 
 
@@ -51,7 +51,7 @@ class Line:
 @dataclass(frozen=True)
 class Found:
     plan: Plan
-    facts: tuple[LayerFacts, ...]
+    layers: tuple[LayerReport, ...]
     lines: tuple[Line, ...]
 
 
@@ -75,7 +75,7 @@ LONG = [f"blocks.{block}.{name}" for block in range(24) for name in ("attention"
 def printed(of: Found, width: int, terminal: bool = False, all_layers: bool = False) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=terminal)
-    render_look_back(of, "Net: 20 steps", ["A note."], console, all_layers)
+    render_comparison(of, "Net: 20 steps", ["A note."], console, all_layers)
     return stream.getvalue()
 
 

@@ -1,52 +1,66 @@
-"""One line per layer that says why it is placed as it is, against its best alternative."""
+"""The reason for a layer's strategy, in one line: the cost of its best alternative."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from parplan.graph.axes.table import unknown_ops
-from parplan.graph.layer_graph import Layer
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import is_repeatable, why_whole
+from parplan.plan import Plan
 from parplan.planner.explain.what_if import Change, WhatIf
-from parplan.planner.search_space.formulation import Option
-from parplan.planner.solver.problem import Problem, evaluate
+from parplan.planner.search_space.formulation import Formulation, Option
+from parplan.planner.solver.problem import evaluate
 
-__all__ = ["against", "only_way", "reason", "time_text"]
-
-
-def reason(
-    layer: Layer,
-    options: Sequence[Option],
-    index: int,
-    choice: Sequence[int],
-    problem: Problem,
-    what_if: WhatIf,
-    followed: str | None = None,
-) -> str:
-    """Why the chosen strategy of node `index`: what its best alternative would cost.
-
-    `followed` names the layer whose layout it takes over unchanged, if it does.
-    """
-    now = options[choice[index]].strategy
-    changes = [c for c in what_if.changes(index) if options[c.strategy].strategy.describe() != now.describe()]
-    if not changes:
-        return only_way(layer)
-    best = next((c for c in changes if c.total_s >= 0 or _fits(problem, choice, index, c)), None)
-    if best is None:
-        return "every other way needs more memory than there is"
-    if followed and best.total_s > 0:
-        return f"follows {followed}; any other way costs {time_text(best.total_s)}"
-    return against(options[best.strategy].strategy.describe(), best)
+__all__ = ["against", "alternatives", "followed", "only_way", "reasons_in_one_pass", "time_text"]
 
 
-def _fits(problem: Problem, choice: Sequence[int], index: int, change: Change) -> bool:
-    tried = [*choice]
-    tried[index] = change.strategy
-    return evaluate(problem, tried).feasible
+def reasons_in_one_pass(
+    graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
+) -> dict[str, str]:
+    """The reason for every layer's strategy, by the objective: the cost of its best alternative."""
+    problem, what_if = formulation.problem, WhatIf(formulation.problem, choice)
+
+    def fits(index: int, change: Change) -> bool:
+        tried = [*choice]
+        tried[index] = change.strategy
+        return evaluate(problem, tried).feasible
+
+    def reason(index: int, name: str, options: Sequence[Option]) -> str:
+        changes = alternatives(what_if, index, options, options[choice[index]])
+        if not changes:
+            return only_way(graph.layers[name])
+        best = next((change for change in changes if change.total_s >= 0 or fits(index, change)), None)
+        if best is None:
+            return "every other way needs more memory than there is"
+        source = followed(graph, plan, name)
+        if source and best.total_s > 0:
+            return f"follows {source}; any other way costs {time_text(best.total_s)}"
+        return against(options[best.strategy].strategy.describe(), best)
+
+    both = zip(formulation.names, formulation.options, strict=False)
+    return {name: reason(index, name, options) for index, (name, options) in enumerate(both)}
+
+
+def alternatives(what_if: WhatIf, index: int, options: Sequence[Option], now: Option) -> list[Change]:
+    """Changes of a node to strategies that read otherwise than its own, the best first."""
+    own = now.strategy.describe()
+    return [change for change in what_if.changes(index) if options[change.strategy].strategy.describe() != own]
+
+
+def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
+    """The layer whose layout a layer without weights takes over unchanged."""
+    layer = graph.layers[name]
+    source = next((graph.producer[value] for value in layer.inputs if value in graph.producer), None)
+    if layer.parameters or source is None:
+        return None
+    own, other = plan.layers[name], plan.layers[source]
+    same = (own.devices, own.replicas, own.shards) == (other.devices, other.replicas, other.shards)
+    return source if same else None
 
 
 def only_way(layer: Layer) -> str:
-    """Words for a layer that has no other strategy."""
+    """The reason for a layer that has no other strategy."""
     if layer.is_loss:
         return "a loss is never sharded, and it needs all samples"
     whole = layer.batch is None and not layer.constant and not layer.axes
@@ -62,7 +76,7 @@ def only_way(layer: Layer) -> str:
 
 
 def against(other: str, change: Change) -> str:
-    """What another strategy costs, and mostly for what."""
+    """The cost of another strategy, and the part of the step that most of it is in."""
     if abs(change.total_s) < 5e-8:
         return f"{other}: no slower, no faster"
     parts = {
@@ -71,11 +85,8 @@ def against(other: str, change: Change) -> str:
         "gradients to wait for": change.exposed_s,
     }
     if change.total_s < 0:
-        parts = {
-            "less compute": -change.compute_s,
-            "less to move": -change.transfer_s,
-            "less to wait for": -change.exposed_s,
-        }
+        words = ("less compute", "less to move", "less to wait for")
+        parts = {word: -seconds for word, seconds in zip(words, parts.values(), strict=True)}
     cause = max(parts, key=lambda text: parts[text])
     return f"{other}: {time_text(change.total_s)}, {cause}"
 

@@ -1,4 +1,4 @@
-"""What one layer's other strategies would do to the step, with every other layer left as it is.
+"""Changes of the step by one layer's other strategies, every other layer left as it is.
 
 Each alternative changes one node and its edges, so the objective is recomputed from the parts of the
 chosen plan instead of from scratch: a report for hundreds of layers asks thousands of times.
@@ -46,24 +46,23 @@ class WhatIf:
     def changes(self, index: int) -> list[Change]:
         """Every other allowed strategy of node `index`, the best first."""
         node, now = self._problem.nodes[index], self._choice[index]
-        found = [self._change(index, k) for k in range(node.size) if k != now and node.allowed[k]]
+        found = []
+        for strategy in range(node.size):
+            if strategy == now or not node.allowed[strategy]:
+                continue
+            known = self._phases
+            backward, arriving, reduction = known.backward_s.copy(), known.arriving_s.copy(), known.reduction_s.copy()
+            backward[index], reduction[index] = node.backward_s[strategy], node.reduction_s[strategy]
+            moved = 0.0
+            for edge in self._touching[index]:
+                old, new = self._pair(edge), self._pair(edge, index, strategy)
+                moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
+                arriving[edge.target] += edge.backward_s[new] - edge.backward_s[old]
+            if np.isfinite(moved):
+                compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now] - node.backward_s[now]
+                other = replace(known, backward_s=backward, arriving_s=arriving, reduction_s=reduction)
+                found.append(Change(strategy, float(compute), moved, other.exposed_s - known.exposed_s))
         return sorted((c for c in found if np.isfinite(c.total_s)), key=lambda c: (c.total_s, c.strategy))
-
-    def _change(self, index: int, strategy: int) -> Change:
-        node, now = self._problem.nodes[index], self._choice[index]
-        known = self._phases
-        backward, arriving, reduction = known.backward_s.copy(), known.arriving_s.copy(), known.reduction_s.copy()
-        backward[index], reduction[index] = node.backward_s[strategy], node.reduction_s[strategy]
-        moved = 0.0
-        for edge in self._touching[index]:
-            old, new = self._pair(edge), self._pair(edge, index, strategy)
-            moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
-            arriving[edge.target] += edge.backward_s[new] - edge.backward_s[old]
-        compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now] - node.backward_s[now]
-        if not np.isfinite(moved):
-            return Change(strategy, float(compute), moved, np.inf)
-        exposed_s = replace(known, backward_s=backward, arriving_s=arriving, reduction_s=reduction).exposed_s
-        return Change(strategy, float(compute), moved, exposed_s - known.exposed_s)
 
     def _pair(self, edge: Edge, index: int = -1, strategy: int = 0) -> tuple[int, int]:
         source = strategy if edge.source == index else self._choice[edge.source]

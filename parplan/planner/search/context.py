@@ -10,7 +10,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.request import Progress, Request
+from parplan.planner.request import PlanRequest, Progress
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.simulation.simulator import Effort, Layers, SimulatedStep, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, evaluate
@@ -67,14 +67,14 @@ class Case:
     graph: LayerGraph
     cluster: Cluster
     costs: CostModel
-    request: Request
+    request: PlanRequest
     deadline: Deadline
     player: StepSimulator
     progress: Progress | None = None
 
     @staticmethod
     def of(
-        graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Request, progress: Progress | None = None
+        graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
     ) -> Case:
         """A case with its whole time limit and effort left."""
         player = StepSimulator(graph, cluster, costs)

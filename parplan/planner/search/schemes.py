@@ -17,7 +17,7 @@ from parplan.errors import PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme
-from parplan.planner.decision import Baseline, LayerFacts, Passes, Prediction, Proof, SchemePrice
+from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, Proof, SchemePrice
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.verifier import check
@@ -217,14 +217,14 @@ def _sums_s(timeline: Timeline) -> float:
 
 
 def clocked_facts(
-    facts: Iterable[LayerFacts], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
-) -> tuple[LayerFacts, ...]:
+    facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
+) -> tuple[LayerReport, ...]:
     """Facts of layers with what they take in all their passes together."""
     work = work_of(graph, cluster.count, costs, plan)
     return tuple(_in_passes(one, work) for one in facts)
 
 
-def _in_passes(facts: LayerFacts, work: Work) -> LayerFacts:
+def _in_passes(facts: LayerReport, work: Work) -> LayerReport:
     layer, times = work.layers[facts.name], work.times(facts.name)
     first = [move for move in work.into.get(facts.name, ()) if move.targets[0] == facts.name]
     legs = [leg for move in first for part in move.legs for leg in part]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from parplan.plan import Strategy
-from parplan.planner.decision import LayerFacts
+from parplan.planner.decision import LayerReport
 from parplan.report.units import devices
 
 __all__ = ["LIMIT", "Group", "Line", "group_layers"]
@@ -30,11 +30,11 @@ class Line:
     """
 
     label: str
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerReport, ...]
     repeats: int = 1
     prefix: str = ""
 
-    def total(self, figure: Callable[[LayerFacts], float]) -> float:
+    def total(self, figure: Callable[[LayerReport], float]) -> float:
         """The sum of one figure over the layers."""
         return sum(figure(layer) for layer in self.layers)
 
@@ -102,7 +102,7 @@ class Group:
         return f": {layers[0].name} .. {layers[-1].name} ({len(layers)} layers)"
 
 
-def group_layers(layers: Sequence[LayerFacts], limit: int | None = LIMIT) -> tuple[Group, ...]:
+def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tuple[Group, ...]:
     """The table's lines, as detailed as `limit` lines allow; None gives every layer its own line."""
     runs = [tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy)]
     if limit is None or len(layers) <= limit:
@@ -142,7 +142,7 @@ class _Block:
     """Adjacent layers whose names begin alike."""
 
     prefix: str
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerReport, ...]
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -153,7 +153,7 @@ class _Block:
         )
 
 
-def _figures(facts: LayerFacts) -> tuple[float, ...]:
+def _figures(facts: LayerReport) -> tuple[float, ...]:
     return (facts.forward_s, facts.backward_s, facts.transfer_s, facts.reduce_s, facts.memory_bytes)
 
 
@@ -161,7 +161,7 @@ def _prefix(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def _rows(run: Sequence[LayerFacts], depth: int) -> Iterator[Line]:
+def _rows(run: Sequence[LayerReport], depth: int) -> Iterator[Line]:
     by_prefix = groupby(run, key=lambda layer: _prefix(layer.name, depth))
     blocks = [_Block(prefix, tuple(layers)) for prefix, layers in by_prefix]
     for _, equal in groupby(blocks, key=lambda block: block.signature):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parplan.cost_models.costs import Source
-from parplan.planner.decision import LayerFacts
+from parplan.planner.decision import LayerReport
 from parplan.report import units
 from parplan.report.page import Column, Page, Row, Styled
 from parplan.report.sections.layer_groups import LIMIT, Group, Line, group_layers
@@ -22,13 +22,13 @@ SHORT = {
 }
 
 
-def sources(layers: Sequence[LayerFacts]) -> list[Source]:
+def sources(layers: Sequence[LayerReport]) -> list[Source]:
     """The sources that occur, best first."""
     present = {layer.source for layer in layers}
     return [source for source in Source if source in present]
 
 
-def print_layers(page: Page, layers: Sequence[LayerFacts], all_layers: bool = False) -> bool:
+def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = False) -> bool:
     """Print the table; `all_layers` gives every layer its own line. Tell whether a line has several sources (a "+")."""
     groups = group_layers(layers, None if all_layers else LIMIT)
     lines = [line for group in groups for line in group.rows]
@@ -76,11 +76,11 @@ def print_folded(page: Page, layers: int, lines: int) -> None:
         page.paragraph(f"{layers} layers on {on}, figures summed; `--all-layers` prints each.", style="dim")
 
 
-def _memory(layer: LayerFacts) -> float:
+def _memory(layer: LayerReport) -> float:
     return layer.memory_bytes
 
 
-TIMES: dict[str, Callable[[LayerFacts], float]] = {
+TIMES: dict[str, Callable[[LayerReport], float]] = {
     "forward": lambda layer: layer.forward_s,
     "backward": lambda layer: layer.backward_s,
     "transfer": lambda layer: layer.transfer_s,

@@ -1,29 +1,29 @@
 """Passes: in which order samples get from many replicas to layers with fewer, and what the other orders would cost.
 
-Beside it, branches that run at the same time: on which devices, and how much that saves.
+ConcurrentBranches it, branches that run at the same time: on which devices, and how much that saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parplan.planner.decision import Beside, Passes, SchemePrice, Track
+from parplan.planner.decision import ConcurrentBranches, DeviceTrack, Passes, SchemePrice
 from parplan.report import units
 from parplan.report.page import Column, Page, Row, Styled
 
-__all__ = ["print_beside", "print_passes"]
+__all__ = ["print_branches", "print_passes"]
 
 
-def print_beside(page: Page, beside: Beside, step_s: float) -> None:
+def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> None:
     """Print the branches that run at the same time, one stretch after another; without any what was tried."""
     times = units.step(step_s)
-    if not beside.phases:
+    if not branches.phases:
         page.blank()
-        tried = f"{beside.tried} plans" if beside.tried > 1 else "a plan"
+        tried = f"{branches.tried} plans" if branches.tried > 1 else "a plan"
         page.paragraph(f"Branches at the same time, on devices of their own: {tried} tried, none faster.", style="dim")
         return
     page.section("At the same time", "forward and backward of branches on devices of their own")
-    for index, phase in enumerate(beside.phases):
+    for index, phase in enumerate(branches.phases):
         if index:
             page.blank()
         rows = [
@@ -32,23 +32,23 @@ def print_beside(page: Page, beside: Beside, step_s: float) -> None:
         ]
         page.table([Column("compute"), Column("", words=True)], rows)
         page.line(Styled(f"  {times.text(phase.saved_s)} less than one after the other", "dim"))
-    if beside.without_s is not None:
-        gain = (
-            f"{times.text(beside.without_s - step_s)} faster than the best plan without, {times.text(beside.without_s)}"
-        )
+    if branches.without_s is not None:
+        without, gain = times.text(branches.without_s), times.text(branches.without_s - step_s)
         page.blank()
-        page.paragraph(f"{gain}; found by search, {beside.tried} plans tried.")
+        page.paragraph(
+            f"{gain} faster than the best plan without, {without}; found by search, {branches.tried} plans tried."
+        )
 
 
-def _track_name(track: Track) -> str:
+def _track_name(track: DeviceTrack) -> str:
     ends = " .. ".join(dict.fromkeys((track.layers[0], track.layers[-1])))
     return ends if len(track.layers) < 3 else f"{ends} ({len(track.layers)} layers)"
 
 
 def print_passes(page: Page, passes: Passes) -> None:
     """Print a line per scheme, the taken one in bold."""
-    fewest = "1" if passes.fewest == 1 else f"{passes.fewest} or more"
-    page.section("Passes", f"layers with {passes.most} replicas in front of layers with {fewest}")
+    fewest = "1" if passes.min_replicas == 1 else f"{passes.min_replicas} or more"
+    page.section("Passes", f"layers with {passes.max_replicas} replicas in front of layers with {fewest}")
     known = [one for one in passes.schemes if one.step_s is not None]
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
     times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])

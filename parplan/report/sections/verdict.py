@@ -79,7 +79,7 @@ def _optimal(decision: Decision) -> str:
     wants = ["runs in one pass"] if decision.cluster.count > 1 else []
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
-    wants += ["runs its branches one after another"] if decision.beside is not None else []
+    wants += ["runs its branches one after another"] if decision.branches is not None else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
     return f"no plan of this model{which} is faster under these costs"

@@ -20,7 +20,7 @@ from parplan.errors import ProfileError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from tests.planner.graphs import classifier, perceptron
 
 CLUSTER = cluster_preset("k20", 4)
@@ -56,8 +56,8 @@ def test_data_parallel_and_one_device_cost_what_they_cost_the_model() -> None:
     graph = perceptron()
     profile = exported(graph)
     copy = profile_graph(profile)
-    model = decide(graph, CLUSTER, RooflineCosts(graph, CLUSTER), Request())
-    other = decide(copy, CLUSTER, ProfileCosts(profile, copy, CLUSTER), Request())
+    model = decide(graph, CLUSTER, RooflineCosts(graph, CLUSTER), PlanRequest())
+    other = decide(copy, CLUSTER, ProfileCosts(profile, copy, CLUSTER), PlanRequest())
     for name in ("one device", "pure data parallel"):
         ours, theirs = (next(r.step_s for r in found.baselines if r.name == name) for found in (model, other))
         assert theirs == pytest.approx(ours)

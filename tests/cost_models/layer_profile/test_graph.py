@@ -28,7 +28,7 @@ from parplan.cost_models.layer_profile.records import (
 from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile
 from parplan.errors import ClusterError, InfeasiblePlan, ParplanError
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import strategies
@@ -64,7 +64,7 @@ def profile(*layers: ProfiledLayer, edges: str = "", batch: int = 2) -> LayerPro
 
 def decided(of: LayerProfile, devices: Cluster, batch: int | None = None, optimizer: str = "sgd") -> Decision:
     graph = profile_graph(of, batch)
-    request = Request(optimizer=optimizer, scheme="gather")  # what is worked out by hand runs in one pass
+    request = PlanRequest(optimizer=optimizer, scheme="gather")  # what is worked out by hand runs in one pass
     return decide(graph, devices, ProfileCosts(of, graph, devices, optimizer), request)
 
 
@@ -132,7 +132,7 @@ def test_no_combination_of_strategies_is_faster(seed: int, devices: int) -> None
     costs = ProfileCosts(of, graph, on, "adam")
     candidates = {name: strategies(layer, 6, devices) for name, layer in graph.layers.items()}
     best = brute_force(formulate(graph, on, costs, candidates).problem)
-    decision = decide(graph, on, costs, Request())
+    decision = decide(graph, on, costs, PlanRequest())
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(best.objective, rel=1e-6)
     check(decision.plan, graph)
@@ -141,7 +141,7 @@ def test_no_combination_of_strategies_is_faster(seed: int, devices: int) -> None
 def test_strict_rules_hold_at_joins() -> None:
     of, on = random_dag(1), cluster(4)
     graph = profile_graph(of, 12)
-    decision = decide(graph, on, ProfileCosts(of, graph, on), Request(rules="strict"))
+    decision = decide(graph, on, ProfileCosts(of, graph, on), PlanRequest(rules="strict"))
     check(decision.plan, graph)
     assert all(not layer.bends for layer in decision.layers)
 

@@ -19,9 +19,9 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.pins import pins_from
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Decision
-from parplan.planner.explain.branch_report import notes_on
+from parplan.planner.explain.branch_report import search_notes
 from parplan.planner.search.branch_search import Ground, Towers, search
 from parplan.planner.search.branches import beside
 from parplan.planner.search.device_groups import Share, balance, blocks_of, groupings
@@ -64,8 +64,8 @@ def searched(graph: LayerGraph, cluster: Cluster, simulator: Simulator, limit_s:
     return search(Ground(graph, cluster, simulator.costs, simulator.step_s), start, formulation, limit_s)
 
 
-def decided(graph: LayerGraph, cluster: Cluster, request: Request | None = None) -> Decision:
-    return decide(graph, cluster, RooflineCosts(graph, cluster), request or Request())
+def decided(graph: LayerGraph, cluster: Cluster, request: PlanRequest | None = None) -> Decision:
+    return decide(graph, cluster, RooflineCosts(graph, cluster), request or PlanRequest())
 
 
 def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None
     used = {row: {d for n, s in decision.plan.layers.items() if n.startswith(row) for d in s.devices} for row in "ab"}
     assert not used["a"] & used["b"]
     assert used["a"] | used["b"] == set(range(devices)) or devices > 2
-    found = decision.beside
+    found = decision.branches
     assert found is not None
     assert found.without_s is not None
     assert decision.prediction.step_s < 0.99 * found.without_s
@@ -112,8 +112,8 @@ def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None
 def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() -> None:
     graph = pair(width=256)
     decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
-    assert decision.beside is not None
-    (phase,) = decision.beside.phases
+    assert decision.branches is not None
+    (phase,) = decision.branches.phases
     assert [(track.layers, track.devices) for track in phase.tracks] == [
         (("a.0", "a.1", "a.2"), (0,)),
         (("b.0", "b.1", "b.2"), (1,)),
@@ -139,41 +139,41 @@ def test_nothing_is_spent_on_models_without_branches(graph) -> None:  # type: ig
     simulator = Simulator(graph(), cluster, RooflineCosts(graph(), cluster))
     assert searched(graph(), cluster, simulator) is None
     assert simulator.calls == 0
-    assert decided(graph(), cluster).beside is None
+    assert decided(graph(), cluster).branches is None
 
 
 def test_alexnets_plan_is_the_solvers() -> None:
     net, inputs = alexnet.small()
     graph, cluster = capture(net, inputs), cluster_preset("k20", 4)
     decision = decided(graph, cluster)
-    assert decision.beside is None
+    assert decision.branches is None
     formulation = formulated(graph, cluster)
     assert decision.plan.layers == one_after_another(graph, cluster, formulation).layers
 
 
 BY_HAND = {
-    "strict rules": Request(rules="strict"),
-    "a pin": Request(pins=pins_from({"last": "shards:2"})),
-    "a scheme": Request(scheme="interleave"),
+    "strict rules": PlanRequest(rules="strict"),
+    "a pin": PlanRequest(pins=pins_from({"last": "shards:2"})),
+    "a scheme": PlanRequest(scheme="interleave"),
 }
 
 
 @pytest.mark.parametrize("request_", BY_HAND.values(), ids=BY_HAND)
-def test_nothing_is_searched_where_people_decide(request_: Request) -> None:
+def test_nothing_is_searched_where_people_decide(request_: PlanRequest) -> None:
     decision = decided(pair(width=256), cluster_preset("k20", 2, "10gbe"), request_)
-    assert decision.beside is None or decision.beside.without_s is None
+    assert decision.branches is None or decision.branches.without_s is None
 
 
 def test_a_given_plan_on_disjoint_devices_is_priced_with_its_branches_at_once() -> None:
     graph, cluster = pair(width=256, batch=2), cluster_preset("k20", 2, "10gbe")
     place = {name: Strategy(devices=(int(name.startswith("b")),)) for name in graph.layers}
     mine = Plan(graph.model, graph.fingerprint, 2, 2, place)
-    decision = decided(graph, cluster, Request(plan=mine))
+    decision = decided(graph, cluster, PlanRequest(plan=mine))
     assert decision.plan == mine
-    in_turn = decided(graph, cluster, Request(plan=replace(mine, layers=dict.fromkeys(place, Strategy()))))
-    assert decision.beside is not None
-    assert decision.beside.without_s is None
-    saved_s = decision.beside.phases[0].saved_s
+    in_turn = decided(graph, cluster, PlanRequest(plan=replace(mine, layers=dict.fromkeys(place, Strategy()))))
+    assert decision.branches is not None
+    assert decision.branches.without_s is None
+    saved_s = decision.branches.phases[0].saved_s
     assert decision.prediction.forward_s + decision.prediction.backward_s == pytest.approx(
         in_turn.prediction.forward_s + in_turn.prediction.backward_s - saved_s
     )
@@ -185,7 +185,7 @@ def test_the_search_stops_at_its_time_and_says_so() -> None:
     found = searched(graph, cluster, simulator, limit_s=0.0)
     assert found is not None
     assert (found.plan, found.left, simulator.calls) == (None, 1, 2)
-    decision = decided(graph, cluster, Request(time_limit_s=1e-9))
+    decision = decided(graph, cluster, PlanRequest(time_limit_s=1e-9))
     assert any(note.startswith("Branches at the same time: 1 of the places") for note in decision.notes)
 
 
@@ -198,7 +198,7 @@ def test_the_search_stops_at_its_effort_and_says_so() -> None:
     found = search(ground, start, formulation, 60.0, effort=0.0)
     assert found is not None
     assert (found.plan, found.left, found.timed_out) == (None, 1, False)
-    (note,) = notes_on(found)
+    (note,) = search_notes(found)
     assert "1 of the places where the model branches were not tried" in note
     assert "--time-limit" not in note
 
@@ -220,8 +220,8 @@ def test_memory_holds() -> None:
     """With no room for the longer row on one device, weights are spread as evenly as memory asks for."""
     graph, cluster = capture(Experts((3, 1)), (torch.randn(1, 256),)), cluster_preset("k20", 2, "10gbe")
     free = decided(graph, cluster)
-    assert free.beside is not None
-    assert free.beside.phases
+    assert free.branches is not None
+    assert free.branches.phases
     small = cluster.with_memory(int(0.8 * max(free.prediction.memory_bytes)))
     decision = decided(graph, small)
     assert max(decision.prediction.memory_bytes) <= small.devices[0].memory_bytes
@@ -242,8 +242,8 @@ def test_analyze_finds_towers_and_verify_passes_them() -> None:
     torch.manual_seed(0)
     net, x = Pair(256), torch.randn(1, 256)
     decision = parplan.analyze(net, x, gpus=2, gpu="k20", link="10gbe")
-    assert decision.beside is not None
-    assert decision.beside.phases
+    assert decision.branches is not None
+    assert decision.branches.phases
     verified = parplan.verify(net, torch.randn(4, 256), plan=decision.plan)
     assert verified.passed
     assert verified.tolerance == 1e-9

@@ -14,7 +14,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
 from parplan.pins import parse_pin
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.search.context import Case, fits, plain
 from parplan.planner.search.refine import _Polish, polished
 from parplan.planner.search.select import Solved, solved
@@ -29,7 +29,9 @@ FREE = Pinned((), {}, {})
 
 
 def case_of(graph: LayerGraph, cluster: Cluster) -> Case:
-    return Case.of(graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum"), Request(optimizer="momentum"))
+    return Case.of(
+        graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum"), PlanRequest(optimizer="momentum")
+    )
 
 
 def prices(case: Case) -> Solved:
@@ -98,7 +100,7 @@ def test_effort_counts_what_is_known_already() -> None:
 def test_reasons_behind_the_boundary_are_of_the_clock_and_none_is_below_zero_unexplained() -> None:
     graph, cluster = alexnet(512), cluster_preset("k20", 4)
     costs = RooflineCosts(graph, cluster, optimizer="momentum")
-    decision = decide(graph, cluster, costs, Request(optimizer="momentum"))
+    decision = decide(graph, cluster, costs, PlanRequest(optimizer="momentum"))
     assert decision.plan.scheme is Scheme.INTERLEAVE
     assert all(facts.why for facts in decision.layers)
     assert not [facts.why for facts in decision.layers if re.search(r": -[^;]*$", facts.why)]
@@ -116,7 +118,7 @@ def test_reasons_behind_the_boundary_are_of_the_clock_and_none_is_below_zero_une
 def test_a_given_plan_is_told_what_is_faster() -> None:
     graph, cluster = alexnet(256), cluster_preset("k20", 2)
     costs = RooflineCosts(graph, cluster, optimizer="momentum")
-    decision = decide(graph, cluster, costs, Request(optimizer="momentum", plan=worse(2)))
+    decision = decide(graph, cluster, costs, PlanRequest(optimizer="momentum", plan=worse(2)))
     assert decision.plan == worse(2)
     why = next(facts.why for facts in decision.layers if facts.name == "drop6")
     assert re.search(r": -[\d.]+ (ms|µs), .*; the plan is as given$", why)
@@ -125,5 +127,5 @@ def test_a_given_plan_is_told_what_is_faster() -> None:
 def test_the_plan_does_not_hang_on_the_time_limit() -> None:
     graph, cluster = alexnet(256), cluster_preset("k20", 2)
     costs = RooflineCosts(graph, cluster)
-    plans = [decide(graph, cluster, costs, Request(time_limit_s=limit_s)).plan for limit_s in (30.0, 300.0)]
+    plans = [decide(graph, cluster, costs, PlanRequest(time_limit_s=limit_s)).plan for limit_s in (30.0, 300.0)]
     assert plans[0] == plans[1]

@@ -18,7 +18,7 @@ from parplan.errors import PlanError, RuleError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decide import Request, decide, predict
+from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Decision
 from parplan.planner.search.schemes import under
 from parplan.planner.search_space.strategies import strategies
@@ -31,7 +31,7 @@ from tests.planner.simulation.test_timeline import alexnet, hybrid
 
 def decided(graph: LayerGraph, cluster: Cluster, scheme: str = "auto", plan: Plan | None = None) -> Decision:
     costs = RooflineCosts(graph, cluster, optimizer="momentum")
-    return decide(graph, cluster, costs, Request(optimizer="momentum", scheme=scheme, plan=plan))
+    return decide(graph, cluster, costs, PlanRequest(optimizer="momentum", scheme=scheme, plan=plan))
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])

@@ -9,7 +9,7 @@ import pytest
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decide import Request, decide, sketch
+from parplan.planner.decide import PlanRequest, decide, estimate
 from parplan.planner.decision import Baseline
 from parplan.planner.search import branch_search as worth
 from parplan.planner.search import context as case_module
@@ -28,7 +28,7 @@ FREE = Pinned((), {}, {})
 BRIEFLY = 0.01
 
 
-def case_of(request: Request, devices: int = 2) -> Case:
+def case_of(request: PlanRequest, devices: int = 2) -> Case:
     graph, cluster = alexnet(128 * devices), cluster_preset("k20", devices)
     return Case.of(graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum"), request)
 
@@ -42,7 +42,7 @@ def rival(plan: Plan) -> Baseline:
 
 
 def test_a_faster_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(Request(), devices=4)
+    case = case_of(PlanRequest(), devices=4)
     first = in_one_pass(case)
     usual = hybrid(4, Scheme.GATHER)
     assert taken(case, first, FREE, [rival(usual)], BRIEFLY).plan.layers != first.plan.layers
@@ -55,7 +55,7 @@ def test_a_faster_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeyp
 def test_a_plan_that_fits_is_taken_before_a_faster_one_of_the_solver_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = case_of(Request())
+    case = case_of(PlanRequest())
     first = in_one_pass(case)
     usual = hybrid(2, Scheme.GATHER)
     full = [device.memory_bytes for device in case.cluster.devices]
@@ -66,7 +66,7 @@ def test_a_plan_that_fits_is_taken_before_a_faster_one_of_the_solver_that_does_n
 
 def test_usual_plans_keep_the_rules_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dropout in replicas between layers in shards breaks R4, however fast it is."""
-    case, usual = case_of(Request(rules="strict")), hybrid(2, Scheme.INTERLEAVE)
+    case, usual = case_of(PlanRequest(rules="strict")), hybrid(2, Scheme.INTERLEAVE)
     broken = replace(usual, layers={**usual.layers, "drop6": Strategy(2, devices=(0, 1))})
     step_s = case.player.step_s
     monkeypatch.setattr(case.player, "step_s", lambda plan: 0.0 if plan.layers == broken.layers else step_s(plan))
@@ -93,15 +93,15 @@ def test_a_slow_machine_finds_the_same_plan_and_one_too_slow_for_the_limit_says_
     """Searches count what they try; only a time limit far away ends them."""
     graph, cluster = pair(width=256), cluster_preset("k20", 2, "10gbe")
     costs = RooflineCosts(graph, cluster)
-    fast = decide(graph, cluster, costs, Request())
-    assert fast.beside is not None
+    fast = decide(graph, cluster, costs, PlanRequest())
+    assert fast.branches is not None
     assert not [note for note in fast.notes if "time limit" in note]
-    for each_s, said in ((50.0 / fast.beside.tried, False), (60.0, True)):
+    for each_s, said in ((50.0 / fast.branches.tried, False), (60.0, True)):
         machine = SlowMachine(each_s)
         monkeypatch.setattr(player, "simulate", machine.simulate)
         monkeypatch.setattr(case_module, "now_s", lambda machine=machine: machine.now_s)
         monkeypatch.setattr("parplan.planner.search.branch_attempts.now_s", lambda machine=machine: machine.now_s)
-        slow = decide(graph, cluster, costs, Request())
+        slow = decide(graph, cluster, costs, PlanRequest())
         assert (slow.plan != fast.plan) <= said
         assert any(note.startswith("The time limit of 60 s ended a search") for note in slow.notes) == said
 
@@ -110,17 +110,17 @@ def test_a_slow_machine_finds_the_same_plan_and_one_too_slow_for_the_limit_says_
 def test_sections_that_could_not_gain_enough_together_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, part: float, tried: int
 ) -> None:
-    case = Case.of(graph := pair(), cluster := cluster_preset("k20", 2), RooflineCosts(graph, cluster), Request())
+    case = Case.of(graph := pair(), cluster := cluster_preset("k20", 2), RooflineCosts(graph, cluster), PlanRequest())
     first = in_one_pass(case)
     monkeypatch.setattr(worth._Times, "gain_s", lambda times, section: part * times.step_s)
     assert len(worthwhile(sections(graph), first.formulation, first.choice, 2)) == tried
 
 
-def test_a_sketch_is_of_the_fastest_scheme() -> None:
-    case = case_of(Request(optimizer="momentum"), devices=4)
-    first, step = in_one_pass(case), sketch(case.graph, case.cluster, case.costs, case.request)
+def test_an_estimate_is_of_the_fastest_scheme() -> None:
+    case = case_of(PlanRequest(optimizer="momentum"), devices=4)
+    first, step = in_one_pass(case), estimate(case.graph, case.cluster, case.costs, case.request)
     steps_s = [case.player.step_s(replace(first.plan, scheme=scheme)) for scheme in Scheme]
     assert step.step_s == pytest.approx(min(steps_s))
     assert step.step_s < steps_s[0]
-    gathered = sketch(case.graph, case.cluster, case.costs, Request(optimizer="momentum", scheme="gather"))
+    gathered = estimate(case.graph, case.cluster, case.costs, PlanRequest(optimizer="momentum", scheme="gather"))
     assert gathered.step_s == pytest.approx(steps_s[0])

@@ -22,7 +22,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
 from parplan.pins import Pin, parse_pin, read_pins
 from parplan.plan import Plan, Strategy
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision, Pins
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.pin_constraints import pinned
@@ -57,7 +57,7 @@ def branches() -> LayerGraph:
 
 
 def decided(graph: LayerGraph, cluster: Cluster, *pins: str, rules: str = "default") -> Decision:
-    request = Request(pins=read_pins(pins), rules=rules)
+    request = PlanRequest(pins=read_pins(pins), rules=rules)
     return decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
@@ -186,7 +186,7 @@ def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
     pins = drawn(graph, devices, seed)
     left = allowed(graph, pins, devices)
-    request = Request(pins=tuple(pins))
+    request = PlanRequest(pins=tuple(pins))
     if not all(left.values()) or np.isinf(best_by_trying(graph, cluster, pins)):
         with pytest.raises((PinError, InfeasiblePlan)):
             decide(graph, cluster, RooflineCosts(graph, cluster), request)
@@ -196,7 +196,7 @@ def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     for name, strategy in decision.plan.layers.items():
         assert replace(strategy, update_period=None) in left[name]
         assert strategy.update_period == (say(pins, name, "update_period") if graph.layers[name].parameters else None)
-    free = decide(graph, cluster, RooflineCosts(graph, cluster), Request())
+    free = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
     found = prices(decision)
     assert found.step_s == decision.prediction.step_s
     assert found.free_s == pytest.approx(free.prediction.step_s, rel=1e-6)
@@ -376,7 +376,7 @@ def test_a_plan_leaves_nothing_to_pin() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     plan = decided(graph, cluster).plan
     with pytest.raises(PinError, match="a plan decides every layer"):
-        decide(graph, cluster, RooflineCosts(graph, cluster), Request(plan=plan, pins=read_pins(["0=gpu:0"])))
+        decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(plan=plan, pins=read_pins(["0=gpu:0"])))
 
 
 # ---- prices ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PinError
 from parplan.pins import parse_pin, read_pins
 from parplan.plan import Scheme
-from parplan.planner.decide import Request, decide
+from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.pin_search import grouped
 from tests.planner.graphs import classifier
@@ -21,7 +21,7 @@ from tests.planner.simulation.test_timeline import alexnet
 def narrowed(*pins: str, scheme: str = "auto", gpu: str = "k20") -> Decision:
     graph, cluster = alexnet(512), cluster_preset(gpu, 4)
     costs = RooflineCosts(graph, cluster)
-    request = Request(pins=read_pins(pins), price_pins=False, scheme=scheme)
+    request = PlanRequest(pins=read_pins(pins), price_pins=False, scheme=scheme)
     return decide(graph, cluster, costs, request)
 
 
@@ -61,7 +61,7 @@ def test_updates_that_the_scheme_asked_for_has_not_are_refused_with_the_pin(sche
 def test_updates_where_no_scheme_has_passes_are_refused_with_the_reason() -> None:
     """Batch norm behind fewer replicas would see one pass's samples."""
     graph, cluster = classifier(), cluster_preset("k20", 2)
-    request = Request(pins=read_pins(["conv=replicas:2", "norm=replicas:1", "fc=update:1"]), price_pins=False)
+    request = PlanRequest(pins=read_pins(["conv=replicas:2", "norm=replicas:1", "fc=update:1"]), price_pins=False)
     with pytest.raises(PinError, match=r"'fc=update:1' .* there can be none: .*statistics are of the whole batch"):
         decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
@@ -77,7 +77,7 @@ def test_many_pins_of_one_file_are_priced_together() -> None:
     ]
     assert [group.describe() for group in grouped(pins[:2])] == ["conv1=replicas:2", "conv2=replicas:2"]
     graph, cluster = alexnet(64), cluster_preset("k20", 2)
-    decision = decide(graph, cluster, RooflineCosts(graph, cluster), Request(pins=tuple(pins)))
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(pins=tuple(pins)))
     assert decision.pins is not None
     assert [(one.pin, one.layers) for one in decision.pins.each] == [("replicas:2", 5), ("shards:1 gpu:1/0", 5)]
     assert decision.pins.each[0].patterns == tuple(layers[:5])

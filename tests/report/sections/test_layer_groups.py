@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from parplan.cost_models.costs import Source
-from parplan.planner.decision import LayerFacts
+from parplan.planner.decision import LayerReport
 from parplan.report.sections.layer_groups import Group, group_layers
 from tests.report.decisions import DATA, ONE, SHARDED, facts, resnet
 
@@ -17,7 +17,7 @@ def lines(groups: tuple[Group, ...]) -> list[tuple[str, str]]:
     return [(row.label, row.count) for group in groups for row in group.rows]
 
 
-def blocks(count: int, strategy_of_last: object = None) -> Iterator[LayerFacts]:
+def blocks(count: int, strategy_of_last: object = None) -> Iterator[LayerReport]:
     """`h.0` to `h.{count-1}`, four equal layers each; the last layer of all may have another strategy."""
     for index in range(count):
         for name in ("norm", "attention.core", "attention.out", "mlp"):

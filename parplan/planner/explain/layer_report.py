@@ -1,0 +1,90 @@
+"""The prediction of a chosen plan: its step by parts, and a report of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan
+from parplan.planner.decision import Arrival, LayerReport, Prediction
+from parplan.planner.search_space.formulation import Formulation, Option
+from parplan.planner.search_space.infeasible_message import size_text
+from parplan.planner.search_space.verifier import bends
+from parplan.planner.solver.problem import evaluate
+
+__all__ = ["layer_reports", "memory_excess", "prediction"]
+
+
+def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel) -> Prediction:
+    """The step of a choice by the objective: seconds by part, and peak bytes of every device."""
+    step, found = costs.step, evaluate(formulation.problem, choice)
+    chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
+    forward = sum(option.cost.forward_s for option in chosen)
+    backward = sum(option.cost.backward_s for option in chosen)
+    update = sum(option.cost.update_s for option in chosen)
+    unhidden = sum(option.compute_interference_s + option.post_update_s for option in chosen)
+    transfer = max(0.0, found.forward_s + found.backward_s - forward - backward - update - unhidden - step.overhead_s)
+    doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
+    doubt += step.spread * (transfer + found.exposed_s + unhidden)
+    return Prediction(
+        step_s=found.objective,
+        forward_s=forward,
+        backward_s=backward,
+        transfer_s=transfer,
+        reduce_s=sum(option.reduce_s for option in chosen),
+        exposed_reduce_s=found.exposed_s + unhidden,
+        memory_bytes=costs.peaks(formulation.strategies(choice)) or tuple(int(peak) for peak in found.peaks),
+        update_s=update,
+        overhead_s=step.overhead_s,
+        low_s=max(0.0, found.objective - doubt),
+        high_s=found.objective + doubt,
+        most_hidden=step.most_hidden,
+    )
+
+
+def layer_reports(
+    graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
+) -> tuple[LayerReport, ...]:
+    """The predicted figures of every layer; the reasons are added later."""
+    moved = [0.0] * len(formulation.problem.nodes)
+    for edge in formulation.problem.edges:
+        pair = choice[edge.source], choice[edge.target]
+        moved[edge.target] += float(edge.forward_s[pair] + edge.backward_s[pair])
+
+    def report(name: str, option: Option, moved_s: float) -> LayerReport:
+        layer, strategy = graph.layers[name], plan.layers[name]
+        sources = dict.fromkeys(graph.producer[value] for value in layer.inputs if value in graph.producer)
+        return LayerReport(
+            name=name,
+            kind=layer.kind,
+            strategy=strategy,
+            forward_s=option.cost.forward_s,
+            backward_s=option.cost.backward_s,
+            transfer_s=option.arrival_s + moved_s + 2 * option.batch_norm_sync_s,
+            reduce_s=option.reduce_s,
+            memory_bytes=option.memory_bytes,
+            source=option.cost.source,
+            why="",
+            bends=bends(plan, graph, name),
+            copies=tuple(
+                Arrival(source, plan.layers[source].devices)
+                for source in sources
+                if plan.layers[source].devices != strategy.devices and not graph.layers[source].constant
+            ),
+        )
+
+    chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
+    return tuple(map(report, formulation.names, chosen, moved))
+
+
+def memory_excess(cluster: Cluster, step: Prediction) -> list[str]:
+    """A sentence on the first device whose peak, transfers included, exceeds its limit; the solver estimates them."""
+    for number, (device, needed) in enumerate(zip(cluster.devices, step.memory_bytes, strict=True)):
+        if needed > device.memory_bytes:
+            return [
+                f"device {number} needs {size_text(needed)} with its transfers, {size_text(device.memory_bytes)} are "
+                "usable: lower --batch, or plan with a smaller --memory to leave room"
+            ]
+    return []
