@@ -214,7 +214,7 @@ def compile(  # the name users know from torch.compile
 
     def planner(graph: LayerGraph) -> Plan:
         if options.plan is None:
-            compiled.decision = Pricing.here(compiled.device_count, compiled.device, request).decided(graph)
+            compiled.decision = Pricing.for_devices(compiled.device_count, compiled.device, request).decided(graph)
             found: Plan = compiled.decision.plan
             return found
         size = graph.batch or 0
@@ -225,7 +225,7 @@ def compile(  # the name users know from torch.compile
         return _checked(options.plan, graph, compiled.device_count)
 
     def predict(graph: LayerGraph, plan: Plan) -> Expected:
-        return Pricing.here(compiled.device_count, compiled.device, request).predicted(graph, plan).expected
+        return Pricing.for_devices(compiled.device_count, compiled.device, request).predicted(graph, plan).expected
 
     compiled = Compiled(
         model,
@@ -298,7 +298,7 @@ def verify(
     if options.plan is not None:
         found = _checked(options.plan, graph, count)
     else:
-        found = Pricing.here(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
+        found = Pricing.for_devices(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
     few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)

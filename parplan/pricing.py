@@ -50,7 +50,7 @@ class Pricing:
     progress: Progress | None = None
 
     @staticmethod
-    def here(count: int, device: torch.device, request: PlanRequest) -> Pricing:
+    def for_devices(count: int, device: torch.device, request: PlanRequest) -> Pricing:
         """For `count` devices like `device`, which is one of this machine's."""
         return Pricing(this_cluster(count, device), request, device)
 

@@ -1,7 +1,7 @@
 """The command line: `parplan analyze` plans and explains, `parplan verify` checks a plan's numbers, and so on.
 
 Nothing heavy is imported before a command needs it, so that `--help`, `--version` and typing errors answer at once.
-Exit codes: 0 done; 1 a verification found a difference; 2 refused, and one message says why; 70 a bug of parplan;
+Exit codes: 0 done; 1 a verification found a difference, or the doctor something broken; 2 refused, and one message says why; 70 a bug of parplan;
 130 interrupted; 141 nobody reads the output any more.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-DONE, DIFFERS, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
+DONE, DIFFERS, BROKEN, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 1, 2, 70, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,6 +291,14 @@ def _presets(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from parplan.cli.doctor import examine, report
+
+    findings = examine()
+    _write(report(findings))
+    return BROKEN if any(finding.broken for finding in findings) else DONE
+
+
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.files import check_writable, write_files
     from parplan.report.progress import Progress
@@ -328,4 +336,5 @@ _COMMANDS = {
     "profile": _profile,
     "run-report": _run_report,
     "presets": _presets,
+    "doctor": _doctor,
 }

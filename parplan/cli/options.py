@@ -73,6 +73,11 @@ each number with where it comes from. A ~ marks what is estimated: from memory,
 derived from another number, or assumed."""
 
 
+DOCTOR = """\
+Says in about ten lines what torch, devices, links, cache and profile this
+machine has: paste it into an issue. Exits with 1 if something is broken."""
+
+
 RUN_REPORT = f"""\
 Runs training steps of a plan on this machine and prints, per layer and per
 transfer, what was predicted beside what was measured.
@@ -214,15 +219,17 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "presets": ("list devices and links known by name", PRESETS),
         "profile": ("measure what plans cost here", PROFILE),
         "run-report": ("run a plan and look back", RUN_REPORT),
+        "doctor": ("say what this machine has", DOCTOR),
     }
     found: dict[str, _Parser] = {
         name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in helps.items()
     }
-    analyze, verify, presets, profile, run = found.values()
+    analyze, verify, presets, profile, run, doctor = found.values()
     _add_target(profile, nargs="?")
     add_options(profile, ProfileOptions)
     presets.add_argument("--json", help=f"the same {JSON}", **FILE)
-    presets.add_argument("--verbose", action="store_true", help=VERBOSE)
+    for command in (presets, doctor):
+        command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     fastest = f"{BATCH}; auto: the smallest of nearly the most samples/s"
     _add_target(analyze, nargs="?", batch={"type": _batch, "help": fastest})
@@ -247,7 +254,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     add_options(run, RunOptions)
     run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
     run.add_argument("--all-layers", action="store_true", help="a line for every layer; else long ones are folded")
-    return parser, {name: found[name] for name in ("run-report", "analyze", "verify", "presets", "profile")}
+    return parser, {name: found[name] for name in ("run-report", "analyze", "verify", "presets", "profile", "doctor")}
 
 
 def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[str, Any]) -> None:

@@ -171,7 +171,7 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
 
     def predict(graph: LayerGraph, plan: Plan) -> Expected:
         request = PlanRequest(optimizer=job.options.optimizer)
-        predictions.append(Pricing.here(compiled.device_count, device, request).predicted(graph, plan))
+        predictions.append(Pricing.for_devices(compiled.device_count, device, request).predicted(graph, plan))
         return predictions[-1].expected
 
     compiled.predict_times = predict
