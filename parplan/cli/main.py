@@ -1,8 +1,8 @@
 """The command line: `parplan analyze` plans and explains, `parplan verify` checks a plan's numbers, and so on.
 
 Nothing heavy is imported before a command needs it, so that `--help`, `--version` and typing errors answer at once.
-Exit codes: 0 done; 1 a verification found a difference, or the doctor something broken; 2 refused, and one message says why; 70 a bug of parplan;
-130 interrupted; 141 nobody reads the output any more.
+Exit codes: 0 done; 1 a verification found a difference, or the doctor something broken; 2 refused, and one message
+says why; 70 a bug of parplan; 130 interrupted; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations

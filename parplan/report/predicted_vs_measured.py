@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
@@ -184,21 +184,19 @@ def _print_wholes(page: Page, lines: Sequence[Compared]) -> None:
 
 def to_json(found: Comparison, title: str, notes: Sequence[str]) -> str:
     """The comparison as JSON; times in seconds, null where nothing was predicted."""
-    lines = [_line_facts(line) for line in found.lines]
+    lines = [
+        {
+            "part": line.part.value,
+            "label": line.label,
+            "predicted_forward_s": None if line.predicted is None else line.predicted.forward_s,
+            "predicted_backward_s": None if line.predicted is None else line.predicted.backward_s,
+            "measured_forward_s": line.measured.forward_s,
+            "measured_backward_s": line.measured.backward_s,
+            "spread": line.spread,
+            "ratio": line.ratio,
+            "source": line.source,
+        }
+        for line in found.lines
+    ]
     facts = {"title": title, "plan": json.loads(found.plan.to_json()), "lines": lines, "notes": list(notes)}
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-
-
-def _line_facts(line: Compared) -> Mapping[str, Any]:
-    predicted = line.predicted
-    return {
-        "part": line.part.value,
-        "label": line.label,
-        "predicted_forward_s": None if predicted is None else predicted.forward_s,
-        "predicted_backward_s": None if predicted is None else predicted.backward_s,
-        "measured_forward_s": line.measured.forward_s,
-        "measured_backward_s": line.measured.backward_s,
-        "spread": line.spread,
-        "ratio": line.ratio,
-        "source": line.source,
-    }

@@ -1,4 +1,4 @@
-"""What is going on while capture, costs and solver run: one line on standard error, gone when they are done.
+"""Progress of capture, costs and solver: one line on standard error, gone when they are done.
 
 Nothing at all is written where standard error is not a terminal.
 
@@ -31,7 +31,7 @@ from rich.table import Column
 from parplan.report import units
 
 if TYPE_CHECKING:
-    from rich.progress import ProgressColumn, Task
+    from rich.progress import Task
     from rich.text import Text
 
 __all__ = ["PHASES", "Progress"]
@@ -75,7 +75,17 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = Bar(*_columns(self._console), console=self._console, transient=True)
+            unicode = (self._console.encoding or "").startswith("utf")
+            self._bar = Bar(
+                SpinnerColumn("dots" if unicode else "line"),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=24),
+                _Counted(),
+                TimeElapsedColumn(),
+                _Left(compact=True),
+                console=self._console,
+                transient=True,
+            )
             self._bar.start()
         return self
 
@@ -100,7 +110,13 @@ class Progress:
 
     def solver(self, objective: float, bound: float) -> None:
         """Say the best step time found so far and the proven bound, in seconds; infinite when there is none yet."""
-        self._update(f"{self._name}: {_standing(objective, bound)}", None, None)
+        text = "no plan yet"
+        if math.isfinite(objective):
+            scale = units.step(objective)
+            text = f"best {scale.text(objective)}"
+            if math.isfinite(bound) and objective > 0:
+                text += f", bound {scale.text(bound)}, gap {units.percent(max(0.0, 1 - bound / objective))}"
+        self._update(f"{self._name}: {text}", None, None)
 
     def _update(self, text: str, done: int | None, total: int | None) -> None:
         bar = self._bar
@@ -109,25 +125,3 @@ class Progress:
         if not bar.task_ids:
             bar.add_task(text, total=None)
         bar.update(bar.task_ids[-1], description=text, completed=done, total=total)
-
-
-def _columns(console: Console) -> list[ProgressColumn]:
-    unicode = (console.encoding or "").startswith("utf")
-    return [
-        SpinnerColumn("dots" if unicode else "line"),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=24),
-        _Counted(),
-        TimeElapsedColumn(),
-        _Left(compact=True),
-    ]
-
-
-def _standing(objective: float, bound: float) -> str:
-    if not math.isfinite(objective):
-        return "no plan yet"
-    scale = units.step(objective)
-    best = f"best {scale.text(objective)}"
-    if not math.isfinite(bound) or objective <= 0:
-        return best
-    return f"{best}, bound {scale.text(bound)}, gap {units.percent(max(0.0, 1 - bound / objective))}"

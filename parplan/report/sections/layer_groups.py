@@ -1,4 +1,4 @@
-"""Which lines the layer table has. A deep network has hundreds of layers and a person reads a few dozen lines.
+"""The lines of the layer table. A deep network has hundreds of layers and a person reads a few dozen lines.
 
 Adjacent layers of one strategy share a heading. Where there would be too many lines, the layers of a module become one
 line with the sum of their figures, and equal modules in a row one line too; names say where to cut.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
@@ -110,22 +112,19 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
     deepest = max(layer.name.count(".") + 1 for layer in layers)
     finer: tuple[Group, ...] = ()
     for depth in range(deepest, -1, -1):
-        groups = tuple(Group(run[0].strategy, tuple(_rows(run, depth))) for run in runs)
-        if _line_count(groups) <= limit:
+        groups = tuple(Group(run[0].strategy, tuple(_lines(run, depth))) for run in runs)
+        if sum(len(group.rows) for group in groups) <= limit:
             break
         finer = groups
     if finer and any(row.repeats == 1 and 2 * len(row.layers) > len(layers) for group in groups for row in group.rows):
         groups = _joined(finer, limit)
-    return _with_distinct_labels(groups)
-
-
-def _line_count(groups: Sequence[Group]) -> int:
-    return sum(len(group.rows) for group in groups)
+    labels = Counter(row.label for group in groups for row in group.rows)
+    return tuple(replace(group, rows=tuple(_distinct(row, labels) for row in group.rows)) for group in groups)
 
 
 def _joined(groups: Sequence[Group], limit: int) -> tuple[Group, ...]:
     """Adjacent lines made one, so many that about `limit` are left: names gave no place to cut."""
-    size = math.ceil(_line_count(groups) / limit)
+    size = math.ceil(sum(len(group.rows) for group in groups) / limit)
 
     def join(rows: Sequence[Line]) -> Line:
         layers = tuple(layer for row in rows for layer in row.layers)
@@ -134,49 +133,32 @@ def _joined(groups: Sequence[Group], limit: int) -> tuple[Group, ...]:
     def joined(rows: Sequence[Line]) -> tuple[Line, ...]:
         return tuple(join(rows[start : start + size]) for start in range(0, len(rows), size))
 
-    return tuple(Group(group.strategy, joined(group.rows)) for group in groups)
+    return tuple(replace(group, rows=joined(group.rows)) for group in groups)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Adjacent layers whose names begin alike."""
-
-    prefix: str
-    layers: tuple[LayerReport, ...]
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """Equal for blocks that a reader would call equal: kinds, names inside, sources, figures to three digits."""
-        return tuple(
-            (f.name.removeprefix(self.prefix), f.kind, f.source, *(f"{value:.2e}" for value in _figures(f)))
-            for f in self.layers
-        )
-
-
-def _figures(facts: LayerReport) -> tuple[float, ...]:
-    return (facts.forward_s, facts.backward_s, facts.transfer_s, facts.reduce_s, facts.memory_bytes)
-
-
-def _prefix(name: str, depth: int) -> str:
-    return ".".join(name.split(".")[:depth])
-
-
-def _rows(run: Sequence[LayerReport], depth: int) -> Iterator[Line]:
-    by_prefix = groupby(run, key=lambda layer: _prefix(layer.name, depth))
-    blocks = [_Block(prefix, tuple(layers)) for prefix, layers in by_prefix]
-    for _, equal in groupby(blocks, key=lambda block: block.signature):
+def _lines(run: Sequence[LayerReport], depth: int) -> Iterator[Line]:
+    """A line for each module of so many name parts, or for equal modules in a row."""
+    by_prefix = groupby(run, key=lambda layer: ".".join(layer.name.split(".")[:depth]))
+    modules = [(prefix, tuple(layers)) for prefix, layers in by_prefix]
+    for _, equal in groupby(modules, key=lambda module: _signature(*module)):
         same = list(equal)
-        layers = tuple(layer for block in same for layer in block.layers)
-        yield Line(_label(same), layers, len(same), same[0].prefix)
+        (first, layers), (last, _) = same[0], same[-1]
+        if len(same) > 1:
+            label = _span(first, last)
+        elif len(layers) == 1:
+            label = layers[0].name
+        else:
+            label = first or _span(layers[0].name, layers[-1].name)
+        yield Line(label, tuple(layer for _, own in same for layer in own), len(same), first)
 
 
-def _label(blocks: Sequence[_Block]) -> str:
-    first, last = blocks[0], blocks[-1]
-    if len(blocks) > 1:
-        return _span(first.prefix, last.prefix)
-    if len(first.layers) == 1:
-        return first.layers[0].name
-    return first.prefix or _span(first.layers[0].name, first.layers[-1].name)
+def _signature(prefix: str, layers: Sequence[LayerReport]) -> tuple[object, ...]:
+    """Equal for modules that a reader would call equal: kinds, names inside, sources, figures to three digits."""
+    figures = attrgetter("forward_s", "backward_s", "transfer_s", "reduce_s", "memory_bytes")
+    return tuple(
+        (layer.name.removeprefix(prefix), layer.kind, layer.source, *(f"{value:.2e}" for value in figures(layer)))
+        for layer in layers
+    )
 
 
 def _span(first: str, last: str) -> str:
@@ -188,14 +170,8 @@ def _span(first: str, last: str) -> str:
     return f"{first} .. {last}"
 
 
-def _with_distinct_labels(groups: Sequence[Group]) -> tuple[Group, ...]:
+def _distinct(row: Line, labels: Mapping[str, int]) -> Line:
     """A module whose layers fall on several lines is named by the first and last layer of each."""
-    labels = [row.label for group in groups for row in group.rows]
-    twice = {label for label in labels if labels.count(label) > 1}
-
-    def renamed(row: Line) -> Line:
-        if row.label not in twice or len(row.layers) == 1:
-            return row
-        return replace(row, label=_span(row.layers[0].name, row.layers[-1].name))
-
-    return tuple(Group(group.strategy, tuple(renamed(row) for row in group.rows)) for group in groups)
+    if labels[row.label] == 1 or len(row.layers) == 1:
+        return row
+    return replace(row, label=_span(row.layers[0].name, row.layers[-1].name))

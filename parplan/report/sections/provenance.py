@@ -1,10 +1,10 @@
-"""Where the figures come from: one sentence when all have one source, a legend when there are several."""
+"""Sources of the figures: one sentence when all have one source, a legend when there are several."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from parplan.cluster import Cluster, Device
 from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.presets import device_names
 from parplan.planner.decision import Decision
@@ -15,91 +15,64 @@ __all__ = ["print_origin"]
 
 
 def print_origin(page: Page, decision: Decision, mixed: bool) -> None:
-    """Print the sources of the layers' times (`mixed`: some lines have several), then what the transfers rest on."""
+    """Print the sources of the layers' times (`mixed`: some lines have several), then those of the transfers."""
     page.blank()
-    found, cluster = sources(decision.layers), decision.cluster
+    found, cluster, words = sources(decision.layers), decision.cluster, _words(decision)
     if len(found) == 1:
-        page.paragraph(_sentence(decision, found[0]), style="dim")
+        page.paragraph(words[found[0]].sentence, style="dim")
     elif found:
         plus = " (+: the least certain of several on one line)" if mixed else ""
         page.paragraph(f"Sources of forward and backward times{plus}:", style="dim")
         for source in found:
-            page.paragraph(f"{SHORT[source]:<11}{_words(decision, source)}", 2, "dim")
+            page.paragraph(f"{SHORT[source]:<11}{words[source].legend}", 2, "dim")
     if cluster.count > 1:
+        rates = ", ".join(f"{link.name} at {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s" for link in cluster.links)
+        computed = f"Transfers and reductions are computed from the links: {rates}."
         measured = decision.links is Source.MEASURED
-        page.paragraph("Transfers and reductions were measured here." if measured else _links(cluster), style="dim")
-    if doubts := _doubts(decision):
-        page.paragraph(doubts, style="dim")
-
-
-def _sentence(decision: Decision, source: Source) -> str:
-    if decision.times_from:
-        return f"Times of layers: {_from_file(decision.times_from)[source]}."
-    return _sentences(decision.cluster)[source]
-
-
-def _words(decision: Decision, source: Source) -> str:
-    return (_from_file(decision.times_from) if decision.times_from else _legend(decision.cluster))[source]
-
-
-def _from_file(file: str) -> Mapping[Source, str]:
-    """What the sources mean where a file gives the times, measured elsewhere."""
-    return {
-        Source.MEASURED: "measured here",
-        Source.SHIPPED: f"measured elsewhere, as {file} gives them",
-        Source.INTERPOLATED: f"interpolated between batches in {file}",
-        Source.ESTIMATED: f"scaled from {file}, by samples and shards",
-    }
-
-
-def _kinds(cluster: Cluster) -> str:
-    return " and ".join(group.device.kind for group in cluster.groups)
-
-
-def _roofline(cluster: Cluster) -> str:
-    """What the roofline rests on: presets as they are, or numbers that were given."""
-    preset = all(_is_preset(group.device) for group in cluster.groups)
-    if not preset:
-        return f"roofline on the figures of {_kinds(cluster)}"
-    return f"roofline on the preset{'s' if cluster.mixed else ''} {_kinds(cluster)}"
-
-
-def _is_preset(device: Device) -> bool:
-    """Whether its rates are those of a preset, as far as is known."""
-    return device.kind in device_names() and device.like is None
-
-
-def _sentences(cluster: Cluster) -> Mapping[Source, str]:
-    kind = _kinds(cluster)
-    return {
-        Source.MEASURED: "Times of layers were measured here.",
-        Source.SHIPPED: f"Times of layers come from a shipped profile, measured elsewhere on {kind}.",
-        Source.INTERPOLATED: "Times of layers are interpolated between measured neighbours.",
-        Source.ESTIMATED: f"All times are estimates ({_roofline(cluster)}); `--measure` measures them.",
-    }
-
-
-def _legend(cluster: Cluster) -> Mapping[Source, str]:
-    kind = _kinds(cluster)
-    return {
-        Source.MEASURED: "measured here",
-        Source.SHIPPED: f"shipped profile, measured elsewhere on {kind}",
-        Source.INTERPOLATED: "interpolated between measured neighbours",
-        Source.ESTIMATED: f"{_roofline(cluster)}; `--measure` measures it",
-    }
-
-
-def _links(cluster: Cluster) -> str:
-    rates = ", ".join(f"{link.name} at {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s" for link in cluster.links)
-    return f"Transfers and reductions are computed from the links: {rates}."
-
-
-def _doubts(decision: Decision) -> str:
-    """Which devices and links have unverified figures that something here rests on."""
-    cluster = decision.cluster
-    layers = {facts.source for facts in decision.layers}
-    parts = [(group.device.kind, group.device.estimated and Source.ESTIMATED in layers) for group in cluster.groups]
+        page.paragraph("Transfers and reductions were measured here." if measured else computed, style="dim")
+    # Devices and links with unverified figures that something here rests on.
+    estimated = Source.ESTIMATED in found
+    doubtful = [group.device.kind for group in cluster.groups if group.device.estimated and estimated]
     if cluster.count > 1 and decision.links is not Source.MEASURED:
-        parts += [(link.name, link.estimated) for link in cluster.links]
-    names = [name for name, estimated in parts if estimated]
-    return f"Some figures of {' and '.join(names)} are unverified." if names else ""
+        doubtful += [link.name for link in cluster.links if link.estimated]
+    if doubtful:
+        page.paragraph(f"Some figures of {' and '.join(doubtful)} are unverified.", style="dim")
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A source where all times have it, and in a list of several."""
+
+    sentence: str
+    legend: str
+
+
+def _words(decision: Decision) -> Mapping[Source, _Words]:
+    if file := decision.times_from:  # which gives the times, measured elsewhere
+        texts = {
+            Source.MEASURED: "measured here",
+            Source.SHIPPED: f"measured elsewhere, as {file} gives them",
+            Source.INTERPOLATED: f"interpolated between batches in {file}",
+            Source.ESTIMATED: f"scaled from {file}, by samples and shards",
+        }
+        return {source: _Words(f"Times of layers: {text}.", text) for source, text in texts.items()}
+    cluster = decision.cluster
+    kinds = " and ".join(group.device.kind for group in cluster.groups)
+    devices = [group.device for group in cluster.groups]
+    # Rates are those of a preset, as far as is known, or were given.
+    presets = all(device.kind in device_names() and device.like is None for device in devices)
+    figures = f"preset{'s' if cluster.mixed else ''}" if presets else "figures of"
+    return {
+        Source.MEASURED: _Words("Times of layers were measured here.", "measured here"),
+        Source.SHIPPED: _Words(
+            f"Times of layers come from a shipped profile, measured elsewhere on {kinds}.",
+            f"shipped profile, measured elsewhere on {kinds}",
+        ),
+        Source.INTERPOLATED: _Words(
+            "Times of layers are interpolated between measured neighbours.", "interpolated between measured neighbours"
+        ),
+        Source.ESTIMATED: _Words(
+            f"All times are estimates (roofline on the {figures} {kinds}); `--measure` measures them.",
+            f"roofline on the {figures} {kinds}; `--measure` measures it",
+        ),
+    }

@@ -1,9 +1,8 @@
-"""The plan against the ones people would write by hand, what to do, and what the solver vouches for."""
+"""The plan against the baselines that people would write by hand, the advice, and the solver's proof."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from parplan.planner.decision import Baseline, Decision, Proof, Seconds
 from parplan.report import units
@@ -15,10 +14,12 @@ __all__ = ["print_baselines", "print_proof", "print_seconds"]
 def print_baselines(page: Page, decision: Decision) -> None:
     """Print the plan and the baselines under the same costs, then the advice."""
     plan_s = decision.prediction.step_s
-    rows = (Baseline("this plan", plan_s, fullest(decision).used_bytes, True), *decision.baselines)
+    limits = [device.memory_bytes for device in decision.cluster.devices]
+    pairs = zip(decision.prediction.memory_bytes, limits, strict=False)
+    used, _ = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 0))  # where the least room is left
+    rows = (Baseline("this plan", plan_s, used, True), *decision.baselines)
     sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
     times = units.step(plan_s)
-    least = min(device.memory_bytes for device in decision.cluster.devices)
 
     def row(one: Baseline) -> Row:
         figures = (
@@ -29,7 +30,7 @@ def print_baselines(page: Page, decision: Decision) -> None:
         if one.step_s is None:
             verdict = f"not legal: {one.why_not}" if one.why_not else "not legal"
         elif not one.fits:
-            limit = one.limit_bytes or least
+            limit = one.limit_bytes or min(limits)
             verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
         else:
             verdict = one.why_not
@@ -43,23 +44,8 @@ def print_baselines(page: Page, decision: Decision) -> None:
     page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
 
-@dataclass(frozen=True)
-class Fullest:
-    """The device with the least room left: what it holds and what it has."""
-
-    used_bytes: int
-    limit_bytes: int
-
-
-def fullest(decision: Decision) -> Fullest:
-    """The device of a plan that has the least room left, by share."""
-    limits = [device.memory_bytes for device in decision.cluster.devices]
-    pairs = [Fullest(*pair) for pair in zip(decision.prediction.memory_bytes, limits, strict=False)]
-    return max(pairs, key=lambda one: one.used_bytes / one.limit_bytes, default=Fullest(0, limits[0]))
-
-
 def print_proof(page: Page, decision: Decision) -> None:
-    """Print what the solver vouches for, in plain words."""
+    """Print the solver's proof, in plain words."""
     proof = decision.proof
     claim = {
         "OPTIMAL": _optimal(decision),
@@ -85,28 +71,24 @@ def _optimal(decision: Decision) -> str:
     return f"no plan of this model{which} is faster under these costs"
 
 
-def _feasible(proof: Proof, pins: bool = False) -> str:
-    if proof.given and math.isfinite(proof.gap):
-        return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
-    if proof.one_pass and math.isfinite(proof.gap):
-        return _beside_the_proof(proof, " that keeps the pins" if pins else "")
+def _feasible(proof: Proof, pins: bool) -> str:
+    """The claim on a plan that is not proven the fastest; with `one_pass` the bound is of plans in one pass only."""
+    which = " that keeps the pins" if pins else ""
     if not math.isfinite(proof.gap):
         return "the best plan found in the time; how much faster another one could be is not known"
-    return (
-        f"the best plan found in the time; another one{' that keeps the pins' if pins else ''} could be faster "
-        f"by up to {units.percent(proof.gap)}; "
-        "a longer `--time-limit` may find it or rule it out"
-    )
-
-
-def _beside_the_proof(proof: Proof, which: str) -> str:
-    """The bound is of plans in one pass, one layer after another; this one is played through with the clock."""
+    if proof.given:
+        return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
     least = units.step(proof.objective).text(proof.bound)
-    if proof.gap > 0:
+    if proof.one_pass and proof.gap > 0:
         return f"the best plan found; one{which} whose layers all run once, in turn, could be faster, down to {least}"
+    if proof.one_pass:
+        return (
+            "the best plan found; layers run in passes, or some side by side, and of such plans some were tried, not "
+            f"all; one{which} whose layers all run once, in turn, takes {least} or more"
+        )
     return (
-        "the best plan found; layers run in passes, or some side by side, and of such plans some were tried, not all; "
-        f"one{which} whose layers all run once, in turn, takes {least} or more"
+        f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
+        "a longer `--time-limit` may find it or rule it out"
     )
 
 
