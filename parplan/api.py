@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from parplan.cost_models.devices.requested import Found
     from parplan.graph.layer_graph import LayerGraph
     from parplan.planner.decision import Decision
-    from parplan.planner.request import PlanOptions, Progress
+    from parplan.planner.request import Listener, PlanOptions
     from parplan.runtime.execution.dispatch import ThreadsOption
     from parplan.runtime.measurement.predicted import Expected
     from parplan.runtime.module.compiled import Compiled
@@ -55,7 +55,7 @@ def analyze(
     pins: PinsLike | None = None,
     name: str | None = None,
     notes: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Listener | None = None,
 ) -> Decision:
     """Plan `model` for some GPUs (none needs to be here) and say why.
 
@@ -118,7 +118,7 @@ def analyze_profile(
     time_limit_s: float = 60.0,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
-    progress: Progress | None = None,
+    progress: Listener | None = None,
 ) -> Decision:
     """Plan a model that only somebody's measurements are known of (docs/profile-graph.md) and say why.
 

@@ -84,7 +84,7 @@ class Range:
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
-    def meet(self, other: Range) -> Range:
+    def intersection(self, other: Range) -> Range:
         """The indices in both; empty ranges have length 0."""
         return Range(max(self.start, other.start), min(self.stop, other.stop))
 
@@ -187,7 +187,7 @@ def pieces(
         row, column = target.grid.position(device)
         wanted = region(shape, target, row, column, target_rows)
         for holding in holdings:
-            common = tuple(a.meet(b) for a, b in zip(holding.block, wanted, strict=True))
+            common = tuple(a.intersection(b) for a, b in zip(holding.block, wanted, strict=True))
             if any(len(extent) == 0 for extent in common):
                 continue
             giver = device if device in holding.devices else holding.devices[turn % len(holding.devices)]

@@ -24,7 +24,7 @@ from parplan.plan import Plan
 from parplan.planner.batch_size import Cases, best_batch
 from parplan.planner.decide import decide, estimate
 from parplan.planner.decision import Decision, Prediction
-from parplan.planner.request import PlanRequest, Progress
+from parplan.planner.request import Listener, PlanRequest
 from parplan.predicted_vs_measured import PlanPrediction, predict_plan
 from parplan.profiler.session import requests_by_devices
 
@@ -47,7 +47,7 @@ class Pricing:
     request: PlanRequest
     device: torch.device | None = None
     measure: bool = False
-    progress: Progress | None = None
+    progress: Listener | None = None
 
     @staticmethod
     def for_devices(count: int, device: torch.device, request: PlanRequest) -> Pricing:

@@ -171,7 +171,7 @@ def test_a_device_that_has_what_it_needs_serves_itself(case: Case) -> None:
     found = pieces(case.shape, case.source, case.target, case.source_rows, case.target_rows)
     sources = places(case.source, case.shape, case.source_rows)
     for device, wanted in places(case.target, case.shape, case.target_rows).items():
-        has = device in sources and all(o.meet(w) == w for o, w in zip(sources[device], wanted, strict=True))
+        has = device in sources and all(o.intersection(w) == w for o, w in zip(sources[device], wanted, strict=True))
         if has and not case.source.partial:
             assert {piece.source for piece in found if piece.target == device} <= {device}
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from parplan.cli.options import ProfileOptions, TargetOptions
 
-__all__ = ["Source", "run"]
+__all__ = ["TargetSource", "run"]
 
 
 @dataclass(frozen=True)
-class Source:
+class TargetSource:
     """A command line's TARGET, to be loaded by every process that measures (a profiler.session.Source)."""
 
     target: TargetOptions
@@ -90,7 +90,7 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
         again=options.again,
     )
     try:
-        found = profile(Source(target), settings, Progress)
+        found = profile(TargetSource(target), settings, Progress)
     except KeyboardInterrupt:
         print("What was measured is kept; the same command goes on from there.", file=sys.stderr)
         raise

@@ -65,7 +65,7 @@ def _held(shape: Sequence[int], used: Mapping[int, set[Region]]) -> dict[int, Re
 
 
 def _overlap(a: Region, b: Region) -> bool:
-    return all(len(x.meet(y)) > 0 for x, y in zip(a, b, strict=True))
+    return all(len(x.intersection(y)) > 0 for x, y in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)

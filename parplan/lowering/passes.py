@@ -99,7 +99,7 @@ def local_ranges(ranges: Sequence[Range], held: Range, per_sample: int) -> tuple
         ranges: of samples.
         held: of indices, `per_sample` for each sample.
     """
-    found = (Range(one.start * per_sample, one.stop * per_sample).meet(held) for one in ranges)
+    found = (Range(one.start * per_sample, one.stop * per_sample).intersection(held) for one in ranges)
     return tuple(one.shifted(-held.start) for one in found if len(one))
 
 

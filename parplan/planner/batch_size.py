@@ -66,7 +66,7 @@ def best_batch(cases: Cases, cluster: Cluster, request: PlanRequest, asked: int 
     Raises:
         InfeasiblePlan: not even one sample for each device fits.
     """
-    search = _Search(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
+    search = _BatchSearch(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
     search.run(smallest_step(cluster.count, request))
     tried = sorted(search.tried, key=lambda one: one.batch)
     batch = chosen(tried)
@@ -83,7 +83,7 @@ def chosen(tried: Sequence[BatchTried]) -> int:
     return min(one.batch for one in fitting if one.samples_per_s >= (1 - CLOSE) * most)
 
 
-class _Search:
+class _BatchSearch:
     """The batches tried so far."""
 
     def __init__(self, cases: Cases, cluster: Cluster, request: PlanRequest) -> None:

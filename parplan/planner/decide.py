@@ -26,7 +26,7 @@ from parplan.planner.explain.layer_report import layer_reports, memory_excess, p
 from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import reasons_in_one_pass
 from parplan.planner.explain.simulated_reasons import simulated_reasons
-from parplan.planner.request import PlanRequest, Progress
+from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import Case, plain
 from parplan.planner.search.schemes import (
@@ -50,14 +50,18 @@ from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
 from parplan.planner.solver.solve import solve
 
-__all__ = ["PlanRequest", "Progress", "decide", "estimate", "predict"]
+__all__ = ["Listener", "PlanRequest", "decide", "estimate", "predict"]
 
 BASELINE_TIME = 0.2
 """Part of the time left that the solve of each baseline may take."""
 
 
 def decide(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    request: PlanRequest,
+    progress: Listener | None = None,
 ) -> Decision:
     """The fastest plan of `graph` on `cluster` under `costs`, with its proof, reasons and baselines.
 
@@ -117,7 +121,11 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
 
 
 def _case(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    request: PlanRequest,
+    progress: Listener | None = None,
 ) -> Case:
     """The planning context, with a given plan checked."""
     if request.plan is not None:

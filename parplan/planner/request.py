@@ -14,10 +14,10 @@ from parplan.option_fields import gpu_count, memory_bytes, option, positive
 from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
 
-__all__ = ["PlanOptions", "PlanRequest", "Progress"]
+__all__ = ["Listener", "PlanOptions", "PlanRequest"]
 
 
-class Progress(Protocol):
+class Listener(Protocol):
     """Listener to the driver's progress; report/progress.py prints it."""
 
     def phase(self, name: str) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Column", "Page", "Row", "Styled"]
+__all__ = ["Column", "Page", "Styled", "TableRow"]
 
 NARROWEST, WIDEST, PROSE = 50, 150, 100
 NARROW = 60  # columns of a page below which a table that is too wide is set more closely
@@ -43,7 +43,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of a table.
 
     Args:
@@ -115,7 +115,9 @@ class Page:
             return shown.translate(PLAIN).encode(encoding, "replace").decode(encoding)
         return shown
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Row], longest: int = WIDEST, indent: int = 2) -> None:
+    def table(
+        self, columns: Sequence[Column], rows: Sequence[TableRow], longest: int = WIDEST, indent: int = 2
+    ) -> None:
         """Print names with aligned figures and remarks.
 
         Args:
@@ -153,7 +155,9 @@ class Page:
         for line in lines[int(beside) :]:
             self.line(" " * indent, line)
 
-    def _aligned(self, columns: Sequence[Column], rows: Sequence[Row], gap: int = 2) -> tuple[list[Text], list[Text]]:
+    def _aligned(
+        self, columns: Sequence[Column], rows: Sequence[TableRow], gap: int = 2
+    ) -> tuple[list[Text], list[Text]]:
         """The lines of the headings, and the figures of every row on one line, as rich aligns them."""
         headed = any(column.heading for column in columns)
         table = Table(box=None, padding=(0, 0, 0, gap), header_style="dim", show_header=headed)

@@ -12,7 +12,7 @@ from rich.console import Console
 from parplan.plan import Plan
 from parplan.planner.decision import LayerReport
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 from parplan.report.sections.layer_groups import LIMIT, group_layers
 from parplan.report.sections.layer_table import heading, print_folded
 
@@ -79,7 +79,7 @@ def render_comparison(
     wholes = [line for line in found.lines if line.part.value not in ("layer", "transfer")]
     _print_layers(page, found, layers, all_layers)
     if moved:
-        _print_lines(page, "Transfers", [_Line(line.label, _Sum.of([line])) for line in moved])
+        _print_lines(page, "Transfers", [_Line(line.label, _TimeSums.of([line])) for line in moved])
     _print_wholes(page, wholes)
     for note in notes:
         page.blank()
@@ -93,7 +93,7 @@ def _print_layers(page: Page, found: Comparison, compared: Sequence[Compared], a
     lines = [
         _Line(
             row.label,
-            _Sum.of([by_name[layer.name] for layer in row.layers]),
+            _TimeSums.of([by_name[layer.name] for layer in row.layers]),
             " + ".join(dict.fromkeys(layer.source.value for layer in row.layers)),
             heading(group) if row is group.rows[0] else None,
         )
@@ -105,18 +105,18 @@ def _print_layers(page: Page, found: Comparison, compared: Sequence[Compared], a
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _TimeSums:
     """Seconds forward and backward; of several layers those of all together, None where nothing was predicted."""
 
     predicted: tuple[float | None, float | None]
     measured: tuple[float, float]
 
     @staticmethod
-    def of(lines: Sequence[Compared]) -> _Sum:
+    def of(lines: Sequence[Compared]) -> _TimeSums:
         """The sum of these lines."""
         known = [line.predicted for line in lines if line.predicted is not None]
         measured = [line.measured for line in lines]
-        return _Sum(
+        return _TimeSums(
             (sum(p.forward_s for p in known), sum(p.backward_s for p in known)) if known else (None, None),
             (sum(m.forward_s for m in measured), sum(m.backward_s for m in measured)),
         )
@@ -131,7 +131,7 @@ class _Sum:
 @dataclass(frozen=True)
 class _Line:
     label: str
-    sums: _Sum
+    sums: _TimeSums
     source: str = ""
     heading: tuple[str, str] | None = None
 
@@ -147,7 +147,7 @@ def _print_lines(page: Page, title: str, lines: Sequence[_Line]) -> None:
         pairs = zip(line.sums.predicted, line.sums.measured, strict=True)
         figures = [_figure(scale, value) for pair in pairs for value in pair]
         cells: list[str | Styled] = [*figures, _ratio(line.sums.ratio), *[line.source] * mixed]
-        rows.append(Row(line.label, cells, heading=line.heading))
+        rows.append(TableRow(line.label, cells, heading=line.heading))
     page.section(title, f"times in {scale.unit}: predicted and measured, medians; - is none")
     page.table([*columns, *[Column("source", words=True)] * mixed], rows)
 
@@ -172,7 +172,7 @@ def _print_wholes(page: Page, lines: Sequence[Compared]) -> None:
     scale = units.time_column([*measured, *(value for value in predicted if value is not None)])
     page.section("Step", f"times in {scale.unit}; all lines above, and these, add up to the step")
     rows = [
-        Row(
+        TableRow(
             line.label,
             [_figure(scale, before), _figure(scale, after), _ratio(line.ratio)],
             style="bold" if line.part.value == "step" else "",

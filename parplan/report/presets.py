@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
 from parplan.cost_models.devices.presets import USABLE_MEMORY
-from parplan.report.page import Column, Page, Row
+from parplan.report.page import Column, Page, TableRow
 
 __all__ = ["SCHEMA", "presets_json", "render_presets"]
 
@@ -87,17 +87,17 @@ def _figure(numbers: Iterable[Number], name: str) -> str:
     return "-" if number is None else f"{'~' if number.origin.estimated else ''}{number.value:g}"
 
 
-def _device_rows() -> list[Row]:
+def _device_rows() -> list[TableRow]:
     def cells(row: GpuRow) -> Iterator[str]:
         for name in (*_RATES, "memory", "bandwidth"):
             yield _figure(row.numbers(), name)
         yield row.link
         yield row.network if row.nics == 1 else f"{_figure(row.numbers(), 'adapters')} {row.network}"
 
-    return [Row(row.kind, [*cells(row)]) for row in DEVICES]
+    return [TableRow(row.kind, [*cells(row)]) for row in DEVICES]
 
 
-def _link_rows() -> list[Row]:
+def _link_rows() -> list[TableRow]:
     def cells(row: LinkRow) -> Iterator[str]:
         numbers = list(row.numbers())
         yield _figure(numbers, "bandwidth")
@@ -106,4 +106,4 @@ def _link_rows() -> list[Row]:
         yield _figure(numbers, "overlap") if row.overlap < 1 else ""
         yield "network" if row.network else ""
 
-    return [Row(row.name, [*cells(row)]) for row in ALL_LINKS]
+    return [TableRow(row.name, [*cells(row)]) for row in ALL_LINKS]

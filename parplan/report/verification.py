@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 
 from parplan.plan import Plan
-from parplan.report.page import Column, Page, Row
+from parplan.report.page import Column, Page, TableRow
 
 __all__ = ["DifferenceRow", "Verified", "render_verification"]
 
@@ -55,7 +55,7 @@ def render_verification(found: Verified, console: Console) -> None:
         page.paragraph(note)
     page.blank()
     rows = [
-        Row(
+        TableRow(
             row.group,
             [str(row.count), _difference(row), row.worst],
             style="bold red" if _fails(row, found.tolerance) else "",

@@ -59,7 +59,8 @@ class WhatIf:
                 moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
                 arriving[edge.target] += edge.backward_s[new] - edge.backward_s[old]
             if np.isfinite(moved):
-                compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now] - node.backward_s[now]
+                compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now]
+                compute -= node.backward_s[now]
                 other = replace(known, backward_s=backward, arriving_s=arriving, reduction_s=reduction)
                 found.append(Change(strategy, float(compute), moved, other.exposed_s - known.exposed_s))
         return sorted((c for c in found if np.isfinite(c.total_s)), key=lambda c: (c.total_s, c.strategy))

@@ -10,7 +10,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
-from parplan.planner.request import PlanRequest, Progress
+from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.simulation.simulator import Effort, Layers, SimulatedStep, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, evaluate
@@ -70,11 +70,15 @@ class Case:
     request: PlanRequest
     deadline: Deadline
     player: StepSimulator
-    progress: Progress | None = None
+    progress: Listener | None = None
 
     @staticmethod
     def of(
-        graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest, progress: Progress | None = None
+        graph: LayerGraph,
+        cluster: Cluster,
+        costs: CostModel,
+        request: PlanRequest,
+        progress: Listener | None = None,
     ) -> Case:
         """A case with its whole time limit and effort left."""
         player = StepSimulator(graph, cluster, costs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parplan.planner.batch_size import FLAT
 from parplan.planner.decision import BatchTried, Decision
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 
 __all__ = ["print_batches"]
 
@@ -16,15 +16,15 @@ def print_batches(page: Page, decision: Decision) -> None:
     times = units.time_column(one.step_s for one in tried if one.step_s is not None)
     sizes = units.size([one.memory_bytes for one in tried if one.memory_bytes is not None])
 
-    def row(one: BatchTried) -> Row:
+    def row(one: BatchTried) -> TableRow:
         step = "" if one.step_s is None else times.text(one.step_s)
         # Digits also where samples per second are few.
         rate = f"{one.samples_per_s:,.0f}" if one.samples_per_s >= 100 else f"{one.samples_per_s:.3g}"
         memory = "" if one.memory_bytes is None else sizes.text(one.memory_bytes)
         figures = (f"{one.batch:,}", step, rate if step else "", memory)
         if one.batch == decision.plan.batch:
-            return Row("", figures, [Styled("chosen", "bold green")], "bold")
-        return Row("", figures, [Styled("" if one.fits else "does not fit", "red")])
+            return TableRow("", figures, [Styled("chosen", "bold green")], "bold")
+        return TableRow("", figures, [Styled("" if one.fits else "does not fit", "red")])
 
     page.section("Batches", "the fastest plan of each; memory on the fullest device")
     page.table([Column(heading) for heading in ("batch", "step", "samples/s", "memory")], [row(one) for one in tried])

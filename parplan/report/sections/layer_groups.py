@@ -18,14 +18,14 @@ from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
 from parplan.report.units import devices
 
-__all__ = ["LIMIT", "Group", "Line", "group_layers"]
+__all__ = ["LIMIT", "StrategyGroup", "TableLine", "group_layers"]
 
 LIMIT = 50  # lines of layers that a person still reads; AlexNet has 21, the two-tower net 48
 _RULE = re.compile(r"\bR[1-8]\b")
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """One line: a layer, or the layers of a module, or those of `repeats` equal modules in a row.
 
     `prefix` is what the names in the (first) module have in common.
@@ -83,11 +83,11 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Group:
+class StrategyGroup:
     """Adjacent layers of one strategy on the same devices."""
 
     strategy: Strategy
-    rows: tuple[Line, ...]
+    rows: tuple[TableLine, ...]
 
     @property
     def pinned(self) -> str:
@@ -104,15 +104,17 @@ class Group:
         return f": {layers[0].name} .. {layers[-1].name} ({len(layers)} layers)"
 
 
-def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tuple[Group, ...]:
+def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tuple[StrategyGroup, ...]:
     """The table's lines, as detailed as `limit` lines allow; None gives every layer its own line."""
     runs = [tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy)]
     if limit is None or len(layers) <= limit:
-        return tuple(Group(run[0].strategy, tuple(Line(layer.name, (layer,)) for layer in run)) for run in runs)
+        return tuple(
+            StrategyGroup(run[0].strategy, tuple(TableLine(layer.name, (layer,)) for layer in run)) for run in runs
+        )
     deepest = max(layer.name.count(".") + 1 for layer in layers)
-    finer: tuple[Group, ...] = ()
+    finer: tuple[StrategyGroup, ...] = ()
     for depth in range(deepest, -1, -1):
-        groups = tuple(Group(run[0].strategy, tuple(_lines(run, depth))) for run in runs)
+        groups = tuple(StrategyGroup(run[0].strategy, tuple(_lines(run, depth))) for run in runs)
         if sum(len(group.rows) for group in groups) <= limit:
             break
         finer = groups
@@ -122,21 +124,21 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
     return tuple(replace(group, rows=tuple(_distinct(row, labels) for row in group.rows)) for group in groups)
 
 
-def _joined(groups: Sequence[Group], limit: int) -> tuple[Group, ...]:
+def _joined(groups: Sequence[StrategyGroup], limit: int) -> tuple[StrategyGroup, ...]:
     """Adjacent lines made one, so many that about `limit` are left: names gave no place to cut."""
     size = math.ceil(sum(len(group.rows) for group in groups) / limit)
 
-    def join(rows: Sequence[Line]) -> Line:
+    def join(rows: Sequence[TableLine]) -> TableLine:
         layers = tuple(layer for row in rows for layer in row.layers)
-        return rows[0] if len(rows) == 1 else Line(_span(layers[0].name, layers[-1].name), layers)
+        return rows[0] if len(rows) == 1 else TableLine(_span(layers[0].name, layers[-1].name), layers)
 
-    def joined(rows: Sequence[Line]) -> tuple[Line, ...]:
+    def joined(rows: Sequence[TableLine]) -> tuple[TableLine, ...]:
         return tuple(join(rows[start : start + size]) for start in range(0, len(rows), size))
 
     return tuple(replace(group, rows=joined(group.rows)) for group in groups)
 
 
-def _lines(run: Sequence[LayerReport], depth: int) -> Iterator[Line]:
+def _lines(run: Sequence[LayerReport], depth: int) -> Iterator[TableLine]:
     """A line for each module of so many name parts, or for equal modules in a row."""
     by_prefix = groupby(run, key=lambda layer: ".".join(layer.name.split(".")[:depth]))
     modules = [(prefix, tuple(layers)) for prefix, layers in by_prefix]
@@ -149,7 +151,7 @@ def _lines(run: Sequence[LayerReport], depth: int) -> Iterator[Line]:
             label = layers[0].name
         else:
             label = first or _span(layers[0].name, layers[-1].name)
-        yield Line(label, tuple(layer for _, own in same for layer in own), len(same), first)
+        yield TableLine(label, tuple(layer for _, own in same for layer in own), len(same), first)
 
 
 def _signature(prefix: str, layers: Sequence[LayerReport]) -> tuple[object, ...]:
@@ -170,7 +172,7 @@ def _span(first: str, last: str) -> str:
     return f"{first} .. {last}"
 
 
-def _distinct(row: Line, labels: Mapping[str, int]) -> Line:
+def _distinct(row: TableLine, labels: Mapping[str, int]) -> TableLine:
     """A module whose layers fall on several lines is named by the first and last layer of each."""
     if labels[row.label] == 1 or len(row.layers) == 1:
         return row

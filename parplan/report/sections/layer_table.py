@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from parplan.cost_models.costs import Source
 from parplan.planner.decision import LayerReport
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
-from parplan.report.sections.layer_groups import LIMIT, Group, Line, group_layers
+from parplan.report.page import Column, Page, Styled, TableRow
+from parplan.report.sections.layer_groups import LIMIT, StrategyGroup, TableLine, group_layers
 
 __all__ = ["heading", "print_folded", "print_layers", "sources"]
 
@@ -38,7 +38,7 @@ def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = F
     columns = [Column("layers")] * folded + [Column(name) for name in (*TIMES, "memory")]
     columns += [Column("source", words=True)] * (mixed and wide)
 
-    def row(group: Group, line: Line) -> Row:
+    def row(group: StrategyGroup, line: TableLine) -> TableRow:
         found = sources(line.layers)
         source = SHORT[found[-1]] + ("+" if len(found) > 1 else "")  # the least certain
         figures = [times.figure(line.total(figure)) for figure in TIMES.values()]
@@ -50,7 +50,7 @@ def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = F
             Styled(f"copies {line.copies}" if line.copies else "", "magenta"),
             Styled(f"bends {line.bends}" if line.bends else "", "yellow"),
         ]
-        return Row(line.label, cells, remarks, heading=heading(group) if line is group.rows[0] else None)
+        return TableRow(line.label, cells, remarks, heading=heading(group) if line is group.rows[0] else None)
 
     page.section("Layers", f"times in {times.unit}, memory in {sizes.unit} on each device of a layer; - is none")
     page.table(columns, [row(group, line) for group in groups for line in group.rows], LONGEST_NAME)
@@ -58,7 +58,7 @@ def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = F
     return any(len(sources(line.layers)) > 1 for line in lines)
 
 
-def heading(group: Group) -> tuple[str, str]:
+def heading(group: StrategyGroup) -> tuple[str, str]:
     """A group's strategy, and where its layers are and when their weights are updated."""
     strategy, period = group.strategy, group.strategy.update_period
     words = strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from parplan.planner.decision import ConcurrentBranches, DeviceTrack, Passes, SchemePrice
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 
 __all__ = ["print_branches", "print_passes"]
 
@@ -27,7 +27,7 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
         if index:
             page.blank()
         rows = [
-            Row(_track_name(track), [times.text(track.compute_s), f"on {units.devices(track.devices)}"])
+            TableRow(_track_name(track), [times.text(track.compute_s), f"on {units.devices(track.devices)}"])
             for track in phase.tracks
         ]
         page.table([Column("compute"), Column("", words=True)], rows)
@@ -53,7 +53,7 @@ def print_passes(page: Page, passes: Passes) -> None:
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
     times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])
 
-    def row(one: SchemePrice) -> Row:
+    def row(one: SchemePrice) -> TableRow:
         is_taken = one.scheme is passes.taken
         figures = (
             "" if one.step_s is None else str(one.passes),
@@ -63,7 +63,7 @@ def print_passes(page: Page, passes: Passes) -> None:
             "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
         )
         remark = Styled(f"not possible: {one.why_not}" if one.why_not else "", "dim")
-        return Row(f"{one.scheme.value}{' (taken)' * is_taken}", figures, [remark], "bold" if is_taken else "")
+        return TableRow(f"{one.scheme.value}{' (taken)' * is_taken}", figures, [remark], "bold" if is_taken else "")
 
     headings = ("passes", "samples each", "step", "exposed transfer", "memory")
     page.table([Column(heading) for heading in headings], [row(one) for one in passes.schemes])

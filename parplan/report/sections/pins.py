@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parplan.planner.decision import PinPrice, Pins
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 
 __all__ = ["print_pins"]
 
@@ -18,12 +18,12 @@ def print_pins(page: Page, pins: Pins) -> None:
     scale = units.step(pins.step_s)
     nothing = not pins.proven and not any(one.proven or one.why_not for one in pins.each)
 
-    def row(name: str, layers: str, without_s: float | None, remark: str, style: str = "") -> Row:
+    def row(name: str, layers: str, without_s: float | None, remark: str, style: str = "") -> TableRow:
         figures = ["", "", ""]
         if without_s is not None:
             price = _signed(scale, pins.step_s - without_s)
             figures = [scale.text(without_s), price, _share(pins.step_s, without_s)]
-        return Row(name, (layers, *figures), [Styled("" if nothing else remark, "dim")], style)
+        return TableRow(name, (layers, *figures), [Styled("" if nothing else remark, "dim")], style)
 
     rows = [row(one.pin, str(one.layers), one.without_s, _remark(one)) for one in pins.each]
     rows.append(row("all pins", "", pins.free_s, "" if pins.proven else NOT_PROVEN, "bold"))

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from parplan.planner.decision import Decision, Prediction
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 
 __all__ = ["print_prediction"]
 
@@ -31,8 +31,8 @@ def print_prediction(page: Page, decision: Decision) -> None:
     page.table([Column(""), Column("")], [*rows, *_memory_rows(decision)])
 
 
-def _row(name: str, figure: str, share: str, remark: str, style: str = "") -> Row:
-    return Row(name, (Styled(figure, style), share), [Styled(remark, style or "dim")])
+def _row(name: str, figure: str, share: str, remark: str, style: str = "") -> TableRow:
+    return TableRow(name, (Styled(figure, style), share), [Styled(remark, style or "dim")])
 
 
 def _headline(decision: Decision) -> str:
@@ -80,7 +80,7 @@ def _hidden(step: Prediction) -> str:
     return f"of {links} on the links; {units.percent(share)} is hidden behind {behind}{most}"
 
 
-def _memory_rows(decision: Decision) -> Iterator[Row]:
+def _memory_rows(decision: Decision) -> Iterator[TableRow]:
     """One line per run of devices whose figures read the same."""
     used, limits = decision.prediction.memory_bytes, [device.memory_bytes for device in decision.cluster.devices]
     scale = units.size(used)

@@ -6,7 +6,7 @@ import math
 
 from parplan.planner.decision import Baseline, Decision, Proof, Seconds
 from parplan.report import units
-from parplan.report.page import Column, Page, Row, Styled
+from parplan.report.page import Column, Page, Styled, TableRow
 
 __all__ = ["print_baselines", "print_proof", "print_seconds"]
 
@@ -21,7 +21,7 @@ def print_baselines(page: Page, decision: Decision) -> None:
     sizes = units.size([one.memory_bytes for one in rows if one.memory_bytes is not None])
     times = units.step(plan_s)
 
-    def row(one: Baseline) -> Row:
+    def row(one: Baseline) -> TableRow:
         figures = (
             "" if one.step_s is None else times.text(one.step_s),
             "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
@@ -36,7 +36,7 @@ def print_baselines(page: Page, decision: Decision) -> None:
             verdict = one.why_not
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
-        return Row(name, figures, [Styled(verdict, "red")], "bold" if one is rows[0] else "")
+        return TableRow(name, figures, [Styled(verdict, "red")], "bold" if one is rows[0] else "")
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])

@@ -8,11 +8,11 @@ import pytest
 
 from parplan.cost_models.costs import Source
 from parplan.planner.decision import LayerReport
-from parplan.report.sections.layer_groups import Group, group_layers
+from parplan.report.sections.layer_groups import StrategyGroup, group_layers
 from tests.report.decisions import DATA, ONE, SHARDED, facts, resnet
 
 
-def lines(groups: tuple[Group, ...]) -> list[tuple[str, str]]:
+def lines(groups: tuple[StrategyGroup, ...]) -> list[tuple[str, str]]:
     """Label and count of every line."""
     return [(row.label, row.count) for group in groups for row in group.rows]
 
