@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from parplan.planner.decision import Decision
     from parplan.planner.request import Listener, PlanOptions
     from parplan.runtime.execution.dispatch import ThreadsOption
-    from parplan.runtime.measurement.predicted import Expected
     from parplan.runtime.module.compiled import Compiled
     from parplan.verification import Verification
 
@@ -176,35 +175,30 @@ def compile(  # the name users know from torch.compile
     """The model, ready to be called like the model, running its plan.
 
     Args:
-        example_inputs: a tensor or tuple of positional arguments to plan for now; without them the
-            plan is made at the first call.
+        example_inputs: a tensor or tuple of positional arguments to plan for now; default: plan at the first call.
         devices: where logical device i lives; one physical device may appear several times. Default:
             under torchrun one device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
         plan: run this plan (or file) instead of searching for one; it is verified first.
-        pins: what is decided by hand (docs/pins.md); the rest is searched.
+        pins: as for `analyze`.
         batch_norm: "global" (statistics over the whole batch: the plain model's numbers) or "local"
             (per replica, as DataParallel and DistributedDataParallel do).
-        scalars: what a model that returns a number (its loss) gives: "whole" (the plain model's number) or
-            "per_replica" (a vector with one entry per replica, as DataParallel; under torchrun each process its own
-            number, as DistributedDataParallel).
-        inputs: under torchrun, what processes bring: each its "own" samples, or the shards of one replica of the
-            plan's first layer the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
+        scalars: a returned number (a loss) is "whole", the plain model's, or "per_replica", a vector with one entry per
+            replica, as DataParallel gives it; under torchrun each process its own number, as DistributedDataParallel.
+        inputs: under torchrun, each process brings its "own" samples, or the shards of one replica of the plan's first
+            layer bring the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
         dim: the dimension of input tensors along which samples lie.
-        scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
-            replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
+        rules, scheme, precision, optimizer, time_limit_s: as for `analyze`.
         threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute
             at the same time; a function is called first in each thread, with the device's number.
-        check: "first" compares each new capture's program with the plain module before its first step: results,
-            gradients and buffers on some of the call's samples; "always" does so at every call, which takes about three
-            times as long; "off" never does (docs/self-check.md).
+        check: "first" compares each new capture's program with the plain module before its first step, on some samples;
+            "always" does so at every call, which takes three times as long; "off" never does (docs/self-check.md).
 
     Raises:
         SelfCheckError: (at a call) the planned program computes something else than the module.
         ParplanError: the model cannot be captured, the plan is not for it or breaks a rule.
     """
     from parplan.planner.request import PlanOptions
-    from parplan.planner.search_space.verifier import other_batch
     from parplan.pricing import Pricing
     from parplan.runtime.module.compiled import Compiled
 
@@ -212,20 +206,14 @@ def compile(  # the name users know from torch.compile
     _check_module(model)
     request = replace(options, plan=None).request(price_pins=False)
 
-    def planner(graph: LayerGraph) -> Plan:
-        if options.plan is None:
-            compiled.decision = Pricing.for_devices(compiled.device_count, compiled.device, request).decided(graph)
-            found: Plan = compiled.decision.plan
-            return found
-        size = graph.batch or 0
-        unequal = any(size % strategy.replicas for strategy in options.plan.layers.values())
-        if (size > options.plan.batch or unequal) and (text := other_batch(options.plan, graph)):
-            bring = f"Plan again with this batch, or bring {options.plan.batch}."
-            warnings.warn(f"{text} {bring}", stacklevel=2)
-        return _checked(options.plan, graph, compiled.device_count)
+    def pricing() -> Pricing:
+        return Pricing.for_devices(compiled.device_count, compiled.device, request)
 
-    def predict(graph: LayerGraph, plan: Plan) -> Expected:
-        return Pricing.for_devices(compiled.device_count, compiled.device, request).predicted(graph, plan).expected
+    def planner(graph: LayerGraph) -> Plan:
+        if options.plan is not None:
+            return _checked(options.plan, graph, compiled.device_count, warn=True)
+        decision = compiled.decision = pricing().decided(graph)
+        return decision.plan
 
     compiled = Compiled(
         model,
@@ -239,16 +227,24 @@ def compile(  # the name users know from torch.compile
         threads=threads,
         check=check,
     )
-    compiled.predict_times = predict
+    compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))
     return compiled
 
 
-def _checked(plan: Plan, graph: LayerGraph, devices: int) -> Plan:
-    """A user's plan, checked against model and devices."""
-    from parplan.planner.search_space.verifier import check
+def _checked(plan: Plan, graph: LayerGraph, devices: int, warn: bool = False) -> Plan:
+    """A user's plan, checked against model and devices.
 
+    Args:
+        warn: say it where a step needs more memory than its plan allows for, or has replicas with unequal shares.
+    """
+    from parplan.planner.search_space.verifier import check, other_batch
+
+    size = graph.batch or 0
+    matters = warn and (size > plan.batch or any(size % strategy.replicas for strategy in plan.layers.values()))
+    if matters and (text := other_batch(plan, graph)):
+        warnings.warn(f"{text} Plan again with this batch, or bring {plan.batch}.", stacklevel=3)
     if plan.devices != devices:
         raise PlanError(f"the plan is for {plan.devices} devices, here are {devices}; plan again with --gpus {devices}")
     check(plan, graph)

@@ -72,7 +72,7 @@ class Pricing:
             reason = str(error).partition(";")[0]
             raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
         cases = Cases(
-            lambda batch, asked: self._estimated(at_batch(graph, batch), asked),
+            lambda batch, asked: self.estimated(at_batch(graph, batch), asked),
             lambda batch, asked: self.decided(at_batch(graph, batch), asked),
         )
         return best_batch(cases, self.cluster, self.request, graph.batch)
@@ -81,7 +81,8 @@ class Pricing:
         """The prediction of a step of `plan`, layer by layer."""
         return predict_plan(graph, plan, self.cluster, self._costs(graph)[0])
 
-    def _estimated(self, graph: LayerGraph, request: PlanRequest) -> Prediction:
+    def estimated(self, graph: LayerGraph, request: PlanRequest) -> Prediction:
+        """The predicted step of the solver's plan, without the rest of a decision."""
         return estimate(graph, self.cluster, self._costs(graph)[0], request)
 
     def _costs(self, graph: LayerGraph) -> tuple[CostModel, tuple[str, ...]]:

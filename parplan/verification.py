@@ -33,7 +33,6 @@ TOLERANCE = 1e-9
 # of a batch norm is zero but for rounding), so it is measured against this share of the largest.
 _FLOOR = 1e-4
 
-
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -49,9 +48,9 @@ class VerificationRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found with `batch` samples: passed when no difference exceeds the tolerance.
+    """The result of `verify` with `batch` samples: passed when no relative difference exceeds the tolerance.
 
-    `notes` say what the plan was made for, where that is something else.
+    `notes` tell of a plan that was made for another model's name or batch.
     """
 
     plan: Plan
@@ -64,13 +63,6 @@ class Verification:
     def passed(self) -> bool:
         """Whether every group is within the tolerance (a NaN is not)."""
         return all(row.max_relative_difference <= self.tolerance for row in self.rows)
-
-
-@dataclass(frozen=True)
-class _Results:
-    """Tensors of one run by group and name."""
-
-    groups: dict[str, dict[str, Tensor]]
 
 
 def verify_plan(
@@ -88,32 +80,33 @@ def verify_plan(
     so that a wrong order of samples shows. The user's model is copied, not changed.
     """
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
-    plain, compiled_model = (_without_dropout(_precise(copy.deepcopy(model).cpu()).train()) for _ in range(2))
+    plain, compiled_model = (_double_without_dropout(model) for _ in range(2))
     samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
-    reference = _plain(plain, args, kwargs, seed, samples)
-    compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
-    found = _run(compiled, compiled_model, args, kwargs, seed)
-    assert compiled.plan is not None
-    return Verification(compiled.plan, samples, _compare(reference, found))
-
-
-def _plain(model: nn.Module, args: Any, kwargs: Any, seed: int, samples: int) -> _Results:
-    """The plain model's results, or one error that says what the model itself did wrong."""
     try:
         with _NoDropout():
-            return _run(model, model, args, kwargs, seed)
+            reference = _run(plain, plain, args, kwargs, seed)
     except Exception as error:
         line = user_line(error)
         raise ModelError(
             f"the plain model fails on {samples} samples in float64, so there is nothing to compare with\n"
             f"  {type(error).__name__}: {error}" + (f"\n  at {line}" if line else "")
         ) from error
+    compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
+    found = _run(compiled, compiled_model, args, kwargs, seed)
+    assert compiled.plan is not None
+    rows = tuple(_compared(group, expected, found[group]) for group, expected in reference.items() if expected)
+    return Verification(compiled.plan, samples, rows)
 
 
-def _precise(model: nn.Module) -> nn.Module:
-    """The model in double precision, complex numbers too."""
-    precise: nn.Module = model._apply(double)
-    return precise
+def _double_without_dropout(model: nn.Module) -> nn.Module:
+    """A copy in double precision (complex numbers too), in training mode, that drops nothing in its modules."""
+    twin: nn.Module = copy.deepcopy(model).cpu()._apply(double).train()
+    for module in twin.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # those that drop inside of one function
+            module.dropout = 0.0
+    return twin
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
@@ -140,16 +133,6 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """The model with its dropout modules switched off, and those that drop inside of one function."""
-    for module in model.modules():
-        if isinstance(module, _DROPOUTS):
-            module.p = 0.0
-        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-            module.dropout = 0.0
-    return model
-
-
 def _doubled(tree: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
 
@@ -166,7 +149,8 @@ def _doubled(tree: Any, seed: int) -> Any:
     return pytree.tree_map(doubled, tree)
 
 
-def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> _Results:
+def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors of one forward and backward, by group and name."""
     # Tensors of their own: a forward may put hooks on them.
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
@@ -176,28 +160,22 @@ def _run(call: nn.Module, owner: nn.Module, args: Any, kwargs: Any, seed: int) -
     loss = projected(leaves, projection_weights(leaves, seed))
     if loss.requires_grad:
         loss.backward()
-    groups = {
+    return {
         "outputs": {f"output {index}": leaf.detach() for index, leaf in enumerate(leaves)},
         "loss": {"loss": loss.detach()},
         "gradients": {name: _gradient(parameter) for name, parameter in owner.named_parameters()},
         "input gradients": {f"input {index}": _gradient(leaf) for index, leaf in enumerate(inputs)},
         "buffers": {name: buffer.detach().clone() for name, buffer in owner.named_buffers()},
     }
-    return _Results(groups)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad.detach().clone() if tensor.grad is not None else torch.zeros_like(tensor)
 
 
-def _compare(reference: _Results, found: _Results) -> tuple[VerificationRow, ...]:
-    rows = []
-    for group, expected in reference.groups.items():
-        if not expected:
-            continue
-        compared = compare_group(group, expected, found.groups[group], _FLOOR * largest_of(expected))
-        # Where the plain model gives NaN there is nothing to compare with.
-        nothing = next((name for name, tensor in expected.items() if bool(tensor.isnan().any())), None)
-        difference, worst = (compared.difference, compared.worst) if nothing is None else (math.nan, nothing)
-        rows.append(VerificationRow(group, len(expected), difference, worst))
-    return tuple(rows)
+def _compared(group: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> VerificationRow:
+    """The largest difference in a group; NaN where the plain model gives one, as there is nothing to compare with."""
+    compared = compare_group(group, expected, found, _FLOOR * largest_of(expected))
+    nothing = next((name for name, tensor in expected.items() if bool(tensor.isnan().any())), None)
+    difference, worst = (compared.difference, compared.worst) if nothing is None else (math.nan, nothing)
+    return VerificationRow(group, len(expected), difference, worst)

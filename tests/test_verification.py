@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.errors import ModelError
-from parplan.verification import _compare, _precise, _Results, _run
+from parplan.runtime.self_check.double_copy import double
+from parplan.verification import _compared, _run
 
 NAN, INF = math.nan, math.inf
 
@@ -77,8 +78,8 @@ def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) ->
 
 @pytest.mark.parametrize("make", [Spectrum, Masked])
 def test_gradients_of_unusual_results_are_there_to_be_compared(make: type[nn.Module]) -> None:
-    model = _precise(make())
-    gradients = _run(model, model, (torch.randn(4, 12, dtype=torch.float64),), {}, 0).groups["gradients"]
+    model = make()._apply(double)
+    gradients = _run(model, model, (torch.randn(4, 12, dtype=torch.float64),), {}, 0)["gradients"]
     assert all(0 < float(tensor.abs().max()) < INF for tensor in gradients.values())
 
 
@@ -108,13 +109,11 @@ DIFFERENT = [
 @pytest.mark.parametrize(("expected", "actual"), DIFFERENT)
 def test_differences_show(expected: list[list[complex]], actual: list[list[complex]]) -> None:
     reference, found = (
-        _Results({"outputs": {str(index): torch.tensor(values) for index, values in enumerate(tensors)}})
-        for tensors in (expected, actual)
+        {str(index): torch.tensor(values) for index, values in enumerate(tensors)} for tensors in (expected, actual)
     )
-    (row,) = _compare(reference, found)
-    assert not row.max_relative_difference <= 1e-9
+    assert not _compared("outputs", reference, found).max_relative_difference <= 1e-9
 
 
 def test_equal_infinities_are_no_difference() -> None:
-    same = _Results({"outputs": {"0": torch.tensor([INF, -INF, 1.0])}})
-    assert _compare(same, same)[0].max_relative_difference == 0
+    same = {"0": torch.tensor([INF, -INF, 1.0])}
+    assert _compared("outputs", same, same).max_relative_difference == 0

@@ -65,13 +65,15 @@ def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
     verbose = "--verbose" in argv
     try:
         options = _parsed(argv)
-        with _warnings(shown=options.verbose):
-            code = _COMMANDS[options.command](options)
-        return code
+        with warnings.catch_warnings():
+            if not options.verbose:  # warnings of libraries are for `--verbose`
+                warnings.simplefilter("ignore")
+            return _COMMANDS[options.command](options)
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        return _pipe_closed()
+        _drop_stdout()
+        return PIPE_CLOSED
     except Exception as error:
         if pressed:
             return _say("interrupted", INTERRUPTED)
@@ -83,7 +85,7 @@ def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; what `--help` and `--version` print is out before they end the process."""
+    """The options; the text of `--help` and `--version` is written out before they end the process."""
     try:
         return parse(argv)
     except SystemExit:
@@ -108,7 +110,7 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def _stdout_trouble() -> Iterator[None]:
-    """What keeps standard output from being written is no bug of parplan."""
+    """Turn a failing write to standard output into a refusal: it is no bug of parplan."""
     try:
         yield
     except BrokenPipeError:
@@ -123,25 +125,10 @@ def _say(text: str, code: int) -> int:
     return code
 
 
-def _pipe_closed() -> int:
-    """Nothing to say."""
-    _drop_stdout()
-    return PIPE_CLOSED
-
-
 def _drop_stdout() -> None:
     """Nothing more may be written, not even when Python ends."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def _warnings(shown: bool) -> Iterator[None]:
-    """Warnings of libraries are for `--verbose`."""
-    with warnings.catch_warnings():
-        if not shown:
-            warnings.simplefilter("ignore")
-        yield
 
 
 def _analyze(options: argparse.Namespace) -> int:
@@ -235,7 +222,7 @@ def _report(decision: Decision, options: argparse.Namespace) -> str:
 
 
 def _printed(write: Callable[[Console], None]) -> str:
-    """What `write` prints on a console for standard output, as one text, so that a closed pipe shows in one place."""
+    """The text that `write` prints on a console for standard output; so a closed pipe shows in one place only."""
     from rich.console import Console
 
     console = Console()
@@ -285,9 +272,9 @@ def _presets(options: argparse.Namespace) -> int:
 
     if options.json in (None, "-"):
         _write(presets_json() if options.json else _printed(render_presets))
-        return DONE
-    check_writable(options.json, "--json")
-    write_files({options.json: presets_json()})
+    else:
+        check_writable(options.json, "--json")
+        write_files({options.json: presets_json()})
     return DONE
 
 
@@ -323,10 +310,10 @@ def _run_report(options: argparse.Namespace) -> int:
     said = title(found.measured), [*notes(found.measured), *report.learned]
     text = to_json(found, *said) if options.json else ""
     if options.json == "-":
-        sys.stdout.write(text)
+        _write(text)
         return DONE
     write_files({options.json: text} if options.json else {})
-    sys.stdout.write(_printed(lambda console: render_comparison(found, *said, console, options.all_layers)))
+    _write(_printed(lambda console: render_comparison(found, *said, console, options.all_layers)))
     return DONE
 
 

@@ -66,14 +66,21 @@ def best_batch(cases: Cases, cluster: Cluster, request: PlanRequest, asked: int 
     Raises:
         InfeasiblePlan: not even one sample for each device fits.
     """
-    search = _BatchSearch(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
-    search.run(smallest_step(cluster.count, request))
-    tried = sorted(search.tried, key=lambda one: one.batch)
+    tried = _tried_batches(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
     batch = chosen(tried)
     found = cases.decided(batch, request)
-    # A estimate knows plans in one pass only; what was found for good may be faster.
+    # An estimate knows plans in one pass only; the full search may find a faster one.
     rows = [tried_as(batch, found.prediction, cluster) if one.batch == batch else one for one in tried]
-    return replace(found, notes=(*found.notes, _note(batch, tried, asked)), batches=tuple(rows))
+    text = f"Batch {batch:,}: the smallest of {len(tried)} tried that is within {CLOSE:.0%} of the most samples/s."
+    if asked is None or asked == batch:
+        text += " Another batch is another training, with another learning rate."
+    else:
+        text += (
+            f" Another batch is another training: from the example inputs' {asked:,} samples to {batch:,}, the "
+            f"learning rate is multiplied by {batch / asked:.4g} (Krizhevsky 2014: batch x k, rate x k; momentum and "
+            "weight decay stay)."
+        )
+    return replace(found, notes=(*found.notes, text), batches=tuple(rows))
 
 
 def chosen(tried: Sequence[BatchTried]) -> int:
@@ -83,54 +90,46 @@ def chosen(tried: Sequence[BatchTried]) -> int:
     return min(one.batch for one in fitting if one.samples_per_s >= (1 - CLOSE) * most)
 
 
-class _BatchSearch:
-    """The batches tried so far."""
+def _tried_batches(cases: Cases, cluster: Cluster, request: PlanRequest) -> list[BatchTried]:
+    """Estimates by batch, ascending: doubled from one sample per device, then closing in on where memory ends.
 
-    def __init__(self, cases: Cases, cluster: Cluster, request: PlanRequest) -> None:
-        self._cases, self._cluster, self._request = cases, cluster, request
-        self.tried: list[BatchTried] = []
+    Raises:
+        InfeasiblePlan: no plan of the smallest batch fits.
+    """
+    tried: list[BatchTried] = []
 
-    def run(self, unit: int) -> None:
-        """Double from `unit` on, then close in on where memory ends."""
-        batch = unit
-        while self._fits(batch) and not _flat(self.tried) and batch < MOST * unit:
-            batch *= 2
-        if not self.tried[-1].fits:
-            self._close_in(unit, self.tried[-1].batch)
-
-    def _close_in(self, unit: int, over: int) -> None:
-        fits = max(one.batch for one in self.tried if one.fits)
-        for _ in range(BETWEEN):
-            between = (fits + over) // 2 // unit * unit
-            if between in (fits, over):
-                return
-            fits, over = (between, over) if self._fits(between) else (fits, between)
-
-    def _fits(self, batch: int) -> bool:
-        """Try a batch.
-
-        Raises:
-            InfeasiblePlan: it is the first, and no plan of it fits.
-        """
+    def fits(batch: int) -> bool:
         try:
-            row = tried_as(batch, self._cases.estimated(batch, self._request), self._cluster)
+            row = tried_as(batch, cases.estimated(batch, request), cluster)
         except InfeasiblePlan:
-            if not self.tried:
+            if not tried:
                 raise
             row = BatchTried(batch, None, None, None, False)
-        self.tried.append(row)
-        if not row.fits and len(self.tried) == 1:
+        tried.append(row)
+        if not row.fits and len(tried) == 1:
             raise InfeasiblePlan(
                 f"--batch auto: {batch} samples, the fewest that the rules allow, need {row.memory_bytes:,} bytes on a "
                 f"device that has {row.limit_bytes:,}; plan with more devices, or with a larger --memory"
             )
         return row.fits
 
+    def is_flat() -> bool:
+        """Whether each of the last two doublings brought next to nothing."""
+        last = [one.samples_per_s for one in tried[-3:]]
+        return len(last) == 3 and all(more < (1 + FLAT) * few for few, more in pairwise(last))
 
-def _flat(tried: Sequence[BatchTried]) -> bool:
-    """Whether each of the last two doublings brought next to nothing."""
-    last = [one.samples_per_s for one in tried[-3:]]
-    return len(last) == 3 and all(more < (1 + FLAT) * few for few, more in pairwise(last))
+    unit = smallest_step(cluster.count, request)
+    batch = unit
+    while fits(batch) and not is_flat() and batch < MOST * unit:
+        batch *= 2
+    if not tried[-1].fits:
+        most, over = max(one.batch for one in tried if one.fits), tried[-1].batch
+        for _ in range(BETWEEN):
+            between = (most + over) // 2 // unit * unit
+            if between in (most, over):
+                break
+            most, over = (between, over) if fits(between) else (most, between)
+    return sorted(tried, key=lambda one: one.batch)
 
 
 def tried_as(batch: int, prediction: Prediction, cluster: Cluster) -> BatchTried:
@@ -139,15 +138,3 @@ def tried_as(batch: int, prediction: Prediction, cluster: Cluster) -> BatchTried
     pairs = zip(prediction.memory_bytes, limits, strict=True)
     needed, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
     return BatchTried(batch, prediction.step_s, needed, limit, needed <= limit)
-
-
-def _note(batch: int, tried: Sequence[BatchTried], asked: int | None) -> str:
-    """Which batch it is, and what that means for the training."""
-    text = f"Batch {batch:,}: the smallest of {len(tried)} tried that is within {CLOSE:.0%} of the most samples/s."
-    if asked is None or asked == batch:
-        return f"{text} Another batch is another training, with another learning rate."
-    return (
-        f"{text} Another batch is another training: from the example inputs' {asked:,} samples to {batch:,}, "
-        f"the learning rate is multiplied by {batch / asked:.4g} (Krizhevsky 2014: batch x k, rate x k; momentum and "
-        "weight decay stay)."
-    )
