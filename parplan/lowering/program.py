@@ -96,7 +96,9 @@ def _assembly(pieces: tuple[Piece, ...], device: int, shape: tuple[int, ...]) ->
     own = tuple(piece for piece in pieces if piece.target == device)
     regions = [piece.target_region for piece in own]
     apart = all(
-        any(len(x.intersection(y)) == 0 for x, y in zip(a, b, strict=True)) for i, a in enumerate(regions) for b in regions[:i]
+        any(len(x.intersection(y)) == 0 for x, y in zip(a, b, strict=True))
+        for i, a in enumerate(regions)
+        for b in regions[:i]
     )
     tiled = apart and sum(piece.elements for piece in own) == prod(shape)
     return Assembly(own, tiled and len(own) == 1, tiled)
