@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from parplan.cli.options import RunOptions, TargetOptions, parse
 from parplan.errors import ParplanError
-from parplan.option_fields import chosen
+from parplan.planner.option_fields import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console

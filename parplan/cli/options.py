@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parplan import __version__
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
 from parplan.errors import ParplanError
-from parplan.option_fields import add_options, device_count, option, positive, whole_number
+from parplan.planner.option_fields import add_options, device_count, option, positive, whole_number
 from parplan.planner.request import PlanOptions
 
 if TYPE_CHECKING:

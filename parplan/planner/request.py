@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from parplan.cluster import Cluster
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
-from parplan.option_fields import gpu_count, memory_bytes, option, positive
 from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
+from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive
 
 __all__ = ["Listener", "PlanOptions", "PlanRequest"]
 

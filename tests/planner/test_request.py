@@ -13,9 +13,9 @@ import pytest
 from parplan import api
 from parplan.cli.options import parse
 from parplan.errors import PinError
-from parplan.option_fields import chosen
 from parplan.pins import parse_pin
 from parplan.plan import Plan
+from parplan.planner.option_fields import chosen
 from parplan.planner.request import PlanOptions, PlanRequest
 
 FIELDS = {field.name: field for field in fields(PlanOptions)}
