@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -175,10 +175,10 @@ def compare(case: Case, rank: int, rounds: int) -> Figures:
     )
 
 
-def worker(rank: int, args: argparse.Namespace, port: int) -> None:
+def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     """One process of the comparison."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=args.processes)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=args.processes)
     if rank == 0:
         print(HEAD)
     found = []
@@ -192,13 +192,6 @@ def worker(rank: int, args: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the processes."""
     parser = argparse.ArgumentParser(description="plans against DistributedDataParallel")
@@ -207,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="cases whose network and plan contain this")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
-    mp.spawn(worker, (args, free_port()), args.processes)  # type: ignore[attr-defined,no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (args, folder), args.processes)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

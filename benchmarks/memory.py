@@ -23,7 +23,6 @@ from torch import multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.ddp import free_port
 from benchmarks.memory_networks import NETWORKS, Network
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import peaks as program_peaks
@@ -144,10 +143,10 @@ def peaks(case: Case) -> Peaks:
     return Peaks(tuple(predicted), found.peak_bytes)
 
 
-def _worker(rank: int, devices: int, only: str, port: int, folder: str) -> None:
+def _worker(rank: int, devices: int, only: str, folder: str) -> None:
     torch.set_num_threads(1)
     if devices > 1:
-        dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=devices)
+        dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=devices)
     found = [asdict(peaks(case)) for case in cases(devices, only)]
     Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     if devices > 1:
@@ -157,7 +156,7 @@ def _worker(rank: int, devices: int, only: str, port: int, folder: str) -> None:
 def measure(devices: int, only: str = "") -> list[Figures]:
     """All cases on `devices` processes, every process's figures."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (devices, only, free_port(), folder)
+        given = (devices, only, folder)
         mp.spawn(_worker, given, devices)  # type: ignore[attr-defined,no-untyped-call]
         texts = [Path(folder, f"{rank}.json").read_text(encoding="utf-8") for rank in range(devices)]
     ranks = [[Peaks(**entry) for entry in json.loads(text)] for text in texts]

@@ -24,17 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing as mp
 
-from benchmarks.ddp import free_port
 from benchmarks.prediction_networks import NETWORKS, Network
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import MeasuredCosts, profiled_costs
-from parplan.cost_models.measurement.measure_parts import Request, measure_parts
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess
+from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
-from parplan.cost_models.measurement.sweeps import Alone, Company
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.sampling import Effort
+from parplan.cost_models.sampling import StoppingRule
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -50,7 +49,7 @@ from parplan.runtime.transport.distributed import DistributedTransport
 
 CPU = torch.device("cpu")
 OPTIMIZER = "momentum"
-QUICK = Effort(error=0.03, cap_s=0.06, least_runs=3)
+QUICK = StoppingRule(error=0.03, cap_s=0.06, least_runs=3)
 STEPS_S = 0.25  # seconds of steps of each plan in a round
 
 Rule = Callable[[Layer, int, Sequence[Strategy]], Strategy]
@@ -162,19 +161,17 @@ class Bench:
         self.cluster: Cluster = this_cluster(devices, CPU, calibrate=True)
         self.transport = DistributedTransport(CPU) if devices > 1 else None
         self.counts = (1, devices) if devices > 1 else (1,)
-        self.ranks = {count: Ranks(count, CPU) for count in self.counts} if devices > 1 else {}
+        self.ranks: dict[int, ProcessGroup] = {
+            count: Ranks(count, CPU) if devices > 1 else SingleProcess() for count in self.counts
+        }
         self.runtime = {
-            count: RuntimeCosts(CPU, self.company(count), self.transport if count == devices else None)
+            count: RuntimeCosts(CPU, self.ranks[count], self.transport if count == devices else None)
             for count in self.counts
         }
 
-    def company(self, count: int) -> Company:
-        """Those who work when `count` do."""
-        return self.ranks[count] if self.devices > 1 else Alone()
-
     def slowest(self, seconds: float) -> float:
         """The slowest process's time."""
-        return self.ranks[self.devices].largest(seconds) if self.devices > 1 else seconds
+        return self.ranks[self.devices].max(seconds)
 
     def prepare(self, network: Network) -> Running:
         """A network with its plans."""
@@ -208,7 +205,7 @@ class Bench:
             if self.transport is not None and count > 1:
                 measure_links(self.transport, self.ranks[count], "gloo", profile, cap_s=0.04, sizes=SIZES[:-1])
             if self.rank < count:
-                measure_updates(OPTIMIZER, CPU, profile, self.company(count), runs=3)
+                measure_updates(OPTIMIZER, CPU, profile, self.ranks[count], runs=3)
                 self.runtime[count].measure(profile)
             self.together()
         return profiles
@@ -226,14 +223,14 @@ class Bench:
         graph, profiles = running.graph, {count: _copy(profile) for count, profile in else_.items()}
         for count, profile in profiles.items():
             wanted = [
-                Request(graph.layers[name], strategy)
+                PartRequest(graph.layers[name], strategy)
                 for plan in running.plans.values()
                 for name, strategy in plan.layers.items()
                 if len(strategy.devices) == count
             ]
             if self.rank < count:
                 roofline = RooflineCosts(graph, self.cluster)
-                measure_parts(graph, roofline, wanted, CPU, profile, effort=QUICK, company=self.company(count))
+                measure_parts(graph, roofline, wanted, CPU, profile, stop=QUICK, ranks=self.ranks[count])
             self.together()
         if self.devices > 1:  # what only the first process measured, to all
             told = [list(profiles[1].all())]
@@ -284,11 +281,11 @@ def summary(found: Sequence[Figures]) -> str:
     return text
 
 
-def worker(rank: int, args: argparse.Namespace, devices: int, port: int) -> None:
+def worker(rank: int, args: argparse.Namespace, devices: int) -> None:
     """One process."""
     torch.set_num_threads(1)
     if devices > 1:
-        dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=devices)
+        dist.init_process_group("gloo", f"file://{args.folder}/rendezvous{devices}", rank=rank, world_size=devices)
     bench = Bench(rank, devices)
     running = [bench.prepare(network) for network in NETWORKS if args.only in network.name]
     for _ in range(args.rounds):
@@ -319,8 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         for devices in args.devices:
-            given = (args, devices, free_port())
-            mp.spawn(worker, given, devices)  # type: ignore[attr-defined,no-untyped-call]
+            mp.spawn(worker, (args, devices), devices)  # type: ignore[attr-defined,no-untyped-call]
         found = [figures for path in sorted(args.folder.glob("*.json")) for figures in json.loads(path.read_text())]
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

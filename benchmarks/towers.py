@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch import multiprocessing as mp
 
-from benchmarks.ddp import free_port, in_turns, seconds, stepper
+from benchmarks.ddp import in_turns, seconds, stepper
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.known import known_costs
@@ -167,10 +168,10 @@ def _planner(plan: Plan) -> Callable[[LayerGraph], Plan]:
     return lambda graph: replace(plan, batch=graph.batch or plan.batch)
 
 
-def worker(rank: int, found: Plans, args: argparse.Namespace, port: int) -> None:
+def worker(rank: int, found: Plans, args: argparse.Namespace, folder: str) -> None:
     """One process of the comparison."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=args.processes)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=args.processes)
     figures = compare(found, args, rank)
     if rank == 0:
         print(figures.line(), flush=True)
@@ -194,15 +195,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(HEAD)
     # Plans are mappings that processes started anew cannot be handed; their text can.
     texts = (found.beside.to_json(), found.in_turn.to_json())
-    mp.spawn(started, (texts, found.beside_s, found.in_turn_s, args, free_port()), args.processes)  # type: ignore[attr-defined,no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(started, (texts, found.beside_s, found.in_turn_s, args, folder), args.processes)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def started(
-    rank: int, texts: tuple[str, str], beside_s: float, in_turn_s: float, args: argparse.Namespace, port: int
+    rank: int, texts: tuple[str, str], beside_s: float, in_turn_s: float, args: argparse.Namespace, folder: str
 ) -> None:
     """A process begins: read the plans."""
     beside, in_turn = (Plan.from_json(text) for text in texts)
-    worker(rank, Plans(beside, in_turn, beside_s, in_turn_s), args, port)
+    worker(rank, Plans(beside, in_turn, beside_s, in_turn_s), args, folder)
 
 
 if __name__ == "__main__":

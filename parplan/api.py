@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from parplan.cost_models.devices.requested import Found
+    from parplan.cost_models.devices.requested import FoundCluster
     from parplan.graph.layer_graph import LayerGraph
     from parplan.planner.decision import Decision
     from parplan.planner.request import Listener, PlanOptions
@@ -326,15 +326,16 @@ def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
-def _cluster(options: PlanOptions) -> Found:
+def _cluster(options: PlanOptions) -> FoundCluster:
     """The cluster to plan for; where no option says how many devices, as many as the plan has."""
-    from parplan.cost_models.devices.requested import Asked, find_cluster
+    from parplan.cost_models.devices.requested import ClusterRequest, find_cluster
 
     gpus = options.gpus
     if gpus is None and options.plan is not None and options.cluster is None:
         gpus = options.plan.devices
-    asked = Asked(gpus, options.gpu, options.link, options.memory_bytes, options.cluster, options.measure)
-    return find_cluster(asked)
+    return find_cluster(
+        ClusterRequest(gpus, options.gpu, options.link, options.memory_bytes, options.cluster, options.measure)
+    )
 
 
 def _named(graph: LayerGraph, name: str | None) -> LayerGraph:

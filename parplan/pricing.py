@@ -13,7 +13,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.known import known_costs
-from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, rate_notes
@@ -104,7 +104,7 @@ class Pricing:
                 RooflineCosts(graph, cluster),
                 wanted,
                 device,
-                store.under(here(device, 1)),
+                store.under(current_conditions(device, 1)),
                 time_cap_s=MEASURE_S,
                 on_progress=progress.advance if progress is not None else None,
             )

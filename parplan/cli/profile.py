@@ -20,7 +20,7 @@ __all__ = ["TargetSource", "run"]
 
 @dataclass(frozen=True)
 class TargetSource:
-    """A command line's TARGET, to be loaded by every process that measures (a profiler.session.Source)."""
+    """A command line's TARGET, to be loaded by every process that measures (a profiler.session.ModelSource)."""
 
     target: TargetOptions
 

@@ -19,7 +19,7 @@ from parplan.cli.options import RunOptions, TargetOptions
 from parplan.compat import pytree
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import profiled_costs
-from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import Profile
 from parplan.cost_models.profile.store import ProfileStore
@@ -202,11 +202,11 @@ def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
     device = torch.device("cuda" if measured.processes == 1 and torch.cuda.is_available() else "cpu")
     cluster = this_cluster(count, device)
     with ProfileStore() as store:
-        at_work = here(device, devices_at_work(measured))
+        at_work = current_conditions(device, devices_at_work(measured))
         kept = learn(compared, graph, store.under(at_work))
         profiles: dict[int, Profile] = {}
         for busy in (number for number in range(1, count + 1) if count % number == 0):
-            profile = store.under(here(device, busy))
+            profile = store.under(current_conditions(device, busy))
             if profile.all():
                 profiles[busy] = profile
         costs = profiled_costs(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parplan.convnet2.extents import Extent
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 from parplan.convnet2.layer_types import COST
 from parplan.convnet2.network import Wire
 from parplan.errors import LayerFileError
@@ -40,7 +40,7 @@ class Data:
 
 
 def data_layers(
-    sections: Mapping[str, Section], wires: Sequence[Wire], shapes: Mapping[int, Sequence[int]]
+    sections: Mapping[str, IniSection], wires: Sequence[Wire], shapes: Mapping[int, Sequence[int]]
 ) -> dict[str, Data]:
     """The data layers of a file.
 
@@ -82,7 +82,7 @@ def data_layers(
 
 
 def _extent(
-    section: Section, shape: Sequence[int] | None, sections: Mapping[str, Section], takers: Sequence[Wire]
+    section: IniSection, shape: Sequence[int] | None, sections: Mapping[str, IniSection], takers: Sequence[Wire]
 ) -> Extent:
     """From the caller, else from `end` and the channels that a layer that takes it says."""
     if shape is not None:

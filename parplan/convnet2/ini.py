@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from parplan.errors import LayerFileError
 
-__all__ = ["Section", "read_sections"]
+__all__ = ["IniSection", "read_sections"]
 
 T = TypeVar("T", int, float)
 MOST = 2**31
@@ -25,7 +25,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 @dataclass(frozen=True)
-class Section:
+class IniSection:
     """One section: `values` by lower-case key, as cuda-convnet2 reads them."""
 
     file: str
@@ -128,7 +128,7 @@ class Section:
         return found if len(found) == count else found * count
 
 
-def read_sections(path: Path) -> dict[str, Section]:
+def read_sections(path: Path) -> dict[str, IniSection]:
     """The sections of a file, in order.
 
     Raises:
@@ -152,4 +152,4 @@ def read_sections(path: Path) -> dict[str, Section]:
     except configparser.Error as error:
         raise LayerFileError(f"{path.name} is no layer file: {' '.join(str(error).split())}; it has sections [name] "
                              "and lines key=value") from error  # fmt: skip
-    return {name: Section(path.name, name, MappingProxyType(dict(parser.items(name)))) for name in parser.sections()}
+    return {name: IniSection(path.name, name, MappingProxyType(dict(parser.items(name)))) for name in parser.sections()}

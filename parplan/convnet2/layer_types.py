@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parplan.convnet2.extents import Extent, Pooled, Window, covering
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 from parplan.convnet2.modules import (
     Activation,
     Conv,
@@ -30,7 +30,7 @@ from parplan.convnet2.modules import (
 )
 from parplan.convnet2.neurons import neuron_of
 
-__all__ = ["COST", "Asked", "Made", "check_keys", "check_type", "make"]
+__all__ = ["COST", "LayerSpec", "Made", "check_keys", "check_type", "make"]
 
 COST = "cost.logreg"
 _DEVIATION = 0.01  # of weights, where no initW is given
@@ -38,7 +38,7 @@ _SCALE, _POWER = 1e-4, 0.75  # of normalisation, where no layer-parameter file g
 
 
 @dataclass(frozen=True)
-class Asked:
+class LayerSpec:
     """What a layer is made from.
 
     Args:
@@ -48,8 +48,8 @@ class Asked:
         for_cost: only costs take what it gives.
     """
 
-    section: Section
-    params: Section
+    section: IniSection
+    params: IniSection
     inputs: tuple[Extent, ...]
     for_cost: bool = False
 
@@ -66,27 +66,27 @@ class Made:
 class _Type:
     """Keys a type reads and keys without effect here, in the layer file and in the layer-parameter file."""
 
-    make: Callable[[Asked], Made]
+    make: Callable[[LayerSpec], Made]
     keys: str
     params: str = ""
     single: bool = True
 
 
-def make(asked: Asked) -> Made:
+def make(spec: LayerSpec) -> Made:
     """The module of one layer; weights are drawn from torch's generator, as deep as `initW` and `initB` say.
 
     Raises:
         LayerFileError: a value that is missing or impossible.
     """
-    section = asked.section
+    section = spec.section
     found = _TYPES[section.text("type")]
-    if found.single and len(asked.inputs) != 1:
+    if found.single and len(spec.inputs) != 1:
         raise section.error("inputs", f"a layer of type {section.text('type')} takes one input; join several with a "
                             "layer of type pass")  # fmt: skip
-    return found.make(asked)
+    return found.make(spec)
 
 
-def check_type(section: Section) -> None:
+def check_type(section: IniSection) -> None:
     """The section has a type that is known.
 
     Raises:
@@ -99,7 +99,7 @@ def check_type(section: Section) -> None:
         raise section.error("type", f"it is not known here; types are data, {', '.join(_TYPES)}")
 
 
-def check_keys(section: Section, params: Section) -> None:
+def check_keys(section: IniSection, params: IniSection) -> None:
     """Every key of both sections is one of the type's.
 
     Raises:
@@ -111,15 +111,15 @@ def check_keys(section: Section, params: Section) -> None:
     params.refuse_unknown(_TYPES[name].params.split(), f"a layer of type {name}")
 
 
-def _conv(asked: Asked) -> Made:
-    section, count = asked.section, len(asked.inputs)
-    images = [_maps(asked, index, depth) for index, depth in enumerate(section.integers("channels", count))]
+def _conv(spec: LayerSpec) -> Made:
+    section, count = spec.section, len(spec.inputs)
+    images = [_maps(spec, index, depth) for index, depth in enumerate(section.integers("channels", count))]
     keys = ("filterSize", "stride", "padding", "groups")
     defaults, least = (None, 1, 0, 1), (1, 1, 0, 1)
     found = [section.integers(key, count, d, m) for key, d, m in zip(keys, defaults, least, strict=True)]
     windows = [Window(extent.channels, *rest) for extent, *rest in zip(images, *found, strict=True)]
     filters = _filters(section, windows)
-    sides = [_side(asked, way, image.side or 1) for way, image in zip(windows, images, strict=True)]
+    sides = [_side(spec, way, image.side or 1) for way, image in zip(windows, images, strict=True)]
     if len(set(sides)) > 1:
         raise section.error("inputs", f"they give {' and '.join(f'{n} x {n}' for n in sides)} positions, which cannot "
                             "be summed; change stride, padding or filterSize")  # fmt: skip
@@ -130,7 +130,7 @@ def _conv(asked: Asked) -> Made:
     return Made(_drawn(module, section, [way.channels // way.groups for way in windows]), Extent(filters, sides[0]))
 
 
-def _filters(section: Section, windows: list[Window]) -> int:
+def _filters(section: IniSection, windows: list[Window]) -> int:
     """How many maps come out: `filters` counts those of one group."""
     each = section.integers("filters", len(windows))
     totals = {own * way.groups for own, way in zip(each, windows, strict=True)}
@@ -142,35 +142,35 @@ def _filters(section: Section, windows: list[Window]) -> int:
     return totals.pop()
 
 
-def _side(asked: Asked, way: Window, image: int) -> int:
+def _side(spec: LayerSpec, way: Window, image: int) -> int:
     if way.size > image + 2 * way.padding:
-        raise asked.section.error("filterSize", f"filters of {way.size} do not fit on {image} pixels with a border of "
+        raise spec.section.error("filterSize", f"filters of {way.size} do not fit on {image} pixels with a border of "
                                   f"{way.padding}; use smaller filters or a larger image")  # fmt: skip
     return way.side(image)
 
 
-def _maps(asked: Asked, index: int, channels: int) -> Extent:
+def _maps(spec: LayerSpec, index: int, channels: int) -> Extent:
     """An input that has to be maps, as many as the section says."""
-    extent, name = asked.inputs[index], asked.section.names("inputs")[index]
+    extent, name = spec.inputs[index], spec.section.names("inputs")[index]
     if extent.side is None:
-        raise asked.section.error("inputs", f"{name} gives {extent.describe()}; this type needs maps")
+        raise spec.section.error("inputs", f"{name} gives {extent.describe()}; this type needs maps")
     if extent.channels != channels:
-        raise asked.section.error("channels", f"{name} gives {extent.describe()}; write channels={extent.channels}")
+        raise spec.section.error("channels", f"{name} gives {extent.describe()}; write channels={extent.channels}")
     return extent
 
 
-def _one_image(asked: Asked) -> Extent:
-    return _maps(asked, 0, asked.section.integer("channels"))
+def _one_image(spec: LayerSpec) -> Extent:
+    return _maps(spec, 0, spec.section.integer("channels"))
 
 
-def _fully_connected(asked: Asked) -> Made:
-    numbers = [extent.count for extent in asked.inputs]
-    outputs = asked.section.integer("outputs")
-    module = FullyConnected(sum(numbers), outputs, neuron_of(asked.section))
-    return Made(_drawn(module, asked.section, numbers), Extent(outputs))
+def _fully_connected(spec: LayerSpec) -> Made:
+    numbers = [extent.count for extent in spec.inputs]
+    outputs = spec.section.integer("outputs")
+    module = FullyConnected(sum(numbers), outputs, neuron_of(spec.section))
+    return Made(_drawn(module, spec.section, numbers), Extent(outputs))
 
 
-def _drawn(module: nn.Module, section: Section, shares: list[int]) -> nn.Module:
+def _drawn(module: nn.Module, section: IniSection, shares: list[int]) -> nn.Module:
     """Normal weights, deviation `initW` for each input's share, and biases `initB`."""
     deviations = section.numbers("initW", len(shares), _DEVIATION)
     weights = [parameter for name, parameter in module.named_parameters() if name != "bias"]
@@ -184,8 +184,8 @@ def _drawn(module: nn.Module, section: Section, shares: list[int]) -> nn.Module:
     return module
 
 
-def _pool(asked: Asked) -> Made:
-    section, image = asked.section, _one_image(asked)
+def _pool(spec: LayerSpec) -> Made:
+    section, image = spec.section, _one_image(spec)
     side, kind = image.side or 1, section.one_of("pool", ("max", "avg"))
     if section.flag("sum", False):
         raise section.error("sum", "sums over windows are not known here; use pool=avg and scale what follows")
@@ -204,8 +204,8 @@ def _pool(asked: Asked) -> Made:
     return Made(Pool(kind, Pooled(size, stride, start, outputs), neuron_of(section)), Extent(image.channels, outputs))
 
 
-def _norm(asked: Asked) -> Made:
-    section, params, image = asked.section, asked.params, _one_image(asked)
+def _norm(spec: LayerSpec) -> Made:
+    section, params, image = spec.section, spec.params, _one_image(spec)
     across = section.text("type") == "cmrnorm"
     if section.flag("blocked", False):
         raise section.error("blocked", "normalising block by block is not known here; leave it out")
@@ -217,45 +217,45 @@ def _norm(asked: Asked) -> Made:
     return Made(kind(size, *numbers, neuron_of(section)), image)
 
 
-def _neuron(asked: Asked) -> Made:
-    if not asked.section.has("neuron"):
-        raise asked.section.error("neuron", "it is missing; add a line such as neuron=relu")
-    return Made(Activation(neuron_of(asked.section)), asked.inputs[0])
+def _neuron(spec: LayerSpec) -> Made:
+    if not spec.section.has("neuron"):
+        raise spec.section.error("neuron", "it is missing; add a line such as neuron=relu")
+    return Made(Activation(neuron_of(spec.section)), spec.inputs[0])
 
 
-def _dropout(asked: Asked) -> Made:
-    keep = asked.params.number("keep", 0.5)
+def _dropout(spec: LayerSpec) -> Made:
+    keep = spec.params.number("keep", 0.5)
     if not 0.0 < keep <= 1.0:
-        raise asked.params.error("keep", "it is a probability; use a number above 0 and up to 1")
-    enabled, kind = asked.params.flag("enable", True), asked.section.text("type")
-    return Made(Dropout(keep, enabled, kind, neuron_of(asked.section)), asked.inputs[0])
+        raise spec.params.error("keep", "it is a probability; use a number above 0 and up to 1")
+    enabled, kind = spec.params.flag("enable", True), spec.section.text("type")
+    return Made(Dropout(keep, enabled, kind, neuron_of(spec.section)), spec.inputs[0])
 
 
-def _join(asked: Asked) -> Made:
+def _join(spec: LayerSpec) -> Made:
     """Maps of one side stay maps."""
-    inputs = asked.inputs
+    inputs = spec.inputs
     sides = {extent.side for extent in inputs}
     flat = len(sides) > 1
     gives = Extent(sum(extent.count for extent in inputs)) if flat else Extent(sum(e.channels for e in inputs), *sides)
-    return Made(Join(flat, neuron_of(asked.section)), gives)
+    return Made(Join(flat, neuron_of(spec.section)), gives)
 
 
-def _sum(asked: Asked) -> Made:
-    first = asked.inputs[0]
-    for extent, name in zip(asked.inputs, asked.section.names("inputs"), strict=True):
+def _sum(spec: LayerSpec) -> Made:
+    first = spec.inputs[0]
+    for extent, name in zip(spec.inputs, spec.section.names("inputs"), strict=True):
         if extent != first:
-            raise asked.section.error("inputs", f"{name} gives {extent.describe()}, the first {first.describe()}; all "
+            raise spec.section.error("inputs", f"{name} gives {extent.describe()}, the first {first.describe()}; all "
                                       "have to give the same")  # fmt: skip
-    coefficients = asked.params.numbers("coeffs", len(asked.inputs), 1.0)
-    return Made(WeightedSum(coefficients, neuron_of(asked.section)), first)
+    coefficients = spec.params.numbers("coeffs", len(spec.inputs), 1.0)
+    return Made(WeightedSum(coefficients, neuron_of(spec.section)), first)
 
 
-def _softmax(asked: Asked) -> Made:
-    return Made(Softmax(asked.for_cost), Extent(prod(asked.inputs[0].shape)))
+def _softmax(spec: LayerSpec) -> Made:
+    return Made(Softmax(spec.for_cost), Extent(prod(spec.inputs[0].shape)))
 
 
-def _cost(asked: Asked) -> Made:
-    return Made(LogisticCost(asked.params.number("coeff", 1.0)), Extent(1))
+def _cost(spec: LayerSpec) -> Made:
+    return Made(LogisticCost(spec.params.number("coeff", 1.0)), Extent(1))
 
 
 _WEIGHTS = "momW momB wc wball epsW epsB updatePeriod superEps superMom wcNormMin wcNormMax"

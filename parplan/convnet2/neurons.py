@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 
 __all__ = ["IDENT", "Neuron", "neuron_of"]
 
@@ -59,7 +59,7 @@ class Neuron:
 IDENT = Neuron("ident")
 
 
-def neuron_of(section: Section) -> Neuron:
+def neuron_of(section: IniSection) -> Neuron:
     """The section's `neuron`, `ident` without one.
 
     Raises:

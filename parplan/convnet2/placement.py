@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 from parplan.convnet2.network import Wire
 from parplan.errors import RuleError
 from parplan.planner.search_space.rules import r2_feeders, r3_fed, r4_divides
@@ -21,7 +21,7 @@ MOST = 2**16
 MOST_TOLD = 3
 
 
-def devices_of(sections: Mapping[str, Section], wires: Sequence[Wire]) -> dict[str, Devices]:
+def devices_of(sections: Mapping[str, IniSection], wires: Sequence[Wire]) -> dict[str, Devices]:
     """Logical devices per layer: its own `gpu`, else those of its first input that is no data layer.
 
     Layers for which neither says anything are left out: the solver places them.
@@ -74,14 +74,14 @@ def _checks(wires: Sequence[Wire], replicas: Mapping[str, int]) -> list[Callable
     return found
 
 
-def size_notes(file: str, sections: Mapping[str, Section]) -> list[str]:
+def size_notes(file: str, sections: Mapping[str, IniSection]) -> list[str]:
     """Sizes that cuda-convnet2's kernels do not take, in one sentence."""
     odd = [f"{name} ({why})" for name, section in sections.items() if (why := _odd(section))]
     more = f" and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else ""
     return [f"{file}: cuda-convnet2's kernels refuse the sizes of {', '.join(odd[:MOST_TOLD])}{more}."] if odd else []
 
 
-def _odd(section: Section) -> str:
+def _odd(section: IniSection) -> str:
     """What cuda-convnet2 asks of this type's numbers and is not so, else nothing."""
     kind = section.text("type")
     if kind not in ("conv", "pool", "cmrnorm", "rnorm"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 from parplan.errors import LayerFileError
 
 __all__ = ["Rates", "Schedule", "parameter_groups", "rates_of", "unused_notes"]
@@ -71,7 +71,7 @@ class Rates:
     update_period: int | None = None
 
 
-def rates_of(params: Section) -> Rates:
+def rates_of(params: IniSection) -> Rates:
     """The rates of a layer with weights.
 
     Raises:
@@ -88,7 +88,7 @@ def rates_of(params: Section) -> Rates:
     )
 
 
-def unused_notes(params: Mapping[str, Section]) -> list[str]:
+def unused_notes(params: Mapping[str, IniSection]) -> list[str]:
     """Numbers in the file that change training in cuda-convnet2 and are not applied here."""
     found = [
         f"{name} {key}={section.text(key)}"
@@ -130,7 +130,7 @@ def _group(name: str, parameters: list[nn.Parameter], lr: float, momentum: float
     return {"name": name, "params": parameters, "lr": lr, "momentum": momentum, "weight_decay": decay}
 
 
-def _same(params: Section, key: str, default: float | None = None) -> float:
+def _same(params: IniSection, key: str, default: float | None = None) -> float:
     """A number that is one for all inputs."""
     if default is not None and not params.has(key):
         return default
@@ -140,7 +140,7 @@ def _same(params: Section, key: str, default: float | None = None) -> float:
     return found[0]
 
 
-def _schedule(params: Section, key: str) -> Schedule:
+def _schedule(params: IniSection, key: str) -> Schedule:
     """`0.01`, or `dexp[base=0.01;tgtFactor=250;numSteps=4]`; a list says the same for every input."""
     found = {_parsed(params, key, text) for text in params.names(key)}
     if len(found) > 1:
@@ -148,7 +148,7 @@ def _schedule(params: Section, key: str) -> Schedule:
     return found.pop()
 
 
-def _parsed(params: Section, key: str, text: str) -> Schedule:
+def _parsed(params: IniSection, key: str, text: str) -> Schedule:
     found = _FORM.fullmatch(text)
     kind = found["kind"] if found else "const"
     pairs = [part.partition("=") for part in found["fields"].split(";")] if found else [("base", "=", text)]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from parplan.convnet2.data import Data, data_layers, examples
 from parplan.convnet2.extents import Extent
-from parplan.convnet2.ini import Section, read_sections
-from parplan.convnet2.layer_types import COST, Asked, check_keys, make
+from parplan.convnet2.ini import IniSection, read_sections
+from parplan.convnet2.layer_types import COST, LayerSpec, check_keys, make
 from parplan.convnet2.modules import Conv, FullyConnected
 from parplan.convnet2.network import ConvNet, Wire
 from parplan.convnet2.placement import Devices, devices_of, replica_notes, size_notes
@@ -116,7 +116,7 @@ def read(
     )
 
 
-def _params(given: str | Path | None, file: Path, sections: Mapping[str, Section]) -> dict[str, Section]:
+def _params(given: str | Path | None, file: Path, sections: Mapping[str, IniSection]) -> dict[str, IniSection]:
     """Sections of the layer-parameter file by layer."""
     path = Path(given) if given is not None else params_beside(file)
     if path is None:
@@ -131,17 +131,20 @@ def _params(given: str | Path | None, file: Path, sections: Mapping[str, Section
 
 
 def _network(
-    sections: Mapping[str, Section], params: Mapping[str, Section], wires: Sequence[Wire], data: Mapping[str, Data]
+    sections: Mapping[str, IniSection],
+    params: Mapping[str, IniSection],
+    wires: Sequence[Wire],
+    data: Mapping[str, Data],
 ) -> tuple[ConvNet, dict[str, Extent]]:
     """The modules, in the file's order."""
     gives = {name: each.gives or Extent(1) for name, each in data.items()}
     layers: dict[str, nn.Module] = {}
     for wire in wires:
         section = sections[wire.layer]
-        own = params.get(wire.layer, Section(section.file, wire.layer, {}))
+        own = params.get(wire.layer, IniSection(section.file, wire.layer, {}))
         check_keys(section, own)
         takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
-        asked = Asked(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
+        asked = LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
         made = make(asked)
         layers[wire.layer], gives[wire.layer] = made.module, made.gives
     labels = frozenset(name for name, each in data.items() if each.gives is None)
@@ -150,7 +153,7 @@ def _network(
 
 def _pins(
     file: str,
-    sections: Mapping[str, Section],
+    sections: Mapping[str, IniSection],
     wires: Sequence[Wire],
     devices: Mapping[str, Devices],
     rates: Mapping[str, Rates],
@@ -170,7 +173,7 @@ def _pins(
     )
 
 
-def _is_nothing(section: Section, wire: Wire) -> bool:
+def _is_nothing(section: IniSection, wire: Wire) -> bool:
     """Whether a layer computes nothing, so that a plan has no layer of its name."""
     kind, neuron = section.text("type"), section.text("neuron", "ident")
     return neuron == "ident" and (kind == "neuron" or (kind in ("pass", "concat") and len(wire.inputs) == 1))
@@ -178,10 +181,10 @@ def _is_nothing(section: Section, wire: Wire) -> bool:
 
 def _notes(
     file: str,
-    sections: Mapping[str, Section],
+    sections: Mapping[str, IniSection],
     wires: Sequence[Wire],
     devices: Mapping[str, Devices],
-    params: Mapping[str, Section],
+    params: Mapping[str, IniSection],
 ) -> tuple[str, ...]:
     kinds = {name: section.text("type") for name, section in sections.items()}
     bare = [name for name, kind in kinds.items() if kind in ("cmrnorm", "rnorm") and name not in params]

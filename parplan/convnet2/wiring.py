@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from parplan.convnet2.ini import Section
+from parplan.convnet2.ini import IniSection
 from parplan.convnet2.layer_types import COST, check_type
 from parplan.convnet2.network import Wire
 from parplan.errors import LayerFileError
@@ -18,7 +18,7 @@ __all__ = ["wires_of"]
 RESERVED = ("costs", "data", "labels", "predictions", "training", "wires")
 
 
-def wires_of(sections: Mapping[str, Section]) -> list[Wire]:
+def wires_of(sections: Mapping[str, IniSection]) -> list[Wire]:
     """Who takes what, in the file's order.
 
     Raises:
@@ -49,7 +49,7 @@ def wires_of(sections: Mapping[str, Section]) -> list[Wire]:
     return wires
 
 
-def _check_above(section: Section, source: str, above: Sequence[str], sections: Mapping[str, Section]) -> None:
+def _check_above(section: IniSection, source: str, above: Sequence[str], sections: Mapping[str, IniSection]) -> None:
     if source in above:
         if sections[source].text("type") == COST:
             raise section.error("inputs", f"{source} is a cost, which no layer can take; take what the cost takes")

@@ -13,21 +13,21 @@ import torch
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measured import profiled_costs
-from parplan.cost_models.measurement.conditions import here, switches
+from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import Profile, SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 
-__all__ = ["Known", "known_costs"]
+__all__ = ["KnownCosts", "known_costs"]
 
 # A device this much faster or slower than when it was measured is worth a warning.
 DRIFT = 0.1
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCosts:
     """Costs, and what the reader must know about them."""
 
     costs: CostModel
@@ -42,7 +42,7 @@ def known_costs(
     precision: str = "fp32",
     optimizer: str = "adam",
     store: ProfileStore | None = None,
-) -> Known:
+) -> KnownCosts:
     """Costs of `graph` on `cluster`.
 
     Args:
@@ -54,20 +54,20 @@ def known_costs(
     """
     roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
     if device is None:
-        return Known(roofline)
+        return KnownCosts(roofline)
     if refusal := _of_another_precision(device, precision):
-        return Known(roofline, (refusal,))
+        return KnownCosts(roofline, (refusal,))
     stored = store if store is not None else ProfileStore(read_only=True)
     profiles: dict[int, Profile] = {}
     backend = "gloo" if device.type == "cpu" else "nccl"
     for busy in range(1, cluster.count + 1):
         # Read once: a plan asks for thousands of parts.
-        for group in stored.groups(here(device, busy)):
+        for group in stored.groups(current_conditions(device, busy)):
             profile = SessionProfile(group)
             if profile.all() or profile.links(backend):
                 profiles[busy] = profile
     if not profiles:
-        return Known(roofline, tuple(stored.mismatches(here(device, cluster.count))))
+        return KnownCosts(roofline, tuple(stored.mismatches(current_conditions(device, cluster.count))))
     now_s = Reference(device).seconds(9)
     costs = profiled_costs(
         graph,
@@ -79,7 +79,9 @@ def known_costs(
         optimizer=optimizer,
         reference_s=now_s if device.type == "cpu" else 0.0,
     )
-    return Known(costs, (_summary(profiles, device, backend), *_fewer(profiles, cluster), *_drift(profiles, now_s)))
+    return KnownCosts(
+        costs, (_summary(profiles, device, backend), *_fewer(profiles, cluster), *_drift(profiles, now_s))
+    )
 
 
 def _summary(profiles: dict[int, Profile], device: torch.device, backend: str) -> str:
@@ -87,7 +89,8 @@ def _summary(profiles: dict[int, Profile], device: torch.device, backend: str) -
     last = max((entry.measurement.when for profile in profiles.values() for entry in profile.all()), default="")
     day = f", the last on {last[:10]}" if last else ""
     missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
-    return f"Costs from the profile of {here(device, max(profiles)).describe()}: {parts} parts measured{day}{missing}."
+    conditions = current_conditions(device, max(profiles)).describe()
+    return f"Costs from the profile of {conditions}: {parts} parts measured{day}{missing}."
 
 
 def _of_another_precision(device: torch.device, precision: str) -> str:

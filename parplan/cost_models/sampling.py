@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-__all__ = ["Effort", "Measurement", "one_thread", "spread_of"]
+__all__ = ["Measurement", "StoppingRule", "one_thread", "spread_of"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Effort:
+class StoppingRule:
     """How long to go on: until the median's standard error is below `error` (relative), or for `cap_s` seconds."""
 
     error: float = 0.02

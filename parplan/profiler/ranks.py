@@ -12,7 +12,7 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """The first ranks of a process group (a sweeps.Company).
+    """The first ranks of a process group (an in_context_timing.ProcessGroup).
 
     Args:
         count: how many ranks; made by all ranks of the default group together, in the same order.
@@ -27,13 +27,13 @@ class Ranks:
         self._group: Any = None if whole else dist.new_group(list(range(count)))
         self._device = device
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all are here."""
         self.mean([0.0])
 
-    def agree(self, wish: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         """Whether any wants to."""
-        vote = torch.tensor([float(wish)], device=self._device)
+        vote = torch.tensor([float(flag)], device=self._device)
         dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
         return bool(vote.item())
 
@@ -43,7 +43,7 @@ class Ranks:
         dist.all_reduce(total, group=self._group)
         return [float(figure) / self.count for figure in total.tolist()]
 
-    def largest(self, figure: float) -> float:
+    def max(self, figure: float) -> float:
         """The largest of all."""
         found = torch.tensor([figure], dtype=torch.float64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)

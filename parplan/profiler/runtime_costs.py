@@ -9,7 +9,7 @@ Several processes tell each other how many samples they have, in every step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -20,13 +20,13 @@ from torch.nn import functional
 
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, overhead_s
-from parplan.cost_models.measurement.measure_parts import Request, measure_parts
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
+from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import part_signature
-from parplan.cost_models.measurement.sweeps import Company, now, speed_now
 from parplan.cost_models.profile.records import PartEntry, Profile, SessionProfile
 from parplan.cost_models.roofline import RooflineCosts, part_of
-from parplan.cost_models.sampling import Effort, Measurement, one_thread, spread_of
+from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
 from parplan.profiler.communication import between_compute
@@ -41,20 +41,22 @@ _STEPS_S, _LEAST_STEPS, _MOST_STEPS = 0.25, 5, 40
 
 
 class RuntimeCosts:
-    """What steps take beside their parts, measured by the processes of `company`, each by itself, all at once.
+    """Measures the seconds that steps take beside their parts; each process of `ranks` by itself, all at once.
 
     Args:
         device: of this process.
-        company: those who measure.
-        transport: where they are all processes of a group: what these have to tell each other counts too.
+        ranks: the processes that measure.
+        transport: where they are all processes of a group: telling each other how many samples there are counts too.
     """
 
-    def __init__(self, device: torch.device, company: Company, transport: DistributedTransport | None = None) -> None:
-        self._device, self._company, self._transport = device, company, transport
-        self._trials: dict[str, _Trial] = {}
+    def __init__(
+        self, device: torch.device, ranks: ProcessGroup, transport: DistributedTransport | None = None
+    ) -> None:
+        self._device, self._ranks, self._transport = device, ranks, transport
+        self._networks: dict[str, _Network] = {}
 
     def measure(self, profile: Profile, again: bool = False) -> None:
-        """Keep what `profile` lacks (or all, `again`)."""
+        """Measure the figures that `profile` lacks (or all, `again`), and put them there."""
         for depth in _DEPTHS:
             self._overhead(profile, depth, again)
         for name in CALIBRATION:
@@ -64,24 +66,28 @@ class RuntimeCosts:
 
     def _overhead(self, profile: Profile, depth: int, again: bool) -> None:
         signature = f"{OVERHEAD}, {2 * depth} parameters"
-        if not self._company.agree(again or profile.get(signature) is None):
+        if not self._ranks.any(again or profile.get(signature) is None):
             return
         net = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth)))
-        both = self._trial(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH))).step_and_parts()
-        left_s = max(0.0, both.step_s - both.parts_s)
-        measured = Measurement(left_s, 0.0, both.spread, both.runs, both.reference_s, when=now())
+        found = self._network(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH))).step_and_parts()
+        left_s = max(0.0, found.forward_s - found.backward_s)
+        measured = replace(found, forward_s=left_s, backward_s=0.0)
         profile.put(PartEntry(signature, OVERHEAD, 0.0, 2.0 * depth, measured))
 
     def _agreement(self, transport: DistributedTransport, profile: Profile, again: bool) -> None:
-        """What a step of several processes takes more: telling each other how many samples there are."""
-        if not self._company.agree(again or profile.get(AGREEMENT) is None):
+        """Seconds that a step of several processes takes more: telling each other how many samples there are."""
+        if not self._ranks.any(again or profile.get(AGREEMENT) is None):
             return
         reference = Reference(self._device)
         times, references = [], []
+
+        def tell() -> None:
+            transport.gather(1, 0)
+
         with one_thread(self._device):
             for _ in range(_LEAST_STEPS):
-                references.append(speed_now(reference, self._company))
-                times.append(between_compute(lambda: _tell(transport), reference, self._company, 4))
+                references.append(reference_now(reference, self._ranks))
+                times.append(between_compute(tell, reference, self._ranks, 4))
         middle = median(times)
         measured = Measurement(middle, 0.0, spread_of(times, middle), len(times), median(references), when=now())
         profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
@@ -89,41 +95,26 @@ class RuntimeCosts:
     def _correction(self, profile: Profile, name: str, again: bool) -> None:
         """A step by itself, without the runtime's overhead, and the sum of its parts."""
         signature = f"{CORRECTION}, {name}"
-        if not self._company.agree(again or profile.get(signature) is None):
+        if not self._ranks.any(again or profile.get(signature) is None):
             return
-        trial = self._trial(signature, CALIBRATION[name])
-        both = trial.step_and_parts()
-        own_s = max(0.0, both.step_s - overhead_s(profile)(len(trial.graph.parameters)))
-        measured = Measurement(own_s, both.parts_s, both.spread, both.runs, both.reference_s, when=now())
-        profile.put(PartEntry(signature, CORRECTION, 0.0, float(len(trial.graph.layers)), measured))
+        network = self._network(signature, CALIBRATION[name])
+        found = network.step_and_parts()
+        own_s = max(0.0, found.forward_s - overhead_s(profile)(len(network.graph.parameters)))
+        layers = float(len(network.graph.layers))
+        profile.put(PartEntry(signature, CORRECTION, 0.0, layers, replace(found, forward_s=own_s)))
 
-    def _trial(self, name: str, network: Callable[[], tuple[nn.Module, Tensor]]) -> _Trial:
-        if name not in self._trials:
+    def _network(self, name: str, make: Callable[[], tuple[nn.Module, Tensor]]) -> _Network:
+        if name not in self._networks:
             torch.manual_seed(0)
-            self._trials[name] = _Trial(*network(), self._device, self._company)
-        return self._trials[name]
+            self._networks[name] = _Network(*make(), self._device, self._ranks)
+        return self._networks[name]
 
 
-def _tell(transport: DistributedTransport) -> None:
-    transport.gather(1, 0)
-
-
-@dataclass(frozen=True)
-class _Both:
-    """Median seconds of whole steps, and of their parts, measured in turns."""
-
-    step_s: float
-    parts_s: float
-    spread: float
-    runs: int
-    reference_s: float
-
-
-class _Trial:
+class _Network:
     """A small network that the runtime runs on one device of this process."""
 
-    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, company: Company) -> None:
-        self._device, self._company = device, company
+    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, ranks: ProcessGroup) -> None:
+        self._device, self._ranks = device, ranks
         net, self._inputs = net.to(device), inputs.to(device)
         self.graph = capture(net, (self._inputs,))
         layers = dict.fromkeys(self.graph.layers, Strategy())
@@ -131,30 +122,30 @@ class _Trial:
         self._compiled = Compiled(net, lambda graph: plan, devices=[device], check="off")
         self._gradients = torch.ones_like(self._compiled(self._inputs))
 
-    def step_and_parts(self, rounds: int = 3) -> _Both:
-        """Whole steps and sweeps through the parts, in turns."""
+    def step_and_parts(self, rounds: int = 3) -> Measurement:
+        """Whole steps (`forward_s`) and sums of their parts (`backward_s`), measured in turns; the spread of steps."""
         reference = Reference(self._device)
         times: list[float] = []
         parts, references = [], []
         with one_thread(self._device):
             self._step()
             for _ in range(rounds):
-                references.append(speed_now(reference, self._company, 5))
+                references.append(reference_now(reference, self._ranks, 5))
                 times += self._steps()
                 parts.append(self._parts_s())
-        own_spread = spread_of(times, median(times))
-        step_s, parts_s, reference_s = self._company.mean([median(times), median(parts), median(references)])
-        return _Both(step_s, parts_s, own_spread, len(times), reference_s)
+        spread = spread_of(times, median(times))
+        step_s, parts_s, reference_s = self._ranks.mean([median(times), median(parts), median(references)])
+        return Measurement(step_s, parts_s, spread, len(times), reference_s, when=now())
 
     def _steps(self) -> list[float]:
         times: list[float] = []
         while True:
-            self._company.meet()
+            self._ranks.barrier()
             start = perf_counter()
             self._step()
             times.append(perf_counter() - start)
             enough = len(times) >= _MOST_STEPS or (len(times) >= _LEAST_STEPS and sum(times) >= _STEPS_S)
-            if not self._company.agree(not enough):
+            if not self._ranks.any(not enough):
                 return times
 
     def _step(self) -> None:
@@ -165,11 +156,12 @@ class _Trial:
             torch.cuda.synchronize(self._device)
 
     def _parts_s(self) -> float:
+        """The sum of the layers' parts, forward and backward."""
         graph, session = self.graph, SessionProfile()
         costs = RooflineCosts(graph, this_cluster(1, self._device))
-        requests = [Request(layer, Strategy()) for layer in graph.layers.values()]
-        effort = Effort(cap_s=0.05)
-        measure_parts(graph, costs, requests, self._device, session, effort=effort, company=self._company)
+        requests = [PartRequest(layer, Strategy()) for layer in graph.layers.values()]
+        stop = StoppingRule(cap_s=0.05)
+        measure_parts(graph, costs, requests, self._device, session, stop=stop, ranks=self._ranks)
         found = [session.get(part_signature(graph, part_of(graph, r.layer, r.strategy))) for r in requests]
         figures = [entry.measurement for entry in found if entry is not None]
         return sum(measured.forward_s + measured.backward_s for measured in figures)

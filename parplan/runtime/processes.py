@@ -1,14 +1,15 @@
-"""Starts one process per device, and gathers their results, or one error that says why there are none."""
+"""One process per device, started and ended here: what each brings back, or one error that says why nothing came."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -30,46 +31,81 @@ TIMEOUT_S = 600
 T = TypeVar("T")
 
 
-def in_processes(ranks: int, run: Callable[[int, int], T]) -> list[T]:
-    """`run(rank, ranks)` in so many processes of one thread each, joined by a gloo group; none is left afterwards.
+def in_processes(
+    ranks: int,
+    run: Callable[[int, int], T],
+    *,
+    backend: str = "gloo",
+    timeout_s: float = TIMEOUT_S,
+    start_method: str = "spawn",
+    ended: str = "a process ended without a word ({how}); it may have run out of memory",
+) -> list[T]:
+    """`run(rank, ranks)` in so many processes of one thread each, joined by a process group; none is left afterwards.
 
     Args:
         run: can be pickled, and so can what it returns.
+        backend: of the group; with "nccl" each process has the CUDA device of its rank.
+        timeout_s: how long a rank waits for another one.
+        start_method: "spawn" or "forkserver".
+        ended: the error's text where a process ended without telling why; `{how}` stands for its signal or exit code.
 
     Raises:
         ParplanError: of a process; whatever else ends one is a RuntimeFailure.
     """
     with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
+        given = (run, ranks, folder, backend, timeout_s)
         started = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _work, (run, ranks, folder), ranks, join=False, daemon=True, start_method="spawn"
+            _work, given, ranks, join=False, daemon=True, start_method=start_method
         )
-        running = {process.sentinel: process for process in started.processes}
-        try:
-            while running:
-                for sentinel in connection.wait(list(running)):
-                    process = running.pop(sentinel)
-                    process.join()
-                    if process.exitcode:  # the others wait for it
-                        raise _reason(Path(folder), ranks)
-        finally:
-            for process in started.processes:
-                if process.is_alive():
-                    process.terminate()
-            for process in started.processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        with _ended(started.processes):
+            if code := _first_failure(started.processes):
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise _reason(Path(folder), ranks, ended.format(how=how))
         return [pickle.loads((Path(folder) / f"{rank}.ran").read_bytes()) for rank in range(ranks)]
 
 
-def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str) -> None:
-    """One process: leaves its result, or its error, in a file."""
+@contextlib.contextmanager
+def _ended(processes: Sequence[Any]) -> Iterator[None]:
+    """Whatever happens, the processes are gone afterwards."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _first_failure(processes: Sequence[Any]) -> int:
+    """The exit code of the first process that fails; 0 once all have ended well."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                return int(process.exitcode)
+    return 0
+
+
+def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str, backend: str, timeout_s: float) -> None:
+    """One process: leave what was found (or why nothing was) in a file."""
+    parent = os.getppid()
+    # An interrupt of the whole group is the parent's to handle; when the parent itself is gone, torch sends one too.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1) if os.getppid() != parent else None)
     torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere the interface has other names
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            meeting = f"file://{folder}/meeting"
-            dist.init_process_group("gloo", meeting, timedelta(seconds=TIMEOUT_S), rank=rank, world_size=ranks)
+            rendezvous = f"file://{folder}/rendezvous"
+            dist.init_process_group(backend, rendezvous, timedelta(seconds=timeout_s), rank=rank, world_size=ranks)
             found = pickle.dumps(run(rank, ranks))
             dist.destroy_process_group()
         (Path(folder) / f"{rank}.ran").write_bytes(found)
@@ -78,21 +114,25 @@ def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str) ->
         why = _Why(name, str(error) if name else f"process {rank} failed:\n{traceback.format_exc()}")
         (Path(folder) / f"{rank}.why").write_bytes(pickle.dumps(why))
         os._exit(1)  # at once: the others notice, and nothing here waits for them
+    # Taking down gloo with the interpreter now and then aborts a process that is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @dataclass(frozen=True)
 class _Why:
-    """The error that ended a process: the name of parplan's class, empty for any other, and the text."""
+    """What ended a process: the name of parplan's error, empty for any other, and the text."""
 
     kind: str
     text: str
 
 
-def _reason(folder: Path, ranks: int) -> ParplanError:
+def _reason(folder: Path, ranks: int, ended: str) -> ParplanError:
     """Why processes failed: the first error that is not merely about another process."""
     found = [pickle.loads(path.read_bytes()) for r in range(ranks) if (path := folder / f"{r}.why").exists()]
     if not found:
-        return RuntimeFailure("a process ended without a word; it may have run out of memory")
+        return RuntimeFailure(ended)
     why = min(found, key=lambda one: one.kind == "RuntimeFailure")
     kind = getattr(errors, why.kind, RuntimeFailure)
     return RuntimeFailure(why.text) if kind is errors.RuleError else kind(why.text)

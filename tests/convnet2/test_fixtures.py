@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.convnet2 import LayerFile, read
-from parplan.cost_models.devices.requested import Asked, find_cluster
+from parplan.cost_models.devices.requested import ClusterRequest, find_cluster
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.plan import Strategy
@@ -77,7 +77,7 @@ def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     """At full size: the plan is the file's, and it has a price."""
     found = fixture(name)
     graph = capture(found.network, found.example_inputs(), {})
-    cluster = find_cluster(Asked(found.gpus, "k20", None, None, None, False)).cluster
+    cluster = find_cluster(ClusterRequest(found.gpus, "k20", None, None, None, False)).cluster
     decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(pins=found.pins, price_pins=False))
     plan = decision.plan
     assert decision.prediction.step_s > 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import StepCost
 from parplan.cost_models.measured import MeasuredCosts
-from parplan.cost_models.measurement.measure_parts import Request
+from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import RooflineCosts, part_of
@@ -20,7 +20,7 @@ __all__ = ["all_requests", "made_up_costs", "made_up_profile"]
 Figures = Callable[[PartEntry], Measurement]
 
 
-def all_requests(graph: LayerGraph, cluster: Cluster) -> list[Request]:
+def all_requests(graph: LayerGraph, cluster: Cluster) -> list[PartRequest]:
     """Every layer with every strategy that a planner could use."""
     return [request for own in requests_by_devices(graph, cluster).values() for request in own]
 
@@ -31,7 +31,7 @@ def drawn(entry: PartEntry) -> Measurement:
     return Measurement((1 + share) * 1e-3, (2 + share) * 1e-3, 0.01 + share / 10, 7)
 
 
-def made_up_profile(graph: LayerGraph, requests: Iterable[Request], figures: Figures = drawn) -> SessionProfile:
+def made_up_profile(graph: LayerGraph, requests: Iterable[PartRequest], figures: Figures = drawn) -> SessionProfile:
     """A profile that has the parts of `requests`."""
     profile = SessionProfile()
     for request in requests:

@@ -12,8 +12,8 @@ import torch
 from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.devices.presets import cluster_preset
-from parplan.cost_models.known import Known, known_costs
-from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.known import KnownCosts, known_costs
+from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import Conditions, SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
@@ -49,15 +49,15 @@ def keep(store: ProfileStore, conditions: Conditions, profile: SessionProfile, o
     store.put(group(conditions, *profile.all(), origin=origin))
 
 
-def known(store: ProfileStore, devices: int = 2, **options: str) -> Known:
+def known(store: ProfileStore, devices: int = 2, **options: str) -> KnownCosts:
     return known_costs(perceptron(), this_cluster(devices, CPU), device=CPU, store=store, **options)
 
 
-def said(found: Known) -> str:
+def said(found: KnownCosts) -> str:
     return " / ".join(found.notes)
 
 
-def sources(found: Known, strategy: Strategy = TWO) -> set[Source]:
+def sources(found: KnownCosts, strategy: Strategy = TWO) -> set[Source]:
     return {found.costs.layer(layer, strategy).source for layer in perceptron().layers.values()}
 
 
@@ -68,34 +68,35 @@ def test_an_empty_store_is_estimates_without_a_word(store: ProfileStore) -> None
 
 
 def test_what_was_measured_is_used_and_said(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts())
-    store.put(group(here(CPU, 2), link(1 << 20)))
+    keep(store, current_conditions(CPU, 2), parts())
+    store.put(group(current_conditions(CPU, 2), link(1 << 20)))
     found = known(store)
     count = len(parts().all())
     assert sources(found) == {Source.MEASURED}
     assert found.costs.step.links is Source.MEASURED
     assert found.notes == (
-        f"Costs from the profile of {here(CPU, 2).describe()}: {count} parts measured, the last on 2025-06-01.",
+        f"Costs from the profile of {current_conditions(CPU, 2).describe()}: {count} parts measured, "
+        "the last on 2025-06-01.",
     )
 
 
 def test_without_links_that_is_said(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts())
+    keep(store, current_conditions(CPU, 2), parts())
     found = known(store)
     assert "; links were not." in said(found)
     assert found.costs.step.links is Source.ESTIMATED
 
 
 def test_with_fewer_devices_at_work_that_is_said(store: ProfileStore) -> None:
-    keep(store, here(CPU, 1), parts())
+    keep(store, current_conditions(CPU, 1), parts())
     assert "Measured with 1 device at work, planned for 2" in said(known(store))
     assert "at work" not in said(known(store, devices=1))
 
 
 MISMATCHES = [
-    pytest.param(replace(here(CPU, 2), torch="1.9.0"), "with torch 1.9.0", id="torch"),
-    pytest.param(replace(here(CPU, 2), flags="bf16 matmul"), "with bf16 matmul", id="flags"),
-    pytest.param(replace(here(CPU, 2), busy=64), "with 64 devices at once", id="busy"),
+    pytest.param(replace(current_conditions(CPU, 2), torch="1.9.0"), "with torch 1.9.0", id="torch"),
+    pytest.param(replace(current_conditions(CPU, 2), flags="bf16 matmul"), "with bf16 matmul", id="flags"),
+    pytest.param(replace(current_conditions(CPU, 2), busy=64), "with 64 devices at once", id="busy"),
     pytest.param(H200, "only profiles of other devices (h200-sxm)", id="device"),
 ]
 
@@ -111,7 +112,7 @@ def test_what_was_measured_elsewise_is_not_used_and_said(
 
 
 def test_a_device_that_runs_slower_now_is_scaled_and_said(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts(reference_s=1.6e-3))
+    keep(store, current_conditions(CPU, 2), parts(reference_s=1.6e-3))
     found = known(store)
     assert "The reference kernel is 1.25 x slower now than when the profile was measured." in found.notes
     layer = perceptron().layers["2"]
@@ -120,19 +121,19 @@ def test_a_device_that_runs_slower_now_is_scaled_and_said(store: ProfileStore) -
 
 @pytest.mark.parametrize(("then_s", "words"), [(2.5e-3, "1.25 x faster now"), (1.9e-3, ""), (0.0, "")])
 def test_small_drifts_are_not_worth_a_word(store: ProfileStore, then_s: float, words: str) -> None:
-    keep(store, here(CPU, 2), parts(reference_s=then_s))
+    keep(store, current_conditions(CPU, 2), parts(reference_s=then_s))
     assert ("reference kernel" in said(known(store))) == bool(words)
     assert words in said(known(store))
 
 
 def test_what_was_imported_says_so(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts(), "theirs.json")
+    keep(store, current_conditions(CPU, 2), parts(), "theirs.json")
     assert sources(known(store)) == {Source.SHIPPED}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
 def test_a_precision_that_was_not_measured_is_estimated(store: ProfileStore, precision: str) -> None:
-    keep(store, here(CPU, 2), parts())
+    keep(store, current_conditions(CPU, 2), parts())
     found = known(store, precision=precision)
     assert isinstance(found.costs, RooflineCosts)
     assert f"nothing was measured in {precision}" in said(found)
@@ -147,11 +148,11 @@ def test_no_device_here_is_estimates_whatever_is_kept(store: ProfileStore) -> No
 
 def test_the_store_is_the_users_own_unless_given(store: ProfileStore) -> None:
     with ProfileStore() as own:
-        keep(own, here(CPU, 2), parts())
+        keep(own, current_conditions(CPU, 2), parts())
     assert sources(known_costs_of_the_user()) == {Source.MEASURED}
 
 
-def known_costs_of_the_user() -> Known:
+def known_costs_of_the_user() -> KnownCosts:
     return known_costs(perceptron(), this_cluster(2, CPU), device=CPU)
 
 
@@ -167,15 +168,15 @@ def test_reading_costs_makes_no_store(own_cache: Path, store: ProfileStore) -> N
 
 
 def test_what_is_kept_stays_as_it_is(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts())
-    store.put(group(here(CPU, 2), part("something else")))
+    keep(store, current_conditions(CPU, 2), parts())
+    store.put(group(current_conditions(CPU, 2), part("something else")))
     before = store.groups()
     sources(known(store))
     assert store.groups() == before
 
 
 def test_the_store_is_read_once(store: ProfileStore) -> None:
-    keep(store, here(CPU, 2), parts())
+    keep(store, current_conditions(CPU, 2), parts())
     found = known(store)
     store.close()  # a plan asks for thousands of parts: not one by one
     assert sources(found) == sources(found, ONE) == {Source.MEASURED}

@@ -26,7 +26,7 @@ from parplan.cost_models.measured import (
     profiled_costs,
     step_cost,
 )
-from parplan.cost_models.measurement.measure_parts import Request
+from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import LinkEntry, PartEntry, Profile, SessionProfile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
@@ -148,7 +148,7 @@ def test_between_two_sizes_it_is_interpolated_and_beyond_them_never(
         own_s = rates[entry.signature] * fallback.ideal_seconds(entry.flops, entry.nbytes)
         return Measurement(own_s, backward * own_s, 0.02, 9)
 
-    requests = [Request(graph.layers[name], ONE) for name in (one, other)]
+    requests = [PartRequest(graph.layers[name], ONE) for name in (one, other)]
     cost = priced(graph, made_up_profile(graph, requests, figures)).layer(graph.layers[asked], ONE)
     size = {name: fallback.peak_seconds(part(graph, name).flops, part(graph, name).nbytes) for name in LINEAR}
     low, high = sorted((size[one], size[other]))
@@ -179,7 +179,7 @@ def test_the_further_the_neighbours_the_larger_the_doubt() -> None:
             return Measurement(rate * fallback.ideal_seconds(entry.flops, entry.nbytes), 0.0, 0.0, 9)
 
         ordered = sorted(LINEAR, key=lambda name: part(graph, name).flops)
-        ends = [Request(graph.layers[name], ONE) for name in (ordered[0], ordered[-1])]
+        ends = [PartRequest(graph.layers[name], ONE) for name in (ordered[0], ordered[-1])]
         cost = priced(graph, made_up_profile(graph, ends, figures)).layer(graph.layers[ordered[4]], ONE)
         assert cost.source is Source.INTERPOLATED
         return cost.spread
@@ -191,14 +191,14 @@ def test_sizes_below_a_kernels_least_time_are_still_sizes() -> None:
     """All of these take the least time a kernel takes on paper; the smallest is no less outside for that."""
     graph = perceptron(4)
     smallest, largest = (choose(("2", "3"), key=lambda name: part(graph, name).flops) for choose in (min, max))
-    profile = made_up_profile(graph, [Request(graph.layers[largest], ONE)])
+    profile = made_up_profile(graph, [PartRequest(graph.layers[largest], ONE)])
     assert priced(graph, profile).layer(graph.layers[smallest], ONE).source is Source.ESTIMATED
 
 
 def test_a_backward_with_fewer_gradients_is_no_neighbour() -> None:
     """The first layer passes no gradient on: its backward says nothing of the others', whatever its size."""
     graph = widths()
-    around = [Request(graph.layers["0"], ONE), Request(graph.layers["5"], ONE)]
+    around = [PartRequest(graph.layers["0"], ONE), PartRequest(graph.layers["5"], ONE)]
     assert part(graph, "0").family == part(graph, "5").family
     cost = priced(graph, made_up_profile(graph, around)).layer(graph.layers["2"], ONE)
     assert cost.source is Source.ESTIMATED
@@ -213,7 +213,7 @@ def test_ops_never_measured_get_the_median_of_their_like_marked_as_estimates() -
         own_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
         return Measurement(7 * own_s, 11 * own_s, 0.01, 9)
 
-    costs = priced(graph, made_up_profile(graph, [Request(conv, ONE)], figures))
+    costs = priced(graph, made_up_profile(graph, [PartRequest(conv, ONE)], figures))
     cost, entry = costs.layer(fc, ONE), part(graph, "fc")
     ideal_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
     assert times(cost) == pytest.approx((7 * ideal_s, 11 * ideal_s))
@@ -234,7 +234,7 @@ def test_figures_of_the_runtime_and_of_updates_are_no_parts() -> None:
 
 def test_a_time_too_short_to_be_seen_is_kept_and_nothing_rests_on_it() -> None:
     graph = widths()
-    requests = [Request(graph.layers[name], ONE) for name in ("1", "5")]
+    requests = [PartRequest(graph.layers[name], ONE) for name in ("1", "5")]
     costs = priced(graph, made_up_profile(graph, requests, lambda _: Measurement(0.0, 0.0, 1.0, 1)))
     assert times(costs.layer(graph.layers["1"], ONE)) == (0.0, 0.0)
     assert costs.layer(graph.layers["3"], ONE) == RooflineCosts(graph, cpus()).layer(graph.layers["3"], ONE)
@@ -406,7 +406,7 @@ def test_layers_add_up_to_measured_steps(
     steps: tuple[tuple[float, float, int], ...], expected: tuple[float, float]
 ) -> None:
     graph, profile = perceptron(), corrected(*steps)
-    request = Request(graph.layers["2"], ONE)
+    request = PartRequest(graph.layers["2"], ONE)
     for entry in made_up_profile(graph, [request], lambda _: Measurement(2.0, 6.0, 0.01, 9)).all():
         profile.put(entry)
     assert times(priced(graph, profile).layer(request.layer, ONE)) == pytest.approx(expected)

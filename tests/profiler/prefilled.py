@@ -9,7 +9,7 @@ import torch
 
 from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD
 from parplan.cost_models.measurement import optimizer_updates as updates
-from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.profile.records import LinkEntry, PartEntry
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import Measurement
@@ -49,7 +49,7 @@ def prefill(store: ProfileStore, devices: int) -> None:
             for kind in KINDS
             for nbytes in SIZES
         ]
-        store.under(here(CPU, busy)).put(*_other_parts(busy), *(links if busy > 1 else []))
+        store.under(current_conditions(CPU, busy)).put(*_other_parts(busy), *(links if busy > 1 else []))
 
 
 PartsKept = dict[tuple[int, str], Measurement]
@@ -60,7 +60,7 @@ def parts_kept(store: ProfileStore, devices: int) -> PartsKept:
     return {
         (busy, entry.signature): entry.measurement
         for busy in range(1, devices + 1)
-        for entry in store.under(here(CPU, busy)).all()
+        for entry in store.under(current_conditions(CPU, busy)).all()
         if not entry.family.startswith(("update ", "runtime "))
     }
 

@@ -20,41 +20,41 @@ CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 13)
 
 
-def company_agrees(rank: int, ranks: int) -> None:
+def ranks_agree(rank: int, ranks: int) -> None:
     """Votes, means and maxima are the same everywhere, of all or of the first few."""
-    company = Ranks(ranks, CPU)
-    assert company.member
-    assert company.agree(rank == 1)
-    assert not company.agree(False)
-    assert company.mean([float(rank), 1.0]) == [(ranks - 1) / 2, 1.0]
-    assert company.largest(float(rank)) == ranks - 1
+    group = Ranks(ranks, CPU)
+    assert group.member
+    assert group.any(rank == 1)
+    assert not group.any(False)
+    assert group.mean([float(rank), 1.0]) == [(ranks - 1) / 2, 1.0]
+    assert group.max(float(rank)) == ranks - 1
     one = Ranks(1, CPU)
     assert one.member == (rank == 0)
     if one.member:
-        assert one.agree(True)
-        assert not one.agree(False)
+        assert one.any(True)
+        assert not one.any(False)
         assert one.mean([5.0]) == [5.0]
 
 
 def links_are_measured_once(rank: int, ranks: int) -> None:
     """All kinds and sizes; what is known is left alone unless asked for again."""
-    transport, company, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
+    transport, group, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
     told: list[int] = []
-    measure_links(transport, company, "gloo", profile, lambda: told.append(1), cap_s=0.0, sizes=SIZES)
+    measure_links(transport, group, "gloo", profile, lambda done, total: told.append(done), cap_s=0.0, sizes=SIZES)
     found = profile.links("gloo")
     assert {(entry.kind, entry.nbytes) for entry in found} == {(kind, size) for kind in KINDS for size in SIZES}
     assert {entry.group for entry in found} == {ranks}
     # A small message may be lost in the noise of what it is measured between: zero is an answer.
     assert all(entry.seconds >= 0 and entry.reference_s > 0 and entry.runs >= 5 and entry.when for entry in found)
-    assert len(told) == len(KINDS) * len(SIZES)
-    measure_links(transport, company, "gloo", profile, cap_s=0.0, sizes=SIZES)
+    assert told == list(range(1, len(KINDS) * len(SIZES) + 1))
+    measure_links(transport, group, "gloo", profile, cap_s=0.0, sizes=SIZES)
     assert profile.links("gloo") == found
     lacking = SessionProfile()  # only the first rank knows one of them: all stay in step
     if rank == 0:
         lacking.put(found[0])
-    measure_links(transport, company, "gloo", lacking, cap_s=0.0, sizes=SIZES)
+    measure_links(transport, group, "gloo", lacking, cap_s=0.0, sizes=SIZES)
     assert len(lacking.links("gloo")) == len(found)
-    measure_links(transport, company, "gloo", profile, cap_s=0.0, again=True, sizes=SIZES)
+    measure_links(transport, group, "gloo", profile, cap_s=0.0, again=True, sizes=SIZES)
     assert all(one is not other for one, other in zip(profile.links("gloo"), found, strict=True))
     same: list[list[tuple[str, int, float]] | None] = [None] * ranks
     dist.all_gather_object(same, [(entry.kind, entry.nbytes, entry.seconds) for entry in profile.links("gloo")])
@@ -76,12 +76,12 @@ def patterns_move_what_they_say(rank: int, ranks: int) -> None:
 def ranks_agree_on_what_telling_each_other_takes(rank: int, ranks: int) -> None:
     """Measured once, the same figure on all."""
     runtime_costs._LEAST_STEPS = 2
-    transport, company, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
-    costs = RuntimeCosts(CPU, company, transport)
+    transport, group, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
+    costs = RuntimeCosts(CPU, group, transport)
     costs._agreement(transport, profile, again=False)
     found = profile.get(AGREEMENT)
     assert found is not None
-    assert company.largest(found.measurement.forward_s) == found.measurement.forward_s >= 0
+    assert group.max(found.measurement.forward_s) == found.measurement.forward_s >= 0
     costs._agreement(transport, profile, again=False)
     assert profile.get(AGREEMENT) is found
     costs._agreement(transport, profile, again=True)
@@ -89,7 +89,7 @@ def ranks_agree_on_what_telling_each_other_takes(rank: int, ranks: int) -> None:
 
 
 CASES = {
-    "company": company_agrees,
+    "ranks": ranks_agree,
     "links": links_are_measured_once,
     "patterns": patterns_move_what_they_say,
     "agreement": ranks_agree_on_what_telling_each_other_takes,

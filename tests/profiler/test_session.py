@@ -17,13 +17,13 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.measured import CORRECTION, OVERHEAD
 from parplan.cost_models.measurement import measure_parts as measuring
 from parplan.cost_models.measurement import optimizer_updates as updates
-from parplan.cost_models.measurement.conditions import here
+from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.measure_parts import Outcome
 from parplan.cost_models.measurement.runnable_parts import part_signature
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, part_of
-from parplan.cost_models.sampling import Effort
+from parplan.cost_models.sampling import StoppingRule
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
@@ -92,8 +92,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def settings(file: Path, devices: int = 1, **options: Any) -> Settings:
-    quick = Effort(cap_s=0.0, least_runs=1)
-    return replace(Settings(devices, optimizers=("adam",), effort=quick, store=str(file)), **options)
+    quick = StoppingRule(cap_s=0.0, least_runs=1)
+    return replace(Settings(devices, optimizers=("adam",), stop=quick, store=str(file)), **options)
 
 
 def test_requests_are_all_that_the_planner_prices() -> None:
@@ -110,7 +110,7 @@ def test_requests_are_all_that_the_planner_prices() -> None:
 def test_one_device(file: Path) -> None:
     first = profile(Perceptron(), settings(file))
     assert first.outcome == Outcome(len(distinct(1)), 0, 0)
-    assert first.conditions == (here(CPU, 1).describe(),)
+    assert first.conditions == (current_conditions(CPU, 1).describe(),)
     with ProfileStore(file) as store:
         kept = parts_kept(store, 1)
     assert kept.keys() == distinct(1)
@@ -121,11 +121,13 @@ def test_one_device(file: Path) -> None:
 def test_two_devices(file: Path) -> None:
     first = profile(Perceptron(), settings(file, 2))
     assert first.outcome == Outcome(len(distinct(2)), 0, 0)
-    assert first.conditions == (here(CPU, 1).describe(), here(CPU, 2).describe())
+    assert first.conditions == (current_conditions(CPU, 1).describe(), current_conditions(CPU, 2).describe())
     with ProfileStore(file) as store:
         assert parts_kept(store, 2).keys() == distinct(2)
         # what was known was not measured anew
-        assert {entry.when for entry in store.under(here(CPU, 2)).links("gloo")} == {"2025-06-01T12:00:00Z"}
+        assert {entry.when for entry in store.under(current_conditions(CPU, 2)).links("gloo")} == {
+            "2025-06-01T12:00:00Z"
+        }
 
 
 def test_updates_and_the_runtime_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +137,7 @@ def test_updates_and_the_runtime_are_measured_too(tmp_path: Path, monkeypatch: p
     file = tmp_path / "new.sqlite"
     profile(Perceptron(), settings(file, optimizers=("sgd", "adam")))
     with ProfileStore(file) as store:
-        families = [entry.family for entry in store.under(here(CPU, 1)).all()]
+        families = [entry.family for entry in store.under(current_conditions(CPU, 1)).all()]
         before = store.groups()
     assert [families.count(f"update {name} float32") for name in ("sgd", "adam")] == [3, 3]
     assert (families.count(OVERHEAD), families.count(CORRECTION)) == (2, 1)
@@ -199,7 +201,7 @@ def test_the_parts_of_a_profile_price_the_model_without_a_guess(file: Path) -> N
     profile(Perceptron(), settings(file))
     kept, own = SessionProfile(), graph()
     with ProfileStore(file) as store:
-        for entry in store.under(here(CPU, 1)).all():
+        for entry in store.under(current_conditions(CPU, 1)).all():
             kept.put(entry)
     cluster = this_cluster(1, CPU)
     costs = made_up_costs(own, cluster, None, kept)

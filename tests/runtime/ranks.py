@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import socket
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 
@@ -13,16 +12,9 @@ import torch
 from benchmarks.training import Outcome, Verdict
 from benchmarks.workers import Workers
 
-__all__ = ["Case", "free_port", "on_two_and_four", "run_case"]
+__all__ = ["Case", "on_two_and_four", "run_case"]
 
 Case = Callable[[int, int], object]
-
-
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def on_two_and_four(

@@ -12,11 +12,10 @@ from torch import multiprocessing as mp
 
 from parplan.errors import RuntimeFailure
 from parplan.runtime.module.compiled import Compiled
-from tests.processes import forkserver
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
-from tests.runtime.ranks import free_port, on_two_and_four, run_case
+from tests.runtime.ranks import on_two_and_four, run_case
 
 
 @pytest.mark.parametrize(
@@ -26,10 +25,10 @@ def test_ranks_agree_with_the_plain_model(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)
 
 
-def _dying(rank: int, port: int, folder: str) -> None:
+def _dying(rank: int, folder: str) -> None:
     """Rank 1 leaves after one step; rank 0 must learn of it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     model = Compiled(mlp(), planner(spread(2, "out-features"), 2))
     model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
     if rank == 1:
@@ -43,8 +42,7 @@ def _dying(rank: int, port: int, folder: str) -> None:
 
 
 def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
-    forkserver()
-    mp.start_processes(_dying, (free_port(), str(tmp_path)), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(_dying, (str(tmp_path),), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
     text = (tmp_path / "error").read_text()
     assert text.startswith("rank 0: ")
     assert "another rank has probably stopped" in text

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import parplan
 from examples.seeds import data_parallel as example
-from parplan.cost_models.measurement.runnable_parts import Piece
+from parplan.cost_models.measurement.runnable_parts import LayerPart
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
@@ -442,7 +442,7 @@ def test_packed_layers_and_hooks_can_be_timed_by_themselves() -> None:
     graph = capture(net, (torch.randint(20, (4, 7)), torch.tensor([1, 7, 2, 3])))
     for name in ("first", "out.hooks"):
         layer = graph.layers[name]
-        piece = Piece.of(graph, LocalLayer(layer, Strategy(2, 1, None, TWO), 0, 2), torch.device("cpu"))
+        piece = LayerPart.of(graph, LocalLayer(layer, Strategy(2, 1, None, TWO), 0, 2), torch.device("cpu"))
         shapes = [graph.values[value].shape for value in layer.outputs]
         assert [len(result.shape) for result in piece.run(piece.fresh_inputs())] == [len(shape) for shape in shapes]
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,6 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.local import LocalTransport
 from tests.runtime.helpers import compiled, differences, outcome, planner, spread
 from tests.runtime.nets import conv_net, mlp
-from tests.runtime.ranks import free_port
 
 META = torch.device("meta")  # a second memory that every machine has
 WAIT_S = 30.0
@@ -289,9 +289,9 @@ def test_gradients_are_summed_on_the_models_own_parameters() -> None:
 # --- NCCL ------------------------------------------------------------------------------------
 
 
-def _over_nccl(rank: int, port: int) -> None:
+def _over_nccl(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", f"tcp://localhost:{port}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.manual_seed(1)
     plain = mlp().cuda()
     model = Compiled(copy.deepcopy(plain), planner(spread(2, "data"), 2), threads=True)
@@ -305,8 +305,8 @@ def _over_nccl(rank: int, port: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for every process")
-def test_nccl_sums_gradients_where_it_is_present() -> None:
-    mp.start_processes(_over_nccl, (free_port(),), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
+def test_nccl_sums_gradients_where_it_is_present(tmp_path: Path) -> None:
+    mp.start_processes(_over_nccl, (str(tmp_path),), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
 
 
 @pytest.mark.gpu

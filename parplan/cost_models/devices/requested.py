@@ -13,7 +13,7 @@ from parplan.errors import ClusterError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_GPU", "Asked", "Found", "Hosts", "find_cluster", "hosts_of"]
+__all__ = ["DEFAULT_GPU", "ClusterRequest", "FoundCluster", "Hosts", "find_cluster", "hosts_of"]
 
 # Planned for when no GPU is here and none is named: the most common card of current clusters.
 DEFAULT_GPU = "a100-80g-sxm"
@@ -31,7 +31,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClusterRequest:
     """What is asked for; None where nothing is said.
 
     Args:
@@ -52,7 +52,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCluster:
     """The cluster, what the reader must know about it, and one of its devices where they are here."""
 
     cluster: Cluster
@@ -84,7 +84,7 @@ def hosts_of(gpus: int | str) -> Hosts:
     return Hosts(count, hosts)
 
 
-def find_cluster(asked: Asked) -> Found:
+def find_cluster(asked: ClusterRequest) -> FoundCluster:
     """The cluster asked for.
 
     Raises:
@@ -98,7 +98,7 @@ def find_cluster(asked: Asked) -> Found:
     return replace(found, cluster=found.cluster.with_memory(asked.memory_bytes))
 
 
-def _given(asked: Asked, cluster: Cluster | str | Path) -> Found:
+def _given(asked: ClusterRequest, cluster: Cluster | str | Path) -> FoundCluster:
     from parplan.cost_models.devices.cluster_file import load_cluster
 
     said = {"--gpus": asked.gpus, "--gpu": asked.gpu, "--link": asked.link}
@@ -116,11 +116,11 @@ def _given(asked: Asked, cluster: Cluster | str | Path) -> Found:
     if found.count > MOST_DEVICES:
         raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_DEVICES}")
     if asked.memory_bytes is None:
-        return Found(found)
-    return Found(found, ("The memory of every device is as --memory says, not as the cluster says.",))
+        return FoundCluster(found)
+    return FoundCluster(found, ("The memory of every device is as --memory says, not as the cluster says.",))
 
 
-def _from_presets(asked: Asked) -> Found:
+def _from_presets(asked: ClusterRequest) -> FoundCluster:
     import torch
 
     from parplan.cost_models.devices.local_devices import this_cluster
@@ -137,7 +137,7 @@ def _from_presets(asked: Asked) -> Found:
         device = torch.device("cuda" if here and asked.gpu is None else "cpu")
         cluster = this_cluster(count, device, asked.measure, link=asked.link, hosts=wanted.hosts)
         note = f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine."
-        return Found(cluster, (note,) if asked.measure and not here else (), device)
+        return FoundCluster(cluster, (note,) if asked.measure and not here else (), device)
     cluster = cluster_preset(asked.gpu or DEFAULT_GPU, count, asked.link, wanted.hosts)
     note = f"No GPU here and no --gpu: planned for {count} x {DEFAULT_GPU}, a preset."
-    return Found(cluster, () if asked.gpu is not None else (note,))
+    return FoundCluster(cluster, () if asked.gpu is not None else (note,))

@@ -13,7 +13,7 @@ from pathlib import Path
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.layer_profile.graph import OF_A_PROFILE
 from parplan.cost_models.layer_profile.records import (
-    Cut,
+    AxisCut,
     Effect,
     LayerProfile,
     ProfiledLayer,
@@ -120,7 +120,7 @@ def _samples(layer: Layer) -> Samples:
     return Samples.TOGETHER if layer.batch is None else Samples.SPLIT
 
 
-def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> Cut | None:
+def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> AxisCut | None:
     """The axis, if the text can say it."""
     if any(name not in axis.dims and name not in axis.first_only for name in layer.parameters):
         return None
@@ -132,10 +132,10 @@ def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> Cut | None:
     taken, given = takes.pop(), gives.pop() if gives else 0
     taken = 1 if axis.partial and not layer.inputs else taken  # what its input would be, in a graph that lists none
     if given and taken:
-        return Cut(axis.name, axis.units, Effect.BOTH, taken, given)
+        return AxisCut(axis.name, axis.units, Effect.BOTH, taken, given)
     if given:
-        return Cut(axis.name, axis.units, Effect.OUTPUT, gives=given)
-    return Cut(axis.name, axis.units, Effect.INPUT, takes=taken) if taken and axis.partial else None
+        return AxisCut(axis.name, axis.units, Effect.OUTPUT, gives=given)
+    return AxisCut(axis.name, axis.units, Effect.INPUT, takes=taken) if taken and axis.partial else None
 
 
 def _dimension(graph: LayerGraph, axis: Axis, value: str) -> int:

@@ -13,7 +13,7 @@ import networkx as nx
 import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.layer_profile.records import Cut, Effect, LayerProfile, ProfiledLayer, ProfileEdge, Samples
+from parplan.cost_models.layer_profile.records import AxisCut, Effect, LayerProfile, ProfiledLayer, ProfileEdge, Samples
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 
 __all__ = ["OF_A_PROFILE", "profile_graph", "profile_notes"]
@@ -130,7 +130,7 @@ def _layer(
     )
 
 
-def _axis(cut: Cut, inputs: Sequence[str], outputs: Sequence[str], parameters: Sequence[str]) -> Axis:
+def _axis(cut: AxisCut, inputs: Sequence[str], outputs: Sequence[str], parameters: Sequence[str]) -> Axis:
     dims = dict.fromkeys(parameters, 0)
     if cut.effect is not Effect.OUTPUT:
         dims.update(dict.fromkeys(inputs, cut.takes))

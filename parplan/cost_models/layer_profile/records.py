@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["AXIS_EFFECTS", "Cut", "Effect", "LayerProfile", "ProfileEdge", "ProfiledLayer", "Samples", "Times"]
+__all__ = ["AXIS_EFFECTS", "AxisCut", "Effect", "LayerProfile", "ProfileEdge", "ProfiledLayer", "Samples", "Times"]
 
 
 class Samples(Enum):
@@ -52,7 +52,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisCut:
     """An axis along which a layer may be cut.
 
     Args:
@@ -93,7 +93,7 @@ class ProfiledLayer:
     saved_bytes: int | None = None
     kind: str = "other"
     samples: Samples = Samples.SPLIT
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[AxisCut, ...] = ()
     update_s: float = 0.0
 
 

@@ -14,7 +14,7 @@ import networkx as nx
 
 from parplan.cost_models.layer_profile.records import (
     AXIS_EFFECTS,
-    Cut,
+    AxisCut,
     Effect,
     LayerProfile,
     ProfiledLayer,
@@ -72,7 +72,7 @@ def _count(name: str) -> Field:
     return _whole(name, 1, _MOST_COUNT, "a whole number")
 
 
-def _read_cuts(words: str) -> tuple[Cut, ...]:
+def _read_cuts(words: str) -> tuple[AxisCut, ...]:
     cuts = tuple(_read_cut(word) for word in words.split(","))
     axes = [cut.axis for cut in cuts]
     if twice := next((axis for axis in axes if axes.count(axis) > 1), None):
@@ -80,7 +80,7 @@ def _read_cuts(words: str) -> tuple[Cut, ...]:
     return cuts
 
 
-def _read_cut(word: str) -> Cut:
+def _read_cut(word: str) -> AxisCut:
     axis, *rest = word.split(":")
     if not axis or not axis.isprintable() or not 1 <= len(rest) <= 2:
         raise ValueError
@@ -97,7 +97,7 @@ def _read_cut(word: str) -> Cut:
 
     units = checked(_count("units"), rest[0])
     if len(rest) == 1:
-        return Cut(axis, units, AXIS_EFFECTS[axis])
+        return AxisCut(axis, units, AXIS_EFFECTS[axis])
     effect_word, at, dims = rest[1].partition("@")
     effect = checked(choice("effect", Effect), effect_word)
     takes, arrow, gives = dims.partition(">") if at else ("1", "", "")
@@ -105,7 +105,9 @@ def _read_cut(word: str) -> Cut:
         raise FieldError(f"{axis}: {effect.value} cuts one dimension, found {shown(dims)}; write {effect.value}@1")
     first = checked(_count("dimension"), takes)
     second = checked(_count("dimension"), gives) if arrow else first
-    return Cut(axis, units, effect, 1 if effect is Effect.OUTPUT else first, 1 if effect is Effect.INPUT else second)
+    return AxisCut(
+        axis, units, effect, 1 if effect is Effect.OUTPUT else first, 1 if effect is Effect.INPUT else second
+    )
 
 
 _CUTS = "axes as AXIS:UNITS or AXIS:UNITS:EFFECT@DIMENSION, such as out-features:4096 or experts:8:output@2"
@@ -162,7 +164,7 @@ _HEADER: dict[str, tuple[Field, str]] = {
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Statement:
     """A `layer`, `times` or `edge` line; `where` is file:line."""
 
     where: str
@@ -195,7 +197,7 @@ def parse_layer_profile(source: str, where: str = "profile") -> LayerProfile:
         found = " ".join(version) or "none"
         raise ProfileError(f"{first}: version {shown(found)}; this parplan reads version {_VERSION}")
     header: dict[str, Any] = {}
-    entries: dict[str, dict[Any, _Entry]] = {keyword: {} for keyword in _FORMS}
+    entries: dict[str, dict[Any, _Statement]] = {keyword: {} for keyword in _FORMS}
     for line, words in lines[1:]:
         if words[0] in _HEADER:
             _add_header(header, line, words)
@@ -234,7 +236,7 @@ def _add_header(header: dict[str, Any], line: str, words: Sequence[str]) -> None
     header[name] = read_field(field, " ".join(words[1:]), line, ProfileError)
 
 
-def _add_entry(entries: dict[Any, _Entry], line: str, words: Sequence[str]) -> None:
+def _add_entry(entries: dict[Any, _Statement], line: str, words: Sequence[str]) -> None:
     keyword, form = words[0], _FORMS[words[0]]
     names = tuple(words[1 : 1 + form.names])
     known = {field.name for other in _FORMS.values() for field in other.fields}
@@ -257,10 +259,10 @@ def _add_entry(entries: dict[Any, _Entry], line: str, words: Sequence[str]) -> N
         key, where = (*names, fields["batch"]), f"{where} batch={fields['batch']}"
     if key in entries:
         raise ProfileError(f"{where} is there already ({entries[key].where}); keep one")
-    entries[key] = _Entry(line, names, fields)
+    entries[key] = _Statement(line, names, fields)
 
 
-def _check_names(entries: dict[str, dict[Any, _Entry]]) -> None:
+def _check_names(entries: dict[str, dict[Any, _Statement]]) -> None:
     layers = [name for (name,) in entries["layer"]]
     for entry in (*entries["times"].values(), *entries["edge"].values()):
         for name in entry.names:
@@ -268,7 +270,7 @@ def _check_names(entries: dict[str, dict[Any, _Entry]]) -> None:
                 raise ProfileError(f"{entry.where}: no layer is called {shown(name)}; {did_you_mean(name, layers)}")
 
 
-def _check_edges(edges: dict[Any, _Entry], layers: dict[Any, _Entry]) -> None:
+def _check_edges(edges: dict[Any, _Statement], layers: dict[Any, _Statement]) -> None:
     for (source, target), entry in edges.items():
         edge = f"{entry.where}: edge {source} {target}"
         if source == target:
@@ -285,7 +287,7 @@ def _check_edges(edges: dict[Any, _Entry], layers: dict[Any, _Entry]) -> None:
         raise ProfileError(f"{last}: edge {cycle[-1]} {cycle[0]} closes a cycle, {around}; remove one of its edges")
 
 
-def _profile(header: dict[str, Any], entries: dict[str, dict[Any, _Entry]], default_name: str) -> LayerProfile:
+def _profile(header: dict[str, Any], entries: dict[str, dict[Any, _Statement]], default_name: str) -> LayerProfile:
     batch: int = header["batch"]
 
     def factor(name: str, size: int) -> int:
@@ -296,11 +298,11 @@ def _profile(header: dict[str, Any], entries: dict[str, dict[Any, _Entry]], defa
     def scaled(name: str, nbytes: int | None) -> int | None:
         return None if nbytes is None else nbytes * factor(name, batch)
 
-    def seconds(name: str, size: int, entry: _Entry) -> Times:
+    def seconds(name: str, size: int, entry: _Statement) -> Times:
         forward_s, backward_s = (entry.fields[field.name] * factor(name, size) for field in _SECONDS)
         return Times(size, forward_s, backward_s)
 
-    times: dict[str, dict[int, _Entry]] = {name: {} for (name,) in entries["layer"]}
+    times: dict[str, dict[int, _Statement]] = {name: {} for (name,) in entries["layer"]}
     for (name, size), entry in entries["times"].items():
         times[name][size] = entry
 
@@ -383,7 +385,7 @@ def _seconds_text(times: Times) -> str:
     return f"forward-s={float(times.forward_s)!r} backward-s={float(times.backward_s)!r}"
 
 
-def _cut_text(cut: Cut) -> str:
+def _cut_text(cut: AxisCut) -> str:
     if any(character in ":," for character in cut.axis):
         raise ProfileError(f"axis {cut.axis!r} cannot be written: a name has neither ':' nor ','; rename it")
     dims = {Effect.OUTPUT: f"{cut.gives}", Effect.INPUT: f"{cut.takes}", Effect.BOTH: f"{cut.takes}>{cut.gives}"}

@@ -12,12 +12,12 @@ import torch
 from parplan.cost_models.devices.local_devices import preset_of
 from parplan.cost_models.profile.records import Conditions
 
-__all__ = ["cpu_name", "here", "switches"]
+__all__ = ["cpu_name", "current_conditions", "switches"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def here(device: torch.device, busy: int) -> Conditions:
+def current_conditions(device: torch.device, busy: int) -> Conditions:
     """The conditions of measurements made now on `device` while `busy` logical devices work at once."""
     version = torch.__version__.split("+")[0]
     flags = ", ".join(switches(device))

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess, now, reference_now
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.measurement.sweeps import Alone, Company, now, speed_now
 from parplan.cost_models.profile.records import PartEntry, Profile
 from parplan.cost_models.sampling import Measurement, one_thread, spread_of
 
@@ -49,14 +49,14 @@ def measure_updates(
     optimizer: str,
     device: torch.device,
     profile: Profile,
-    company: Company | None = None,
+    ranks: ProcessGroup | None = None,
     runs: int = 7,
     again: bool = False,
 ) -> None:
     """Keep in `profile` what calling `optimizer` takes, and what one more parameter of every size adds."""
-    company = company or Alone()
-    if company.agree(again or any(profile.get(_signature(optimizer, size)) is None for size in (0, *_SIZES))):
-        timer = _Timer(optimizer, device, company, runs)
+    ranks = ranks or SingleProcess()
+    if ranks.any(again or any(profile.get(_signature(optimizer, size)) is None for size in (0, *_SIZES))):
+        timer = _Timer(optimizer, device, ranks, runs)
         profile.put(PartEntry(_signature(optimizer, 0), _family(optimizer), 0.0, 0.0, timer.calling()))
         for size in _SIZES:
             entry = PartEntry(_signature(optimizer, size), _family(optimizer), 0.0, 4.0 * size, timer.parameter(size))
@@ -66,8 +66,8 @@ def measure_updates(
 class _Timer:
     """Times updates of one optimizer on cold caches."""
 
-    def __init__(self, optimizer: str, device: torch.device, company: Company, runs: int) -> None:
-        self._optimizer, self._device, self._company, self._runs = optimizer, device, company, runs
+    def __init__(self, optimizer: str, device: torch.device, ranks: ProcessGroup, runs: int) -> None:
+        self._optimizer, self._device, self._ranks, self._runs = optimizer, device, ranks, runs
         self._reference = Reference(device)
         self._caches = torch.zeros(_CACHES_BYTES // 4, device=device)
 
@@ -87,9 +87,9 @@ class _Timer:
         with one_thread(self._device):
             seconds()
             for _ in range(self._runs):
-                references.append(speed_now(self._reference, self._company))
+                references.append(reference_now(self._reference, self._ranks))
                 times.append(seconds())
-        middle, reference_s = self._company.mean([median(times), median(references)])
+        middle, reference_s = self._ranks.mean([median(times), median(references)])
         return Measurement(middle, 0.0, spread_of(times, middle), len(times), reference_s, when=now())
 
     def _timed(self, step: Callable[[], Any]) -> float:

@@ -19,7 +19,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 from parplan.graph.packed_sequences import longest
 
-__all__ = ["Piece", "family_of", "part_entry", "part_signature"]
+__all__ = ["LayerPart", "family_of", "part_entry", "part_signature"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -53,7 +53,7 @@ def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) ->
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerPart:
     """One device's part of a layer, ready to run: its code, and what it takes.
 
     Args:
@@ -67,7 +67,7 @@ class Piece:
     arriving: int
 
     @classmethod
-    def of(cls, graph: LayerGraph, part: LocalLayer, device: torch.device) -> Piece:
+    def of(cls, graph: LayerGraph, part: LocalLayer, device: torch.device) -> LayerPart:
         """One device's part of a layer on `device`."""
         layer = part.layer
         names = (*layer.inputs, *layer.parameters, *layer.buffers)
@@ -77,7 +77,7 @@ class Piece:
         return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
 
     @classmethod
-    def idle(cls, device: torch.device) -> Piece:
+    def idle(cls, device: torch.device) -> LayerPart:
         """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
         code = fx.Graph()
         code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))

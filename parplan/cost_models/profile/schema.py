@@ -16,14 +16,14 @@ from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from parplan.fields import Field, count, number, read_fields, text
 
-__all__ = ["CONDITIONS", "LINKS", "PARTS", "Table"]
+__all__ = ["CONDITIONS", "LINKS", "PARTS", "EntryTable"]
 
 _CHARACTER = "[^\0\ud800-\udfff]"  # what SQLite and UTF-8 files keep as it is: no NUL, no half of a surrogate pair
 _UNKNOWN_SPREAD = 1.0  # as sampling.Measurement has it
 
 
 @dataclass(frozen=True)
-class Table(Generic[Entry]):
+class EntryTable(Generic[Entry]):
     """One kind of entry: its name, its fields and those that tell entries apart, and how a row becomes an entry."""
 
     name: str
@@ -94,7 +94,7 @@ _WHEN = Field("when", "a time like 2025-01-31T12:00:00Z (UTC), or empty", _read_
 CONDITIONS = (_name("device"), count("busy"), _name("torch"), _text("cuda"), _text("flags"))
 _MEASURED = (_amount("spread"), count("runs"), _seconds("reference_s"))
 
-PARTS = Table(
+PARTS = EntryTable(
     "parts",
     "part",
     (
@@ -113,7 +113,7 @@ PARTS = Table(
     ("signature",),
     _part,
 )
-LINKS = Table(
+LINKS = EntryTable(
     "links",
     "link",
     (

@@ -19,7 +19,7 @@ from typing import Any
 
 from parplan.cost_models.profile.mismatches import EntryCounts, mismatches
 from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry
-from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, Table
+from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, EntryTable
 from parplan.cost_models.profile.store_file import default_path, open_store, reported, transaction
 from parplan.errors import ProfileError
 from parplan.fields import read_fields
@@ -91,7 +91,7 @@ class ProfileStore:
             groups = [EntryGroup(c, _select(connection, PARTS, c), _select(connection, LINKS, c)) for c in found]
         return [group for group in groups if group.parts or group.links]
 
-    def find(self, table: Table[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
+    def find(self, table: EntryTable[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
         """Entries of a table under `conditions` whose fields are as given, sorted by key."""
         with self._using() as connection:
             return _select(connection, table, conditions, **equal)
@@ -188,7 +188,7 @@ class StoredProfile:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _table_of(entry: PartEntry | LinkEntry) -> Table[Any]:
+def _table_of(entry: PartEntry | LinkEntry) -> EntryTable[Any]:
     return PARTS if isinstance(entry, PartEntry) else LINKS
 
 
@@ -204,7 +204,9 @@ def _all_conditions(connection: Connection) -> list[Conditions]:
         return [Conditions(**read_fields(dict(row), CONDITIONS, "conditions", ProfileError)) for row in rows]
 
 
-def _select(connection: Connection, table: Table[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
+def _select(
+    connection: Connection, table: EntryTable[Entry], conditions: Conditions, **equal: Any
+) -> tuple[Entry, ...]:
     """Entries under `conditions` whose fields are as given in `equal`, sorted by key."""
     values = {**vars(conditions), **equal}
     tests = " AND ".join(f'"{name}" = ?' for name in values)

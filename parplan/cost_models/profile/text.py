@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup
-from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, Table
+from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, EntryTable
 from parplan.cost_models.profile.store import Merged, ProfileStore
 from parplan.errors import ProfileError
 from parplan.fields import Field, list_of, parse_json, read_fields, read_file
@@ -95,7 +95,7 @@ def _block(group: EntryGroup) -> str:
     return f"    {{\n{body}\n    }}"
 
 
-def _lines(table: Table[Entry], entries: Sequence[Entry]) -> str:
+def _lines(table: EntryTable[Entry], entries: Sequence[Entry]) -> str:
     rows = [table.row(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
     for row in rows:
         if not row["origin"]:
@@ -134,7 +134,7 @@ def _group(item: Any, where: str) -> EntryGroup:
     return EntryGroup(conditions, _entries(_PARTS, found["parts"], named), _entries(LINKS, found["links"], named))
 
 
-def _entries(table: Table[Entry], items: Sequence[Any], where: str) -> tuple[Entry, ...]:
+def _entries(table: EntryTable[Entry], items: Sequence[Any], where: str) -> tuple[Entry, ...]:
     numbered = enumerate(items, start=1)
     found = tuple(table.entry(item, f"{where}, {table.word} {number}") for number, item in numbered)
     _check_once([entry.key for entry in found], where, table.word)

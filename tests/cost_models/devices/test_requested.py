@@ -10,7 +10,7 @@ import torch
 
 from parplan.cluster import MOST_DEVICES
 from parplan.cost_models.devices.presets import cluster_preset
-from parplan.cost_models.devices.requested import DEFAULT_GPU, Asked, Hosts, find_cluster, hosts_of
+from parplan.cost_models.devices.requested import DEFAULT_GPU, ClusterRequest, Hosts, find_cluster, hosts_of
 from parplan.errors import ClusterError
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "clusters" / "two-islands.toml"
@@ -51,30 +51,30 @@ def test_numbers_that_make_no_cluster(text: int | str, words: str) -> None:
 
 
 def test_presets_with_hosts_and_links() -> None:
-    found = find_cluster(Asked(gpus="4x2", gpu="v100", link="10gbe"))
+    found = find_cluster(ClusterRequest(gpus="4x2", gpu="v100", link="10gbe"))
     assert found.cluster == cluster_preset("v100", 8, "10gbe", hosts=4)
     assert found.notes == ()
     assert [level.size for level in found.cluster.links] == [2, 8]
 
 
 def test_nothing_said_is_a_preset_with_a_note() -> None:
-    found = find_cluster(Asked(gpus=4))
+    found = find_cluster(ClusterRequest(gpus=4))
     assert found.cluster == cluster_preset(DEFAULT_GPU, 4)
     assert found.notes == (f"No GPU here and no --gpu: planned for 4 x {DEFAULT_GPU}, a preset.",)
 
 
 def test_memory_replaces_that_of_every_device() -> None:
-    assert find_cluster(Asked(gpus=2, gpu="k20", memory_bytes=GIB)).cluster.device.memory_bytes == GIB
-    found = find_cluster(Asked(cluster=FILE.with_name("workstation.toml"), memory_bytes=GIB))
+    assert find_cluster(ClusterRequest(gpus=2, gpu="k20", memory_bytes=GIB)).cluster.device.memory_bytes == GIB
+    found = find_cluster(ClusterRequest(cluster=FILE.with_name("workstation.toml"), memory_bytes=GIB))
     assert {device.memory_bytes for device in found.cluster.devices} == {GIB}
     assert [group.device.kind for group in found.cluster.groups] == ["rtx4090", "desktop-cpu"]
     assert "memory" in found.notes[0]
 
 
 def test_a_cluster_or_its_file() -> None:
-    from_file = find_cluster(Asked(cluster=FILE)).cluster
-    assert find_cluster(Asked(cluster=str(FILE))).cluster == from_file
-    assert find_cluster(Asked(cluster=from_file)).cluster is from_file
+    from_file = find_cluster(ClusterRequest(cluster=FILE)).cluster
+    assert find_cluster(ClusterRequest(cluster=str(FILE))).cluster == from_file
+    assert find_cluster(ClusterRequest(cluster=from_file)).cluster is from_file
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_a_cluster_or_its_file() -> None:
 )
 def test_what_contradicts_a_cluster_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ClusterError, match=words):
-        find_cluster(replace(Asked(cluster=FILE), **change))  # type: ignore[arg-type]
+        find_cluster(replace(ClusterRequest(cluster=FILE), **change))  # type: ignore[arg-type]
 
 
 def test_too_large_a_cluster_is_refused(tmp_path: Path) -> None:
     tables = '[[devices]]\npreset = "k20"\ncount = 1000\n' * 2 + '[[links]]\npreset = "10gbe"\nsize = 2000\n'
     (tmp_path / "big.toml").write_text(tables)
     with pytest.raises(ClusterError, match="--cluster has 2000 devices; parplan plans for up to 1024"):
-        find_cluster(Asked(cluster=tmp_path / "big.toml"))
+        find_cluster(ClusterRequest(cluster=tmp_path / "big.toml"))
 
 
 def test_measured_processes_may_be_joined_by_another_link() -> None:
-    found = find_cluster(Asked(gpus="2x2", link="10gbe", measure=True))
+    found = find_cluster(ClusterRequest(gpus="2x2", link="10gbe", measure=True))
     assert [(link.name, link.size, link.contention) for link in found.cluster.links] == [
         ("shared memory", 2, 1.0),
         ("10gbe", 4, 0.5),

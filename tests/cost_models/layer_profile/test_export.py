@@ -13,7 +13,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.layer_profile.costs import ProfileCosts
 from parplan.cost_models.layer_profile.export import layer_profile_of, write_layer_profile
 from parplan.cost_models.layer_profile.graph import profile_graph
-from parplan.cost_models.layer_profile.records import Cut, Effect, LayerProfile, Samples
+from parplan.cost_models.layer_profile.records import AxisCut, Effect, LayerProfile, Samples
 from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile, parse_layer_profile
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ProfileError
@@ -45,8 +45,8 @@ def test_sizes_times_and_axes_are_those_of_the_model() -> None:
     cost = RooflineCosts(graph, CLUSTER).layer(graph.layers["conv"], Strategy(2, devices=(0, 1)))
     assert (conv.times[1].forward_s, conv.times[1].backward_s) == (cost.forward_s, cost.backward_s)
     assert (conv.parameter_bytes, conv.activation_bytes) == (4 * (12 * 3 * 9 + 12), 4 * 12 * 12 * 36)
-    assert conv.cuts == (Cut("in-channels", 3, Effect.INPUT), Cut("out-channels", 12, Effect.OUTPUT))
-    assert by_name["norm"].cuts == (Cut("channels", 12, Effect.BOTH),)
+    assert conv.cuts == (AxisCut("in-channels", 3, Effect.INPUT), AxisCut("out-channels", 12, Effect.OUTPUT))
+    assert by_name["norm"].cuts == (AxisCut("channels", 12, Effect.BOTH),)
     assert (fc.kind, fc.activation_bytes, fc.samples) == ("linear", 4 * 12 * 24, Samples.SPLIT)
     assert (loss.kind, loss.samples, loss.cuts, len(loss.times)) == ("loss", Samples.TOGETHER, (), 1)
 
@@ -93,7 +93,7 @@ def test_parts_of_outputs_frozen_weights_and_dimensions() -> None:
     assert parse_layer_profile(format_layer_profile(profile)) == profile
     by_name = {layer.name: layer for layer in profile.layers}
     assert by_name["frozen"].parameter_bytes == 4 * 72
-    assert Cut("out-features", 12, Effect.OUTPUT, gives=2) in by_name["first"].cuts
+    assert AxisCut("out-features", 12, Effect.OUTPUT, gives=2) in by_name["first"].cuts
     carried = [edge for edge in profile.edges if edge.activation_bytes is not None]
     assert carried
     assert all((edge.activation_bytes or 0) < by_name[edge.source].activation_bytes for edge in carried)

@@ -17,7 +17,7 @@ from parplan.cost_models.costs import Moments, Source
 from parplan.cost_models.layer_profile.costs import ProfileCosts
 from parplan.cost_models.layer_profile.graph import profile_graph, profile_notes
 from parplan.cost_models.layer_profile.records import (
-    Cut,
+    AxisCut,
     Effect,
     LayerProfile,
     ProfiledLayer,
@@ -39,9 +39,9 @@ from tests.planner.oracle import brute_force
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples/alexnet.profile"
 GB = 10**9
-OUT = Cut("out-features", 64, Effect.OUTPUT)
-IN = Cut("in-features", 64, Effect.INPUT)
-FEATURES = Cut("features", 64, Effect.BOTH)
+OUT = AxisCut("out-features", 64, Effect.OUTPUT)
+IN = AxisCut("in-features", 64, Effect.INPUT)
+FEATURES = AxisCut("features", 64, Effect.BOTH)
 
 
 def cluster(count: int, memory_bytes: int = 1000 * GB, latency_s: float = 0.0) -> Cluster:
@@ -50,7 +50,7 @@ def cluster(count: int, memory_bytes: int = 1000 * GB, latency_s: float = 0.0) -
     return Cluster.of(device, count, (Link("wire", count, latency_s, 1e9, estimated=False),) if count > 1 else ())
 
 
-def one(name: str, seconds: float, activation: float = 0, parameters: float = 0, *cuts: Cut) -> ProfiledLayer:
+def one(name: str, seconds: float, activation: float = 0, parameters: float = 0, *cuts: AxisCut) -> ProfiledLayer:
     """A layer that takes `seconds` forward and twice as many backward for 2 samples; sizes in GB."""
     times = (Times(2, seconds, 2 * seconds),)
     return ProfiledLayer(name, times, round(activation * GB), round(parameters * GB), cuts=cuts)

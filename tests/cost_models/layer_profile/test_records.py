@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parplan.cost_models.layer_profile.records import (
-    Cut,
+    AxisCut,
     Effect,
     LayerProfile,
     ProfiledLayer,
@@ -42,11 +42,11 @@ def test_a_profile_with_everything() -> None:
     layer a {SIZES} saved-bytes=7 kind=conv cut=out-channels:64,rows:6:both@2>3
     layer b {SIZES} samples=together update-s=1e-3 cut=in-features:4,experts:2:output@2,tokens:5:input
     """
-    cuts = (Cut("out-channels", 64, Effect.OUTPUT), Cut("rows", 6, Effect.BOTH, 2, 3))
+    cuts = (AxisCut("out-channels", 64, Effect.OUTPUT), AxisCut("rows", 6, Effect.BOTH, 2, 3))
     more = (
-        Cut("in-features", 4, Effect.INPUT),
-        Cut("experts", 2, Effect.OUTPUT, gives=2),
-        Cut("tokens", 5, Effect.INPUT),
+        AxisCut("in-features", 4, Effect.INPUT),
+        AxisCut("experts", 2, Effect.OUTPUT, gives=2),
+        AxisCut("tokens", 5, Effect.INPUT),
     )
     a = ProfiledLayer("a", (Times(2, 0.3, 0.5), Times(8, 1, 2)), 10, 20, 7, "conv", cuts=cuts)
     b = ProfiledLayer("b", (Times(8, 1, 2),), 10, 20, samples=Samples.TOGETHER, cuts=more, update_s=1e-3)
@@ -83,12 +83,12 @@ BYTES = st.integers(0, 2**50)
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def cuts(draw: st.DrawFn) -> AxisCut:
     axis = draw(NAMES.filter(lambda name: not set(name) & set(":,")) | st.sampled_from(["out-features", "heads"]))
     effect, dims = draw(st.sampled_from(Effect)), st.integers(1, 4)
     takes = draw(dims) if effect is not Effect.OUTPUT else 1
     gives = draw(dims) if effect is not Effect.INPUT else 1
-    return Cut(axis, draw(st.integers(1, 2**31)), effect, takes, gives)
+    return AxisCut(axis, draw(st.integers(1, 2**31)), effect, takes, gives)
 
 
 @st.composite
@@ -129,7 +129,7 @@ UNWRITABLE = [
     (replace(LAYER, name="#1"), "layer '#1'"),
     (replace(LAYER, name=""), "layer ''"),
     (replace(LAYER, kind="a b"), "kind 'a b'"),
-    (replace(LAYER, cuts=(Cut("x:y", 2, Effect.BOTH),)), "axis 'x:y'"),
+    (replace(LAYER, cuts=(AxisCut("x:y", 2, Effect.BOTH),)), "axis 'x:y'"),
     (replace(LAYER, times=(Times(4, 1, 2),)), "no times at the profile's batch of 8"),
 ]
 
@@ -301,7 +301,7 @@ def test_the_documented_conversion_of_pipedream_profiles(tmp_path: Path) -> None
     command = [sys.executable, "convert.py", "graph.txt", "64", "one Titan X"]
     text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     conv = ProfiledLayer("Conv2d.node2", (Times(64, 0.0225, 0.006),), 400, 93184, kind="conv")
-    cut = (Cut("out-features", 4096, Effect.OUTPUT),)
+    cut = (AxisCut("out-features", 4096, Effect.OUTPUT),)
     linear = ProfiledLayer("Linear.node3", (Times(64, 0.00175, 0.0035),), 100, 200, kind="linear", cuts=cut)
     edges = (ProfileEdge("Conv2d.node2", "Linear.node3"),)
     assert parse_layer_profile(text) == LayerProfile("profile", 64, "one Titan X", (conv, linear), edges)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from parplan.cost_models.measurement.conditions import cpu_name, here
+from parplan.cost_models.measurement.conditions import cpu_name, current_conditions
 from parplan.cost_models.profile.records import Conditions
 from tests.cost_models.store_writers import tell_switches
 
 
 def test_the_conditions_here_are_this_machines() -> None:
-    found = here(torch.device("cpu"), 2)
+    found = current_conditions(torch.device("cpu"), 2)
     assert found == Conditions(f"{cpu_name()}, 1 thread", 2, torch.__version__.partition("+")[0], "", found.flags)
 
 
@@ -54,6 +54,6 @@ def test_switches_that_are_not_torchs_defaults(
 
 
 def test_deterministic_algorithms_are_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "deterministic" not in here(torch.device("cpu"), 1).flags
+    assert "deterministic" not in current_conditions(torch.device("cpu"), 1).flags
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "deterministic" in here(torch.device("cpu"), 1).flags
+    assert "deterministic" in current_conditions(torch.device("cpu"), 1).flags

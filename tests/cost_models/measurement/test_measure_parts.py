@@ -12,13 +12,13 @@ from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.measured import MeasuredCosts
 from parplan.cost_models.measurement import measure_parts as measuring
-from parplan.cost_models.measurement.measure_parts import Outcome, Request, measure_parts
-from parplan.cost_models.measurement.runnable_parts import Piece, family_of, part_signature
-from parplan.cost_models.measurement.sweeps import Company
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
+from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
+from parplan.cost_models.measurement.runnable_parts import LayerPart, family_of, part_signature
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, part_of
-from parplan.cost_models.sampling import Effort, Measurement
+from parplan.cost_models.sampling import Measurement, StoppingRule
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
@@ -28,21 +28,21 @@ from tests.cost_models.profiles import CPU as CONDITIONS
 from tests.planner.graphs import classifier, perceptron
 
 ONE, CPU = Strategy(), torch.device("cpu")
-QUICK = Effort(cap_s=0.0, least_runs=1)
+QUICK = StoppingRule(cap_s=0.0, least_runs=1)
 
 
-def all_requests(graph: LayerGraph, devices: int) -> list[Request]:
+def all_requests(graph: LayerGraph, devices: int) -> list[PartRequest]:
     """Every layer with every strategy that a planner could use."""
     return made_up.all_requests(graph, cluster_preset("cpu", devices))
 
 
-def signatures(graph: LayerGraph, requests: Sequence[Request]) -> set[str]:
+def signatures(graph: LayerGraph, requests: Sequence[PartRequest]) -> set[str]:
     return {part_signature(graph, part_of(graph, request.layer, request.strategy)) for request in requests}
 
 
-def measure(graph: LayerGraph, requests: Sequence[Request], profile: SessionProfile, **options: object) -> Outcome:
+def measure(graph: LayerGraph, requests: Sequence[PartRequest], profile: SessionProfile, **options: object) -> Outcome:
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
-    return measure_parts(graph, costs, requests, CPU, profile, **{"effort": QUICK, **options})  # type: ignore[arg-type]
+    return measure_parts(graph, costs, requests, CPU, profile, **{"stop": QUICK, **options})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -50,11 +50,13 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sweeps that take no time, each part 3 s forward and 5 s back; how many parts each had."""
     sizes: list[int] = []
 
-    def swept(pieces: Sequence[Piece], device: torch.device, effort: Effort, company: Company) -> list[Measurement]:
+    def swept(
+        pieces: Sequence[LayerPart], device: torch.device, stop: StoppingRule, ranks: ProcessGroup
+    ) -> list[Measurement]:
         sizes.append(len(pieces))
         return [Measurement(3.0, 5.0, 0.01, 7, 1e-3) for _ in pieces]
 
-    monkeypatch.setattr(measuring, "sweep_all", swept)
+    monkeypatch.setattr(measuring, "time_in_context", swept)
     return sizes
 
 
@@ -85,8 +87,8 @@ def test_a_part_is_the_same_whichever_devices_have_it() -> None:
     graph = perceptron()
     layer = next(iter(graph.layers.values()))
     one, other = Strategy(2, 1, None, (0, 1)), Strategy(2, 1, None, (3, 2))
-    assert len(signatures(graph, [Request(layer, one), Request(layer, other)])) == 1
-    assert len(signatures(graph, [Request(layer, one), Request(layer, ONE)])) == 2
+    assert len(signatures(graph, [PartRequest(layer, one), PartRequest(layer, other)])) == 1
+    assert len(signatures(graph, [PartRequest(layer, one), PartRequest(layer, ONE)])) == 2
 
 
 def test_parts_of_one_family_differ_in_size_only() -> None:
@@ -115,12 +117,12 @@ def test_the_order_of_a_sweep_is_the_models(monkeypatch: pytest.MonkeyPatch) -> 
     graph = perceptron()
     seen: list[list[torch.Size]] = []
 
-    def swept(pieces: Sequence[Piece], *_: object) -> list[Measurement]:
+    def swept(pieces: Sequence[LayerPart], *_: object) -> list[Measurement]:
         seen.append([piece.tensors[0].shape for piece in pieces])
         return [Measurement(1.0, 1.0, 0.0, 1) for _ in pieces]
 
-    monkeypatch.setattr(measuring, "sweep_all", swept)
-    measure(graph, [Request(layer, ONE) for layer in reversed(list(graph.layers.values()))], SessionProfile())
+    monkeypatch.setattr(measuring, "time_in_context", swept)
+    measure(graph, [PartRequest(layer, ONE) for layer in reversed(list(graph.layers.values()))], SessionProfile())
     assert seen == [[graph.values[layer.inputs[0]].shape for layer in graph.layers.values()]]
 
 
@@ -140,26 +142,26 @@ def test_an_interrupt_loses_one_sweep_at_most_and_the_next_run_goes_on(
 
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
     with pytest.raises(KeyboardInterrupt):
-        measure_parts(graph, costs, requests, CPU, profile, effort=QUICK, on_progress=interrupted)
+        measure_parts(graph, costs, requests, CPU, profile, stop=QUICK, on_progress=interrupted)
     assert len(profile.all()) == sum(sweeps) > 2 * after - 2  # told before every sweep: all that were done are kept
     assert len(sweeps) == after
     kept = len(profile.all())
-    assert measure_parts(graph, costs, requests, CPU, profile, effort=QUICK) == Outcome(distinct - kept, kept, 0)
+    assert measure_parts(graph, costs, requests, CPU, profile, stop=QUICK) == Outcome(distinct - kept, kept, 0)
 
 
 def test_an_interrupt_in_a_sweep_keeps_the_ones_before(store: ProfileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "MOST_PARTS", 2)
     graph, profile, calls = perceptron(), store.under(CONDITIONS), iter(range(9))
 
-    def swept(pieces: Sequence[Piece], *_: object) -> list[Measurement]:
+    def swept(pieces: Sequence[LayerPart], *_: object) -> list[Measurement]:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return [Measurement(1.0, 1.0, 0.0, 1) for _ in pieces]
 
-    monkeypatch.setattr(measuring, "sweep_all", swept)
+    monkeypatch.setattr(measuring, "time_in_context", swept)
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
     with pytest.raises(KeyboardInterrupt):
-        measure_parts(graph, costs, all_requests(graph, 4), CPU, profile, effort=QUICK)
+        measure_parts(graph, costs, all_requests(graph, 4), CPU, profile, stop=QUICK)
     assert len(profile.all()) == 4
 
 
@@ -180,23 +182,23 @@ def test_time_runs_out_between_sweeps_and_what_is_left_is_said(
 
 def test_again_measures_what_is_known(sweeps: list[int]) -> None:
     graph, profile = perceptron(), SessionProfile()
-    requests = [Request(layer, ONE) for layer in graph.layers.values()]
+    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
     first = measure(graph, requests, profile)
     assert measure(graph, requests, profile, again=True) == first
 
 
 def test_what_does_not_run_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, profile = perceptron(), SessionProfile()
-    requests = [Request(layer, ONE) for layer in graph.layers.values()]
-    real = Piece.of
+    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
+    real = LayerPart.of
 
-    def of(graph: LayerGraph, part: object, device: torch.device) -> Piece:
+    def of(graph: LayerGraph, part: object, device: torch.device) -> LayerPart:
         piece = real(graph, part, device)  # type: ignore[arg-type]
         if part.layer is requests[1].layer:  # type: ignore[attr-defined]
             raise RuntimeError("no such kernel\nand a second line")
         return piece
 
-    monkeypatch.setattr(Piece, "of", of)
+    monkeypatch.setattr(LayerPart, "of", of)
     outcome = measure(graph, requests, profile)
     assert outcome == Outcome(3, 0, 0, (f"{requests[1].layer.name}: RuntimeError: no such kernel",))
     assert measure(graph, requests, profile).failed == outcome.failed  # not taken for measured
@@ -204,9 +206,10 @@ def test_what_does_not_run_is_said_and_the_rest_is_measured(monkeypatch: pytest.
 
 def test_what_does_not_fit_is_said_and_the_rest_is_measured(sweeps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     graph = perceptron(48)
-    requests = [Request(layer, ONE) for layer in graph.layers.values()]
+    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
-    sizes = sorted(measuring._nbytes(costs.memory(request.layer, ONE)) for request in requests)
+    memories = [costs.memory(request.layer, ONE) for request in requests]
+    sizes = sorted(m.weights_bytes + m.gradients_bytes + m.saved_bytes + 2 * m.transient_bytes for m in memories)
     monkeypatch.setattr(measuring, "device_memory_bytes", lambda device: sizes[-2] / measuring.ROOM)
     outcome = measure(graph, requests, SessionProfile())
     assert (outcome.measured, outcome.left) == (len(requests) - 1, 0)
@@ -220,8 +223,8 @@ def test_what_does_not_fit_is_said_and_the_rest_is_measured(sweeps: list[int], m
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     graph, profile = network("alexnet").graph, SessionProfile()
-    requests = [Request(layer, ONE) for layer in graph.layers.values()]
+    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
     costs = RooflineCosts(graph, cluster_preset("h200", 2))
-    outcome = measure_parts(graph, costs, requests, torch.device("cuda"), profile, effort=QUICK)
+    outcome = measure_parts(graph, costs, requests, torch.device("cuda"), profile, stop=QUICK)
     assert outcome.failed == ()
     assert all(entry.measurement.forward_s > 0 for entry in profile.all() if entry.flops)

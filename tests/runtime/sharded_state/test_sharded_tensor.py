@@ -17,7 +17,7 @@ from tests.processes import forkserver
 from tests.runtime import sharded_cases, sharded_model_cases, sharded_op_cases
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
-from tests.runtime.ranks import free_port, on_two_and_four, run_case
+from tests.runtime.ranks import on_two_and_four, run_case
 
 CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
 
@@ -31,10 +31,10 @@ def test_ranks_agree_with_plain_training(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)
 
 
-def _alone(rank: int, port: int, folder: str) -> None:
+def _alone(rank: int, folder: str) -> None:
     """Rank 0 runs a line that the other one does not come to."""
     torch.set_num_threads(1)
-    address = f"tcp://localhost:{port}"
+    address = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", address, timedelta(seconds=3), rank=rank, world_size=2)
     model = Compiled(mlp(), planner(spread(2, "out-features"), 2))
     model(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
@@ -51,7 +51,7 @@ def _alone(rank: int, port: int, folder: str) -> None:
 
 def test_a_rank_that_gathers_alone_ends_with_an_error_at_the_timeout(tmp_path: Path) -> None:
     forkserver()
-    mp.start_processes(_alone, (free_port(), str(tmp_path)), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
+    mp.start_processes(_alone, (str(tmp_path),), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
     text = (tmp_path / "error").read_text()
     assert "rank 0: state_dict() of the model" in text
     assert "every rank has to run this line" in text

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.cost_models.measurement import sweeps
+from parplan.cost_models.measurement import in_context_timing
+from parplan.cost_models.measurement.in_context_timing import SingleProcess, time_in_context
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.measurement.runnable_parts import Piece
-from parplan.cost_models.measurement.sweeps import Alone, sweep_all
-from parplan.cost_models.sampling import Effort
+from parplan.cost_models.measurement.runnable_parts import LayerPart
+from parplan.cost_models.sampling import StoppingRule
 
 CPU = torch.device("cpu")
-QUICK = Effort(cap_s=0.0, least_runs=1)
+QUICK = StoppingRule(cap_s=0.0, least_runs=1)
 
 
 @dataclass
@@ -55,16 +55,16 @@ def _logged(log: Log, name: str) -> Any:
     return Logged.apply
 
 
-def piece(log: Log, name: str, trained: bool = True) -> Piece:
+def piece(log: Log, name: str, trained: bool = True) -> LayerPart:
     """x times a weight, with a note of when it runs."""
     run = _logged(log, name)
     tensors = (torch.ones(4, requires_grad=True), torch.ones(1, requires_grad=trained))
-    return Piece(lambda x, weight: (run(x, weight),), tensors, 1)
+    return LayerPart(lambda x, weight: (run(x, weight),), tensors, 1)
 
 
 def test_forward_in_order_then_backward_in_reverse_with_gradients_kept_to_the_end() -> None:
     log = Log()
-    sweeps._sweep([piece(log, "a"), piece(log, "b"), piece(log, "c")], sweeps._Clock(CPU))
+    in_context_timing._sweep([piece(log, "a"), piece(log, "b"), piece(log, "c")], in_context_timing._Stopwatch(CPU))
     assert log.events == [
         "forward a",
         "forward b",
@@ -86,7 +86,7 @@ def test_what_arrives_is_new_in_every_sweep_and_weights_stay() -> None:
 
 def test_one_measurement_a_piece_with_all_that_a_profile_keeps() -> None:
     log = Log()
-    found = sweep_all([piece(log, "a"), piece(log, "b")], CPU, Effort(error=0.0, cap_s=60.0, most_runs=4))
+    found = time_in_context([piece(log, "a"), piece(log, "b")], CPU, StoppingRule(error=0.0, cap_s=60.0, most_runs=4))
     assert [m.runs for m in found] == [4, 4]
     assert log.events.count("forward a") == 5  # one more, to warm up
     assert all(m.forward_s >= 0 and m.backward_s >= 0 and m.reference_s > 0 and m.when for m in found)
@@ -95,24 +95,24 @@ def test_one_measurement_a_piece_with_all_that_a_profile_keeps() -> None:
 def test_runs_go_on_while_a_median_is_uncertain(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([9.0, 1.0, 1.2, 0.8, 1.1, 0.9, *[1.0] * 30])
 
-    def sweep(pieces: Sequence[Piece], clock: object) -> list[tuple[float, float]]:
+    def sweep(pieces: Sequence[LayerPart], clock: object) -> list[tuple[float, float]]:
         return [(next(times), 0.0), (0.0, 0.0)]
 
-    monkeypatch.setattr(sweeps, "_sweep", sweep)
-    (found,) = sweep_all([piece(Log(), "a")], CPU, Effort(error=0.02, cap_s=1e9, least_runs=2))
+    monkeypatch.setattr(in_context_timing, "_sweep", sweep)
+    (found,) = time_in_context([piece(Log(), "a")], CPU, StoppingRule(error=0.02, cap_s=1e9, least_runs=2))
     assert (found.forward_s, found.runs) == (1.0, 9)  # five of nine agree; of eight it was four
 
 
 def test_what_calling_takes_is_taken_off_and_nothing_is_negative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps, "_sweep", lambda pieces, clock: [(5.0, 7.0), (1.0, 0.5), (2.0, 1.0)])
-    first, second = sweep_all([piece(Log(), "a"), piece(Log(), "b")], CPU, QUICK)
+    monkeypatch.setattr(in_context_timing, "_sweep", lambda pieces, clock: [(5.0, 7.0), (1.0, 0.5), (2.0, 1.0)])
+    first, second = time_in_context([piece(Log(), "a"), piece(Log(), "b")], CPU, QUICK)
     assert (first.forward_s, first.backward_s) == (3.0, 6.0)
     assert (second.forward_s, second.backward_s) == (0.0, 0.0)
 
 
 def test_pieces_without_gradients_have_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    still = Piece(lambda x: (x + 1,), (torch.ones(3),), 1)
-    index = Piece(lambda x: (x.argmax(), 3), (torch.ones(3, requires_grad=True),), 1)
+    still = LayerPart(lambda x: (x + 1,), (torch.ones(3),), 1)
+    index = LayerPart(lambda x: (x.argmax(), 3), (torch.ones(3, requires_grad=True),), 1)
     called: list[str] = []
 
     def grad(*_: object, **__: object) -> list[Tensor]:
@@ -120,25 +120,25 @@ def test_pieces_without_gradients_have_no_backward(monkeypatch: pytest.MonkeyPat
         return []
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    sweeps._sweep([still, index], sweeps._Clock(CPU))
+    in_context_timing._sweep([still, index], in_context_timing._Stopwatch(CPU))
     assert called == []
 
 
 def test_all_processes_stop_together() -> None:
-    class Slower(Alone):
+    class Slower(SingleProcess):
         """Another process that wants three more runs."""
 
         def __init__(self) -> None:
             self.more = 3
 
-        def agree(self, wish: bool) -> bool:
+        def any(self, wish: bool) -> bool:
             self.more -= 1
             return wish or self.more >= 0
 
         def mean(self, figures: Sequence[float]) -> list[float]:
             return [figure * 0 + 2 for figure in figures]
 
-    (found,) = sweep_all([piece(Log(), "a")], CPU, QUICK, Slower())
+    (found,) = time_in_context([piece(Log(), "a")], CPU, QUICK, Slower())
     assert found.runs == 4
     assert (found.forward_s, found.reference_s) == (0.0, 2.0)
 
@@ -153,7 +153,7 @@ def test_threads_are_put_back_whatever_happens() -> None:
             raise RuntimeError("no such kernel")
 
         with pytest.raises(RuntimeError, match="no such kernel"):
-            sweep_all([Piece(fails, (torch.ones(1),), 1)], CPU, QUICK)
+            time_in_context([LayerPart(fails, (torch.ones(1),), 1)], CPU, QUICK)
         assert torch.get_num_threads() == 2
         assert Reference(CPU).seconds(3) > 0
         assert torch.get_num_threads() == 2
@@ -172,6 +172,6 @@ def test_threads_are_put_back_whatever_happens() -> None:
 )
 def test_what_autograd_keeps_is_measured_without_weights(code: Any, saved: int) -> None:
     tensors = (torch.ones(8, 6, requires_grad=True), torch.ones(5, 6, requires_grad=True))
-    made = Piece(code, tensors, 1)
+    made = LayerPart(code, tensors, 1)
     assert made.saved_bytes() == saved
     assert made.peak_bytes() is None  # only CUDA's allocator tells

@@ -1,0 +1,233 @@
+"""Times layer parts in context: all forwards in model order, then all backwards in reverse, as a step does.
+
+A part timed alone, over and over, finds its weights in the cache and its memory at hand, and comes out up to a fifth
+faster than in a step. In context, caches and allocator are in the state of a real step: each forward is on inputs that
+were written just before (as the layer before would have), each backward on gradients written just before, everything is
+freed where a step frees it, and weight gradients are kept until the end.
+
+The time to call a part at all (Python, the autograd engine) is measured in the same sweep on a part that does nothing,
+and taken off every part: a step pays it once, and the runtime's own time is a figure of its own.
+
+CUDA events are recorded around each part and read after the sweep: nothing waits inside the timed region. On a CPU one
+thread is used, as by a logical CPU device at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from math import sqrt
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.measurement.runnable_parts import LayerPart
+from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
+
+__all__ = ["ProcessGroup", "SingleProcess", "now", "reference_now", "time_in_context"]
+
+
+class ProcessGroup(Protocol):
+    """Processes that measure the same at the same time, so that every device is as busy as when a plan runs.
+
+    Attributes:
+        count: how many processes.
+        member: whether this process is one of them.
+        lead: whether this process does what only one does.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def member(self) -> bool: ...
+
+    @property
+    def lead(self) -> bool: ...
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set."""
+        ...
+
+    def mean(self, figures: Sequence[float]) -> list[float]:
+        """Each figure's mean over all processes."""
+        ...
+
+    def max(self, figure: float) -> float:
+        """The largest figure of all processes."""
+        ...
+
+
+class SingleProcess:
+    """A process group of this process alone."""
+
+    count, member, lead = 1, True, True
+
+    def barrier(self) -> None:
+        """No other process to wait for."""
+
+    def any(self, flag: bool) -> bool:
+        """This process's flag."""
+        return flag
+
+    def mean(self, figures: Sequence[float]) -> list[float]:
+        """This process's figures."""
+        return list(figures)
+
+    def max(self, figure: float) -> float:
+        """This process's figure."""
+        return figure
+
+
+def reference_now(reference: Reference, ranks: ProcessGroup, runs: int = 1) -> float:
+    """Seconds of the reference kernel on one process while the others wait; the same on all.
+
+    How much devices that work at once take from each other is a matter of what they do, not of the machine's speed.
+    """
+    ranks.barrier()
+    return ranks.max(reference.seconds(runs) if ranks.lead else 0.0)
+
+
+def now() -> str:
+    """The moment, UTC, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass
+class _Stopwatch:
+    """Marks moments without waiting for the device; `between` reads two marks once the device is done."""
+
+    device: torch.device
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self.device.type == "cuda" else float(end - start)
+
+
+@dataclass
+class _Figures:
+    """Seconds of every run of one part so far."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """How far runs are from their median, relative."""
+        totals = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+        return spread_of(totals, median(totals))
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of the median."""
+        return 1.25 * self.spread / sqrt(len(self.forward))
+
+
+@dataclass
+class _Forward:
+    """Inputs and results of one part's forward; emptied by its backward."""
+
+    inputs: list[Tensor]
+    results: list[Any]
+
+
+def time_in_context(
+    parts: Sequence[LayerPart],
+    device: torch.device,
+    stop: StoppingRule | None = None,
+    ranks: ProcessGroup | None = None,
+) -> list[Measurement]:
+    """Sweep through `parts`, in forward order, until every median is known well enough; their own times, in order.
+
+    Goes on until all standard errors are below `stop.error`, or `stop.cap_s` seconds per part are spent.
+
+    Raises:
+        whatever a part's code raises on its inputs.
+    """
+    stop, ranks, stopwatch = stop or StoppingRule(), ranks or SingleProcess(), _Stopwatch(device)
+    everything = [*parts, LayerPart.idle(device)]
+    figures = [_Figures() for _ in everything]
+    reference, references = Reference(device), []
+    cap_s = stop.cap_s * len(parts)
+    with one_thread(device):
+        ranks.barrier()
+        started = perf_counter()
+        _sweep(everything, stopwatch)  # the first is a warm-up: code is compiled, memory found
+        while True:
+            references.append(reference_now(reference, ranks))
+            for figure, (forward_s, backward_s) in zip(figures, _sweep(everything, stopwatch), strict=True):
+                figure.forward.append(forward_s)
+                figure.backward.append(backward_s)
+            spent_s, runs = perf_counter() - started, len(references)
+            enough = runs >= stop.least_runs and all(figure.error <= stop.error for figure in figures[:-1])
+            if not ranks.any(not (enough or runs >= stop.most_runs or spent_s >= cap_s)):
+                break
+    medians = [second for figure in figures for second in (median(figure.forward), median(figure.backward))]
+    *own, calling_forward_s, calling_backward_s, reference_s = ranks.mean([*medians, median(references)])
+    when = now()
+    return [
+        Measurement(
+            forward_s=max(0.0, forward_s - calling_forward_s),
+            backward_s=max(0.0, backward_s - calling_backward_s),
+            spread=figure.spread,
+            runs=len(figure.forward),
+            reference_s=reference_s,
+            when=when,
+        )
+        for figure, forward_s, backward_s in zip(figures[:-1], own[::2], own[1::2], strict=True)
+    ]
+
+
+def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[float, float]]:
+    """Seconds forward and backward of each part, in one sweep."""
+    marks: list[list[Any]] = [[] for _ in parts]
+    forwards: list[_Forward] = []
+    for part, own in zip(parts, marks, strict=True):
+        inputs = part.fresh_inputs()
+        own.append(stopwatch.mark())
+        results = part.run(inputs)
+        own.append(stopwatch.mark())
+        forwards.append(_Forward(inputs, list(results)))
+        del inputs, results
+    gradients = []
+    for part, own in zip(reversed(parts), reversed(marks), strict=True):
+        gradients.append(_backward(part, forwards.pop(), own, stopwatch))
+    for weight_gradients, own in zip(gradients, reversed(marks), strict=True):
+        own.append(stopwatch.mark())
+        weight_gradients.clear()
+        own.append(stopwatch.mark())
+    if stopwatch.device.type == "cuda":
+        torch.cuda.synchronize(stopwatch.device)
+    between = stopwatch.between
+    return [(between(m[0], m[1]), between(m[2], m[3]) + between(m[4], m[5])) for m in marks]
+
+
+def _backward(part: LayerPart, forward: _Forward, marks: list[Any], stopwatch: _Stopwatch) -> list[Tensor | None]:
+    """One part's backward; its inputs are freed before the time is read, its weight gradients are returned."""
+    ends = [result for result in forward.results if isinstance(result, Tensor) and result.requires_grad]
+    leaves = [tensor for tensor in forward.inputs if tensor.requires_grad]
+    arriving = [torch.ones_like(end) for end in ends]
+    moving = sum(tensor.requires_grad for tensor in forward.inputs[: part.arriving])
+    marks.append(stopwatch.mark())
+    weight_gradients: list[Tensor | None] = []
+    if ends and leaves:
+        weight_gradients += torch.autograd.grad(ends, leaves, arriving, allow_unused=True)[moving:]
+    for used in (forward.results, forward.inputs, ends, leaves, arriving):
+        used.clear()
+    marks.append(stopwatch.mark())
+    return weight_gradients
