@@ -39,7 +39,7 @@ _SCALE, _POWER = 1e-4, 0.75  # of normalisation, where no layer-parameter file g
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer is made from.
+    """IniSection and inputs that a layer is made from.
 
     Args:
         section: its section in the layer file.
@@ -250,14 +250,6 @@ def _sum(spec: LayerSpec) -> Made:
     return Made(WeightedSum(coefficients, neuron_of(spec.section)), first)
 
 
-def _softmax(spec: LayerSpec) -> Made:
-    return Made(Softmax(spec.for_cost), Extent(prod(spec.inputs[0].shape)))
-
-
-def _cost(spec: LayerSpec) -> Made:
-    return Made(LogisticCost(spec.params.number("coeff", 1.0)), Extent(1))
-
-
 _WEIGHTS = "momW momB wc wball epsW epsB updatePeriod superEps superMom wcNormMin wcNormMax"
 _INIT = "initW initB initWFunc initBFunc initCFunc"
 _KERNEL = "sumWidth partialSum"  # how cuda-convnet2 sums weight gradients: no effect here
@@ -280,6 +272,8 @@ _TYPES: Mapping[str, _Type] = {
     "pass": _Type(_join, "", single=False),
     "concat": _Type(_join, "", single=False),
     "eltsum": _Type(_sum, "", "coeffs", single=False),
-    "softmax": _Type(_softmax, ""),
-    COST: _Type(_cost, "", "coeff topk", single=False),
+    "softmax": _Type(lambda spec: Made(Softmax(spec.for_cost), Extent(prod(spec.inputs[0].shape))), ""),
+    COST: _Type(
+        lambda spec: Made(LogisticCost(spec.params.number("coeff", 1.0)), Extent(1)), "", "coeff topk", single=False
+    ),
 }

@@ -55,7 +55,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one layer's section says.
+    """Learning rates, momentum and decay of one layer.
 
     Args:
         weights, biases: learning rates.
@@ -121,13 +121,13 @@ def parameter_groups(network: nn.Module, rates: Mapping[str, Rates], lr_scale: f
                                  "and momB in the layer-parameter file")  # fmt: skip
         rate = rates[name]
         weights = [parameter for key, parameter in own.items() if key != "bias"]
-        groups.append(_group(f"{name} weights", weights, rate.weights.base * lr_scale, rate.momentum, rate.decay))
-        groups.append(_group(f"{name} biases", [own["bias"]], rate.biases.base * lr_scale, rate.bias_momentum, 0.0))
+        for kind, parameters, schedule, momentum, decay in (
+            ("weights", weights, rate.weights, rate.momentum, rate.decay),
+            ("biases", [own["bias"]], rate.biases, rate.bias_momentum, 0.0),
+        ):
+            options = {"lr": schedule.base * lr_scale, "momentum": momentum, "weight_decay": decay}
+            groups.append({"name": f"{name} {kind}", "params": parameters, **options})
     return groups
-
-
-def _group(name: str, parameters: list[nn.Parameter], lr: float, momentum: float, decay: float) -> dict[str, Any]:
-    return {"name": name, "params": parameters, "lr": lr, "momentum": momentum, "weight_decay": decay}
 
 
 def _same(params: IniSection, key: str, default: float | None = None) -> float:
@@ -142,25 +142,23 @@ def _same(params: IniSection, key: str, default: float | None = None) -> float:
 
 def _schedule(params: IniSection, key: str) -> Schedule:
     """`0.01`, or `dexp[base=0.01;tgtFactor=250;numSteps=4]`; a list says the same for every input."""
-    found = {_parsed(params, key, text) for text in params.names(key)}
-    if len(found) > 1:
+    schedules = set()
+    for text in params.names(key):
+        found = _FORM.fullmatch(text)
+        kind = found["kind"] if found else "const"
+        pairs = [part.partition("=") for part in found["fields"].split(";")] if found else [("base", "=", text)]
+        try:
+            numbers = {name.strip().lower(): float(value) for name, _, value in pairs}
+        except ValueError:
+            numbers = {}
+        if kind not in _FIELDS or set(numbers) != set(_FIELDS[kind]) or not _sensible(numbers):
+            raise params.error(key, "it is no learning rate; write a number, or linear[base=0.01;tgtFactor=250], "
+                               "exp[base=0.01;tgtFactor=250] or dexp[base=0.01;tgtFactor=250;numSteps=4]")  # fmt: skip
+        steps = int(numbers.get("numsteps", 1))
+        schedules.add(Schedule(numbers["base"], kind, numbers.get("tgtfactor", 1.0), steps))
+    if len(schedules) > 1:
         raise params.error(key, "a layer's inputs share one learning rate here; give the same for all")
-    return found.pop()
-
-
-def _parsed(params: IniSection, key: str, text: str) -> Schedule:
-    found = _FORM.fullmatch(text)
-    kind = found["kind"] if found else "const"
-    pairs = [part.partition("=") for part in found["fields"].split(";")] if found else [("base", "=", text)]
-    fields = {name.strip().lower(): value for name, _, value in pairs}
-    try:
-        numbers = {name: float(value) for name, value in fields.items()}
-    except ValueError:
-        numbers = {}
-    if kind not in _FIELDS or set(numbers) != set(_FIELDS[kind]) or not _sensible(numbers):
-        raise params.error(key, "it is no learning rate; write a number, or linear[base=0.01;tgtFactor=250], "
-                           "exp[base=0.01;tgtFactor=250] or dexp[base=0.01;tgtFactor=250;numSteps=4]")  # fmt: skip
-    return Schedule(numbers["base"], kind, numbers.get("tgtfactor", 1.0), int(numbers.get("numsteps", 1)))
+    return schedules.pop()
 
 
 def _sensible(numbers: Mapping[str, float]) -> bool:

@@ -32,7 +32,7 @@ PER_GPU = 128
 
 @dataclass(frozen=True)
 class LayerFile:
-    """What a layer file says.
+    """A layer file as read: the network, where its layers are, and how it is trained.
 
     Args:
         network: the model; called with data and labels it gives costs, with data alone predictions (see `ConvNet`).
@@ -97,7 +97,13 @@ def read(
     if not sections:
         raise LayerFileError(f"{file.name} has no layers; a layer is a section [name] with a line type=...")
     wires = wires_of(sections)
-    params = _params(layer_params, file, sections)
+    params_file = Path(layer_params) if layer_params is not None else params_beside(file)
+    params = read_sections(params_file) if params_file is not None else {}
+    for name, section in params.items():
+        if name not in sections:
+            close = difflib.get_close_matches(name, sections, n=1)
+            hint = f"; did you mean [{close[0]}]?" if close else ""
+            raise LayerFileError(f"{section.where}: {file.name} has no such layer{hint}")
     data = data_layers(sections, wires, dict(shapes or {}))
     network, gives = _network(sections, params, wires, data)
     devices = devices_of(sections, wires)
@@ -116,20 +122,6 @@ def read(
     )
 
 
-def _params(given: str | Path | None, file: Path, sections: Mapping[str, IniSection]) -> dict[str, IniSection]:
-    """Sections of the layer-parameter file by layer."""
-    path = Path(given) if given is not None else params_beside(file)
-    if path is None:
-        return {}
-    found = read_sections(path)
-    for name, section in found.items():
-        if name not in sections:
-            close = difflib.get_close_matches(name, sections, n=1)
-            hint = f"; did you mean [{close[0]}]?" if close else ""
-            raise LayerFileError(f"{section.where}: {file.name} has no such layer{hint}")
-    return found
-
-
 def _network(
     sections: Mapping[str, IniSection],
     params: Mapping[str, IniSection],
@@ -144,8 +136,7 @@ def _network(
         own = params.get(wire.layer, IniSection(section.file, wire.layer, {}))
         check_keys(section, own)
         takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
-        asked = LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
-        made = make(asked)
+        made = make(LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST}))
         layers[wire.layer], gives[wire.layer] = made.module, made.gives
     labels = frozenset(name for name, each in data.items() if each.gives is None)
     return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives
