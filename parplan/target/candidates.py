@@ -73,7 +73,15 @@ def choose(source: ModuleType, target: str, name: str = "") -> Candidate:
     ready = [each for each in found if isinstance(each.value, nn.Module) or not each.required]
     if len(ready) == 1:
         return ready[0]
-    raise _several(target, ready) if ready else _none(target, found)
+    if ready:
+        listed = "".join(f"\n  {each.label}  ({each.kind})" for each in ready)
+        raise TargetError(f"{target} has {len(ready)} models and neither `model` nor `build()`; name one:{listed}")
+    if found:
+        listed = ", ".join(f"{each.name} (needs {', '.join(each.required)})" for each in found)
+        raise TargetError(f"{target} has no model that can be made without arguments: {listed}; add a function "
+                          "build() that makes it")  # fmt: skip
+    raise TargetError(f"{target} has no model; define `model`, a function build() that returns one, or a class of "
+                      "torch.nn.Module")  # fmt: skip
 
 
 def build(candidate: Candidate, guarded: Callable[[Callable[[], Any]], Any]) -> Built:
@@ -138,17 +146,3 @@ def _search(source: ModuleType, target: str) -> list[Candidate]:
         if own and (is_class or (inspect.isfunction(value) and name.startswith("build_"))):
             found.append(Candidate(name, value, f"{target}:{name}"))
     return found
-
-
-def _several(target: str, found: list[Candidate]) -> TargetError:
-    listed = "".join(f"\n  {each.label}  ({each.kind})" for each in found)
-    return TargetError(f"{target} has {len(found)} models and neither `model` nor `build()`; name one:{listed}")
-
-
-def _none(target: str, found: list[Candidate]) -> TargetError:
-    if found:
-        listed = ", ".join(f"{each.name} (needs {', '.join(each.required)})" for each in found)
-        return TargetError(f"{target} has no model that can be made without arguments: {listed}; add a function "
-                           "build() that makes it")  # fmt: skip
-    return TargetError(f"{target} has no model; define `model`, a function build() that returns one, or a class of "
-                       "torch.nn.Module")  # fmt: skip

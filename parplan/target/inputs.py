@@ -72,8 +72,17 @@ def from_options(options: Sequence[str]) -> Inputs | None:
         if not found:
             raise TargetError(f"--input {option}: write sizes with x between them, then a type if it is not float32: "
                               "64x3x224x224, 64x128:int64, mask=64x128:bool")  # fmt: skip
-        tensor = _tensor(option, [int(size) for size in found["shape"].split("x")], found["dtype"] or "float32")
-        name = found["name"]
+        shape, name = [int(size) for size in found["shape"].split("x")], found["name"]
+        dtype = DTYPES.get(found["dtype"] or "float32")
+        if dtype is None:
+            raise TargetError(f"--input {option}: there is no type {found['dtype']}; use {', '.join(DTYPES)}")
+        if min(shape) < 1:
+            raise TargetError(f"--input {option}: a size of 0 leaves nothing to compute; use 1 or more")
+        _refuse_too_large(f"--input {option}", shape)
+        sample, generator = (1, *shape[1:]), torch.Generator().manual_seed(_SEED)
+        floats = dtype.is_floating_point
+        one = torch.randn(sample, generator=generator).to(dtype) if floats else torch.zeros(sample, dtype=dtype)
+        tensor = one.expand(shape)
         if name in kwargs:
             raise TargetError(f"--input {option}: {name} is given twice")
         if name:
@@ -81,19 +90,6 @@ def from_options(options: Sequence[str]) -> Inputs | None:
         else:
             args.append(tensor)
     return Inputs(tuple(args), kwargs) if options else None
-
-
-def _tensor(option: str, shape: list[int], dtype: str) -> Tensor:
-    if dtype not in DTYPES:
-        raise TargetError(f"--input {option}: there is no type {dtype}; use {', '.join(DTYPES)}")
-    if min(shape) < 1:
-        raise TargetError(f"--input {option}: a size of 0 leaves nothing to compute; use 1 or more")
-    _refuse_too_large(f"--input {option}", shape)
-    one = (1, *shape[1:])
-    if DTYPES[dtype].is_floating_point:
-        generator = torch.Generator().manual_seed(_SEED)
-        return torch.randn(one, generator=generator).to(DTYPES[dtype]).expand(shape)
-    return torch.zeros(one, dtype=DTYPES[dtype]).expand(shape)
 
 
 def _refuse_too_large(option: str, shape: Sequence[int]) -> None:
@@ -115,17 +111,10 @@ def with_batch(inputs: Inputs, batch: int) -> Inputs:
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes:
         raise TargetError(f"--batch {batch}: the example inputs hold no tensor with a batch dimension")
-    changed = [
-        _resized(leaf, batch) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0] else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = pytree.tree_unflatten(changed, spec)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0]:
+            _refuse_too_large(f"--batch {batch}", (batch, *leaf.shape[1:]))
+            fewer = batch <= leaf.shape[0]
+            leaves[index] = leaf[:batch] if fewer else leaf[:1].expand(batch, *leaf.shape[1:])
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     return Inputs(args, kwargs)
-
-
-def _resized(tensor: Tensor, batch: int) -> Tensor:
-    """The first samples, or the first one seen `batch` times."""
-    _refuse_too_large(f"--batch {batch}", (batch, *tensor.shape[1:]))
-    if batch <= tensor.shape[0]:
-        return tensor[:batch]
-    return tensor[:1].expand(batch, *tensor.shape[1:])

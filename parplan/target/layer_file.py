@@ -30,17 +30,14 @@ def layer_file(target: str, inputs: Sequence[str], layer_params: str | None) -> 
     if path.is_dir():
         raise TargetError(f"{target}: that is a folder; name a layer file in it")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, _files_beside(path), n=2)
+        beside = sorted(file.name for file in path.parent.glob("*.cfg") if file.is_file())
+        near = difflib.get_close_matches(path.name, beside, n=2)
         hint = f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
         raise TargetError(f"{target}: no such file{hint}")
     if layer_params is not None and not Path(layer_params).is_file():
         raise TargetError(f"--layer-params {layer_params}: no such file")
     shapes = {place: tensor.shape[1:] for place, tensor in enumerate(_given(inputs)) if tensor.dim() > 1}
     return read(path, layer_params, shapes)
-
-
-def _files_beside(path: Path) -> list[str]:
-    return sorted(found.name for found in path.parent.glob("*.cfg") if found.is_file())
 
 
 def layer_file_inputs(found: LayerFile, inputs: Sequence[str], batch: int | None) -> tuple[Tensor, ...]:

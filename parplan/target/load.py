@@ -21,7 +21,7 @@ from torch import nn
 
 from parplan.errors import TargetError
 from parplan.pins import Pin
-from parplan.target.candidates import Built, build, choose
+from parplan.target.candidates import build, choose
 from parplan.target.inputs import Inputs, from_example, from_options, with_batch
 from parplan.target.layer_file import is_layer_file, layer_file, layer_file_inputs
 from parplan.target.trouble import trouble
@@ -88,23 +88,23 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, laye
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
     if is_layer_file(target):
-        return _layer_file(target, inputs, batch, layer_params)
+        file = layer_file(target, inputs, layer_params)
+        args = layer_file_inputs(file, inputs, batch)
+        return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
     if layer_params is not None:
         raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
     place = _place(target)
     given = from_options(inputs)
     with _quiet_import(place):
-        source = _import(place)
-        found = _built(place, source)
+        source = _guarded(lambda: _imported(place), place, f"{place.text}: importing it failed")
+        chosen = choose(source, place.text, place.name)
+        found = build(chosen, lambda run: _guarded(run, place, f"{place.text}: {chosen.words} failed"))
         examples = given or found.inputs or _examples(place, source)
     examples = with_batch(examples, batch) if batch is not None else examples
-    return Target(_name(found.module, place), found.module, examples.args, examples.kwargs)
-
-
-def _layer_file(target: str, inputs: Sequence[str], batch: int | None, layer_params: str | None) -> Target:
-    found = layer_file(target, inputs, layer_params)
-    args = layer_file_inputs(found, inputs, batch)
-    return Target(Path(target).stem, found.network, args, {}, found.pins, found.gpus, found.notes)
+    kind = type(found.module)
+    # Containers of torch.nn say nothing: their name is the file's.
+    name = place.stem if kind.__module__.startswith("torch.nn.") else kind.__name__
+    return Target(name, found.module, examples.args, examples.kwargs)
 
 
 def _place(target: str) -> _Place:
@@ -143,16 +143,12 @@ def _file(target: str, path: str, name: str) -> _Place:
         return _Place(target, file, "", name)
     if file.is_dir():
         raise TargetError(f"{path} is a folder; name a .py file in it")
-    raise TargetError(f"{path}: no such file{_suggestion(file)}")
-
-
-def _suggestion(file: Path) -> str:
-    """Files of a like name nearby, else what is in the folder."""
     if not file.parent.is_dir():
-        return f"; there is no folder {file.parent}"
+        raise TargetError(f"{path}: no such file; there is no folder {file.parent}")
     names = sorted(entry.name for entry in file.parent.glob("*.py"))
     close = difflib.get_close_matches(file.name, names, n=3) or names[:5]
-    return f"; did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
+    hint = f"; did you mean {' or '.join(str(file.parent / name) for name in close)}?" if close else ""
+    raise TargetError(f"{path}: no such file{hint}")
 
 
 @contextlib.contextmanager
@@ -168,15 +164,11 @@ def _quiet_import(place: _Place) -> Iterator[None]:
         sys.path[:], sys.argv = path, argv
 
 
-def _import(place: _Place) -> ModuleType:
-    def run() -> ModuleType:
-        return _run_file(place.file) if place.file else importlib.import_module(place.module)
-
-    return _guarded(run, place, f"{place.text}: importing it failed")
-
-
-def _run_file(file: Path) -> ModuleType:
-    """Import a file under a name that hides no installed module of the same name."""
+def _imported(place: _Place) -> ModuleType:
+    """The module; a file is imported under a name that hides no installed module of the same name."""
+    file = place.file
+    if file is None:
+        return importlib.import_module(place.module)
     name = f"parplan_target_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     if spec is None or spec.loader is None:
@@ -201,11 +193,6 @@ def _guarded(run: Callable[[], T], place: _Place, what: str) -> T:
         raise TargetError(f"{what}: {trouble(error, place.folder)}") from error
 
 
-def _built(place: _Place, source: ModuleType) -> Built:
-    chosen = choose(source, place.text, place.name)
-    return build(chosen, lambda run: _guarded(run, place, f"{place.text}: {chosen.words} failed"))
-
-
 def _examples(place: _Place, source: ModuleType) -> Inputs:
     example = getattr(source, "example_inputs", None)
     if example is None:
@@ -214,9 +201,3 @@ def _examples(place: _Place, source: ModuleType) -> Inputs:
     if callable(example):
         example = _guarded(example, place, f"{place.text}: example_inputs() failed")
     return from_example(example, f"{place.text}: example_inputs")
-
-
-def _name(module: nn.Module, place: _Place) -> str:
-    """Containers of torch.nn say nothing: their name is the file's."""
-    kind = type(module)
-    return place.stem if kind.__module__.startswith("torch.nn.") else kind.__name__

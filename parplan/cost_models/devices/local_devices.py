@@ -67,7 +67,17 @@ def host_device(kind: str = "cpu", calibrate: bool = False) -> Device:
     memory_bytes = int(USABLE_MEMORY * device_memory_bytes(device))
     if device.type == "cpu":
         return replace(calibrate_cpu() if calibrate else device_preset("cpu"), memory_bytes=memory_bytes)
-    return _cuda_device(device.index or 0, memory_bytes)
+    index = device.index or 0
+    name = torch.cuda.get_device_name(index)
+    preset = preset_of(name)
+    if preset is not None:
+        known = device_preset(preset)
+        return replace(known, memory_bytes=memory_bytes, source=f"{name}, memory as found; {known.source}")
+    # An unlisted GPU: 128 multiply-adds of each multiprocessor at 1.5 GHz, 10 bytes of memory per 256 FLOP.
+    fp32 = torch.cuda.get_device_properties(index).multi_processor_count * 128 * 2 * 1.5e9
+    rates = {"fp32": fp32, "tf32": 2 * fp32, "fp16": 4 * fp32, "bf16": 4 * fp32}
+    source = f"{name} is no preset; rates guessed from its multiprocessors, measure them with --measure"
+    return Device(name.lower().replace(" ", "-"), memory_bytes, rates, fp32 / 25.6, 5e-6, source)
 
 
 def this_cluster(
@@ -111,23 +121,6 @@ def this_cluster(
 _LIKE_UNKNOWN = "a100-80g-pcie"
 
 
-def _cuda_device(index: int, memory_bytes: int) -> Device:
-    name = torch.cuda.get_device_name(index)
-    kind = preset_of(name)
-    if kind is not None:
-        known = device_preset(kind)
-        return replace(known, memory_bytes=memory_bytes, source=f"{name}, memory as found; {known.source}")
-    return _unknown_cuda(index, name, memory_bytes)
-
-
-def _unknown_cuda(index: int, name: str, memory_bytes: int) -> Device:
-    """An unlisted GPU by its multiprocessors: 128 multiply-adds each at 1.5 GHz, 10 bytes of memory per 256 FLOP."""
-    fp32 = torch.cuda.get_device_properties(index).multi_processor_count * 128 * 2 * 1.5e9
-    rates = {"fp32": fp32, "tf32": 2 * fp32, "fp16": 4 * fp32, "bf16": 4 * fp32}
-    source = f"{name} is no preset; rates guessed from its multiprocessors, measure them with --measure"
-    return Device(name.lower().replace(" ", "-"), memory_bytes, rates, fp32 / 25.6, 5e-6, source)
-
-
 def calibrate_cpu() -> Device:
     """The CPU with rates measured now, on one thread: matrix products, a copy, small ops. Takes about a second."""
     preset = device_preset("cpu")
@@ -165,11 +158,9 @@ def _small_ops() -> None:
 
 
 def _median_s(run: Callable[[], object], times: int) -> float:
-    run()
-    return median(_timed(run) for _ in range(times))
-
-
-def _timed(run: Callable[[], object]) -> float:
-    start = perf_counter()
-    run()
-    return perf_counter() - start
+    seconds = []
+    for _ in range(times + 1):
+        start = perf_counter()
+        run()
+        seconds.append(perf_counter() - start)
+    return median(seconds[1:])

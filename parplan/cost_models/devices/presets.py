@@ -89,26 +89,21 @@ def cluster_links(kind: str, count: int, link: str | None = None, hosts: int | N
     apart = named is not None and named.network
     inner = _link_row(row.link) if named is None or apart else named
     network = named if named is not None and apart else _link_row(row.network)
-    host = _devices_of_a_host(row, count, hosts, apart)
-    levels = _host_levels(inner, host) if host > 1 else []
+    if hosts is not None and (hosts < 1 or count % hosts):
+        raise ClusterError(f"{count} devices do not spread evenly over {hosts} hosts; say it as hosts x devices, 2x8")
+    host = count // hosts if hosts else 1 if apart else count if row is CPU else min(count, GPUS_PER_HOST)
+    levels = []
+    if inner.island and host > inner.island:
+        levels = [
+            _level(inner, inner.island, 1.0),
+            _level(inner, host, inner.contention, f"{inner.name} across islands"),
+        ]
+    elif host > 1:
+        levels = [_level(inner, host, 1.0 if inner.island else inner.contention)]
     if count > host:
         adapters = row.nics if network.name == row.network else 1
         levels.append(_level(network, count, min(1.0, adapters / host)))
     return tuple(levels)
-
-
-def _devices_of_a_host(row: GpuRow, count: int, hosts: int | None, apart: bool) -> int:
-    if hosts is None:
-        return 1 if apart else count if row is CPU else min(count, GPUS_PER_HOST)
-    if hosts < 1 or count % hosts:
-        raise ClusterError(f"{count} devices do not spread evenly over {hosts} hosts; say it as hosts x devices, 2x8")
-    return count // hosts
-
-
-def _host_levels(row: LinkRow, host: int) -> list[Link]:
-    if not row.island or host <= row.island:
-        return [_level(row, host, 1.0 if row.island else row.contention)]
-    return [_level(row, row.island, 1.0), _level(row, host, row.contention, f"{row.name} across islands")]
 
 
 def _level(row: LinkRow, size: int, contention: float, name: str = "") -> Link:

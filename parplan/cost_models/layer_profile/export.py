@@ -57,12 +57,13 @@ def layer_profile_of(
     if graph.batch is None:
         raise ProfileError(f"{graph.model}: no input has samples, so there is no batch that times could be for")
     shares = sorted({count for count in (1, *replicas) if 1 <= count <= graph.batch})
-    edges = tuple(
-        ProfileEdge(source, target, _carried_bytes(graph, source, values))
-        for source, target, values in graph.digraph.edges(data="values")
-    )
+    edges = []
+    for source, target, values in graph.digraph.edges(data="values"):
+        nbytes = _nbytes(graph, values)
+        whole = nbytes == _nbytes(graph, _handed_on(graph, graph.layers[source]))
+        edges.append(ProfileEdge(source, target, None if whole else nbytes))
     layers = tuple(_layer(graph, layer, costs, shares) for layer in graph.layers.values())
-    return LayerProfile(graph.model.removesuffix(OF_A_PROFILE), graph.batch, device, layers, edges, precision)
+    return LayerProfile(graph.model.removesuffix(OF_A_PROFILE), graph.batch, device, layers, tuple(edges), precision)
 
 
 def _handed_on(graph: LayerGraph, layer: Layer) -> tuple[str, ...]:
@@ -74,34 +75,24 @@ def _nbytes(graph: LayerGraph, values: Sequence[str]) -> int:
     return sum(graph.values[value].nbytes for value in values)
 
 
-def _carried_bytes(graph: LayerGraph, source: str, values: Sequence[str]) -> int | None:
-    """Bytes on an edge; None when they are all that the layer hands on."""
-    nbytes = _nbytes(graph, values)
-    return None if nbytes == _nbytes(graph, _handed_on(graph, graph.layers[source])) else nbytes
-
-
 def _layer(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[int]) -> ProfiledLayer:
     memory = costs.memory(layer, Strategy())
+    times: dict[int, Times] = {}
+    for count in shares if layer.batch is not None else (1,):
+        cost = costs.layer(layer, Strategy(count, devices=tuple(range(count))))
+        batch = ceil((graph.batch or 1) / count)
+        times[batch] = Times(batch, cost.forward_s, cost.backward_s)
     return ProfiledLayer(
         name=layer.name,
-        times=_times(graph, layer, costs, shares),
+        times=tuple(times[batch] for batch in sorted(times)),
         activation_bytes=_nbytes(graph, _handed_on(graph, layer)),
         parameter_bytes=memory.gradients_bytes + _frozen_bytes(graph, layer),
         saved_bytes=memory.saved_bytes,
         kind=layer.kind,
-        samples=_samples(layer),
+        samples=Samples.NONE if layer.constant else Samples.TOGETHER if layer.batch is None else Samples.SPLIT,
         cuts=tuple(cut for axis in layer.axes if (cut := _cut(graph, layer, axis)) is not None),
         update_s=costs.layer(layer, Strategy()).update_s,
     )
-
-
-def _times(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[int]) -> tuple[Times, ...]:
-    found: dict[int, Times] = {}
-    for count in shares if layer.batch is not None else (1,):
-        cost = costs.layer(layer, Strategy(count, devices=tuple(range(count))))
-        batch = ceil((graph.batch or 1) / count)
-        found[batch] = Times(batch, cost.forward_s, cost.backward_s)
-    return tuple(found[batch] for batch in sorted(found))
 
 
 def _frozen_bytes(graph: LayerGraph, layer: Layer) -> int:
@@ -112,12 +103,6 @@ def _frozen_bytes(graph: LayerGraph, layer: Layer) -> int:
             owners.setdefault(graph.parameters[name], other.name)
     frozen = [name for name in layer.parameters if not graph.values[name].requires_grad]
     return _nbytes(graph, [name for name in frozen if owners[graph.parameters[name]] == layer.name])
-
-
-def _samples(layer: Layer) -> Samples:
-    if layer.constant:
-        return Samples.NONE
-    return Samples.TOGETHER if layer.batch is None else Samples.SPLIT
 
 
 def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> AxisCut | None:

@@ -27,17 +27,24 @@ _ELEMENTS = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat1
 def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph:
     """The profile as a graph of layers, at the profile's batch or another one."""
     batch = profile.batch if batch is None else batch
-    digraph = _digraph(profile.edges, [layer.name for layer in profile.layers])
+    digraph = nx.DiGraph()
+    digraph.add_nodes_from(layer.name for layer in profile.layers)
+    digraph.add_edges_from((edge.source, edge.target, {"values": (_carried(edge),)}) for edge in profile.edges)
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     order = list(nx.lexicographical_topological_sort(digraph, key=position.__getitem__))
     known = {layer.name: layer for layer in profile.layers}
     producer = {name: name for name in order} | {_carried(edge): edge.source for edge in profile.edges}
     weighty = [name for name in order if known[name].parameter_bytes]
+    element = _ELEMENTS.get(profile.precision.lower(), torch.float32)
+    weights = {
+        _parameters(name): TensorSpec((known[name].parameter_bytes // element.itemsize,), element, requires_grad=True)
+        for name in weighty
+    }
     return LayerGraph(
         model=f"{profile.model}{OF_A_PROFILE}",
         digraph=digraph,
         layers=_layers(profile, order, batch),
-        values=_values(profile, batch) | {_parameters(name): _weights(profile, known[name]) for name in weighty},
+        values=_values(profile, batch) | weights,
         producer=producer,
         batch=batch,
         batch_dims={value: 0 for value, source in producer.items() if _has_samples(known[source])},
@@ -54,14 +61,6 @@ def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph
     )
 
 
-def _digraph(edges: Sequence[ProfileEdge], names: Sequence[str]) -> nx.DiGraph:
-    digraph = nx.DiGraph()
-    digraph.add_nodes_from(names)
-    for edge in edges:
-        digraph.add_edge(edge.source, edge.target, values=(_carried(edge),))
-    return digraph
-
-
 def _carried(edge: ProfileEdge) -> str:
     """The name of what an edge carries: its source's, or one of its own (names of layers have no blanks)."""
     return edge.source if edge.activation_bytes is None else f"{edge.source} {edge.target}"
@@ -69,11 +68,6 @@ def _carried(edge: ProfileEdge) -> str:
 
 def _parameters(layer: str) -> str:
     return f"parameters of {layer}"
-
-
-def _weights(profile: LayerProfile, layer: ProfiledLayer) -> TensorSpec:
-    element = _ELEMENTS.get(profile.precision.lower(), torch.float32)
-    return TensorSpec((layer.parameter_bytes // element.itemsize,), element, requires_grad=True)
 
 
 def _has_samples(layer: ProfiledLayer) -> bool:
