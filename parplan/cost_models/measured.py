@@ -1,4 +1,4 @@
-"""Prices from a profile, and what becomes of layers that were not measured.
+"""Costs from a profile: measured parts as they are, other parts interpolated or estimated from them.
 
 A part that was measured costs what it took, corrected for what steps take beside their parts (`Correction`), scaled by
 the reference kernel's time now where that is known. Parts that were not:
@@ -46,7 +46,7 @@ __all__ = [
     "step_cost",
 ]
 
-# Families of what is not a part of a layer: see profiler/runtime_costs.py.
+# Families of entries that are no part of a layer: see profiler/runtime_costs.py.
 OVERHEAD, AGREEMENT, CORRECTION = (f"runtime {word}" for word in ("overhead", "agreement", "correction"))
 
 # Never surer than this of a figure that was not measured at its own sizes.
@@ -144,7 +144,8 @@ class MeasuredCosts:
         """Seconds of the slowest device's part of `layer` in one pass."""
         if not self._profiles or not self._numbers.issuperset(strategy.devices):
             return self._fallback.layer(layer, strategy, passes)
-        busy = self._busy(len(strategy.devices))
+        # The measured number of devices at work that is closest: the next larger, else the largest.
+        busy = next((busy for busy in self._profiles if busy >= len(strategy.devices)), max(self._profiles))
         key = (part_key(layer, strategy, passes), busy)
         if key not in self._costs:
             self._costs[key] = self._price(layer, strategy, passes, busy)
@@ -171,10 +172,6 @@ class MeasuredCosts:
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds to sum the weight gradients of `layer`."""
         return self._fallback.reduction(layer, strategy)
-
-    def _busy(self, devices: int) -> int:
-        """The measured number of devices at work that is closest: the next larger, else the largest."""
-        return next((busy for busy in self._profiles if busy >= devices), max(self._profiles))
 
     def _price(self, layer: Layer, strategy: Strategy, passes: int, busy: int) -> LayerCost:
         graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy, passes)
@@ -214,7 +211,11 @@ class MeasuredCosts:
 
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
         size_s, gradients = self._size_s(entry), _gradients(entry.signature)
-        points = self._family(busy, entry.family)
+        family = (busy, entry.family)
+        if family not in self._points:
+            found = [self._point(other) for other in self._profiles[busy].family(entry.family)]
+            self._points[family] = [point for point in found if point is not None]
+        points = self._points[family]
         # A backward that gives more gradients, or fewer, is another one: not what to interpolate with.
         alike = [point for point in points if point.gradients == gradients]
         below = max((p for p in alike if p.size_s <= size_s), key=lambda p: p.size_s, default=None)
@@ -226,17 +227,15 @@ class MeasuredCosts:
             distance = abs(log(size_s / nearest.size_s))
             doubt = min(DOUBT, max(2 * LEAST_DOUBT, nearest.spread) * (1 + distance))
             return _Ratio(nearest.forward, nearest.backward, Source.ESTIMATED, doubt)
-        return self._fitted(busy, entry.flops > 0)
-
-    def _fitted(self, busy: int, product: bool) -> _Ratio | None:
-        """The median of all measured parts that are products (or are not)."""
-        key = (busy, product)
+        key = (busy, entry.flops > 0)
         if key not in self._medians:
-            self._medians[key] = self._median(busy, product)
+            self._medians[key] = self._median(*key)
         return self._medians[key]
 
     def _median(self, busy: int, product: bool) -> _Ratio | None:
-        alike = [e for e in self._profiles[busy].all() if (e.flops > 0) == product and e.nbytes and _is_part(e)]
+        """The median of all measured parts that are products (or are not)."""
+        parts = [e for e in self._profiles[busy].all() if not e.family.startswith(("update ", "runtime "))]
+        alike = [entry for entry in parts if (entry.flops > 0) == product and entry.nbytes]
         points = [point for entry in alike if (point := self._point(entry)) is not None]
         if not points:
             return None
@@ -244,13 +243,6 @@ class MeasuredCosts:
         scatter = 1.4826 * median(abs(log(point.forward / middle)) for point in points)
         backward = median(point.backward for point in points)
         return _Ratio(middle, backward, Source.ESTIMATED, max(DOUBT / 2, min(DOUBT, scatter)))
-
-    def _family(self, busy: int, family: str) -> list[_Point]:
-        key = (busy, family)
-        if key not in self._points:
-            found = [self._point(entry) for entry in self._profiles[busy].family(family)]
-            self._points[key] = [point for point in found if point is not None]
-        return self._points[key]
 
     def _point(self, entry: PartEntry) -> _Point | None:
         ideal_s, scale = self._ideal_s(entry), self._scale(entry.measurement)
@@ -272,7 +264,7 @@ class MeasuredCosts:
 def step_cost(
     profile: Profile, roofline: RooflineCosts, links: MeasuredLinks | None, reference_s: float = 0.0
 ) -> StepCost:
-    """What a profile says of whole steps of a model, and of communication; what it lacks is the roofline's."""
+    """Costs of whole steps and of communication from a profile; the roofline's where it lacks them."""
     found, devices = roofline.step, roofline.cluster.count
     if links is not None:
         found = replace(found, spread=links.spread, links=Source.MEASURED)
@@ -280,10 +272,10 @@ def step_cost(
         if alone is not None and beside is not None and devices > 1:
             taken_s, under_way_s = (float(curve.seconds(roofline.message_bytes)) for curve in (beside, alone))
             found = replace(found, overlap=1 - taken_s / under_way_s if under_way_s > 0 else 1.0, late=0.0)
-    told = profile.get(AGREEMENT)
+    agreement = profile.get(AGREEMENT)
     runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
-    if told is not None:
-        runtime_s += told.measurement.forward_s * _scale(told.measurement, reference_s)
+    if agreement is not None:
+        runtime_s += agreement.measurement.forward_s * _scale(agreement.measurement, reference_s)
     return replace(found, overhead_s=runtime_s)
 
 
@@ -293,13 +285,13 @@ def overhead_s(profile: Profile, reference_s: float = 0.0) -> Callable[[int], fl
     points = sorted((parameters, own.forward_s * _scale(own, reference_s)) for parameters, own in found)
     if not points:
         return lambda parameters: 0.0
-    (few, few_s), (many, many_s) = points[0], points[-1]
-    slope = max(0.0, many_s - few_s) / (many - few) if many > few else 0.0
-    return lambda parameters: max(0.0, few_s + (parameters - few) * slope)
+    (low, low_s), (high, high_s) = points[0], points[-1]
+    slope = max(0.0, high_s - low_s) / (high - low) if high > low else 0.0
+    return lambda parameters: max(0.0, low_s + (parameters - low) * slope)
 
 
 def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
-    """What a profile says of steps beside the sums of their parts; nothing where that was not measured."""
+    """The correction of sums of parts to steps, from a profile; none where that was not measured."""
     found = [(e.measurement, e.nbytes) for e in profile.family(CORRECTION)]
     if not found:
         return Correction()
@@ -315,7 +307,7 @@ def _scale(measured: Measurement, reference_s: float) -> float:
 
 
 def _gradients(signature: str) -> str:
-    """Which tensors of a part need a gradient, of all that it reads and writes (trials.part_signature)."""
+    """Which tensors of a part need a gradient, of all that it reads and writes (runnable_parts.part_signature)."""
     return "".join(mark or "-" for mark in re.findall(r"\](g?)", signature))
 
 
@@ -334,11 +326,6 @@ def _between(below: _Point, above: _Point, size_s: float) -> _Ratio:
     backward = (1 - share) * below.backward + share * above.backward
     doubt = max(LEAST_DOUBT, abs(log(above.forward / below.forward)) / 2, below.spread, above.spread)
     return _Ratio(forward, backward, Source.INTERPOLATED, doubt)
-
-
-def _is_part(entry: PartEntry) -> bool:
-    """Whether it is a part of a layer rather than an update or a figure of the runtime."""
-    return not entry.family.startswith(("update ", "runtime "))
 
 
 def profiled_costs(

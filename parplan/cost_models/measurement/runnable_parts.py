@@ -160,18 +160,15 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
         return torch.full(shape, time, dtype=spec.dtype, device=device)
     if not spec.dtype.is_floating_point:
         return torch.randint(0, _index_bound(part.layer.nodes, name), shape, device=device).to(spec.dtype)
-    order = _memory_order(part.layer.nodes, name, len(shape))
+    # Dimensions from the widest stride to the narrowest, as captured: views and kernels depend on it.
+    source = next(s for node in part.layer.nodes for s in node.all_input_nodes if s.name == name)
+    strides, order = source.meta["val"].stride(), list(range(len(shape)))
+    if all(strides):
+        order.sort(key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(shape))]
     # Between 0.5 and 1.5: right for variances, harmless for the rest, and no denormal numbers.
     tensor = torch.rand([shape[dim] for dim in order], device=device).add_(0.5).to(spec.dtype).permute(back)
     return tensor.detach().requires_grad_(spec.requires_grad)
-
-
-def _memory_order(nodes: Iterable[fx.Node], name: str, rank: int) -> list[int]:
-    """Dimensions from the widest stride to the narrowest, as captured: views and kernels depend on it."""
-    source = next(s for node in nodes for s in node.all_input_nodes if s.name == name)
-    strides = source.meta["val"].stride()
-    return sorted(range(rank), key=lambda dim: -strides[dim]) if all(strides) else list(range(rank))
 
 
 def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
@@ -192,18 +189,6 @@ def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
 _FLAGS = 2  # integers nothing is known about
 
 
-def _rows_of(node: fx.Node) -> int:
-    return _extent(node, 0)
-
-
-def _classes_of(node: fx.Node) -> int:
-    return _extent(node, 1)
-
-
-def _along(node: fx.Node) -> int:
-    return _extent(node, node.args[1])
-
-
 def _extent(node: fx.Node, dim: Any) -> int:
     """Extent of the first operand along `dim`; of vectors the only one."""
     shape = node.all_input_nodes[0].meta["val"].shape
@@ -212,11 +197,7 @@ def _extent(node: fx.Node, dim: Any) -> int:
 
 # How many different indices an op takes.
 _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
-    "embedding": _rows_of,
-    "embedding_bags": _rows_of,
-    "cross_entropy_loss": _classes_of,
-    "nll_loss": _classes_of,
-    "nll_loss_nd": _classes_of,
-    "gather": _along,
-    "index_select": _along,
+    **dict.fromkeys(("embedding", "embedding_bags"), lambda node: _extent(node, 0)),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd"), lambda node: _extent(node, 1)),
+    **dict.fromkeys(("gather", "index_select"), lambda node: _extent(node, node.args[1])),
 }

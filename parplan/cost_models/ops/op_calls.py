@@ -95,17 +95,19 @@ def total_bytes(operands: Iterable[Operand]) -> int:
 
 def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
     """The ops of one device's part of a layer, in execution order."""
-    return tuple(_op_call(graph, local, node) for node in local.layer.nodes)
 
+    def operands(nodes: Iterable[fx.Node]) -> tuple[Operand, ...]:
+        found = []
+        for name in (node.name for node in nodes if node.name in graph.values):
+            spec, state = (
+                graph.values[name],
+                name in graph.parameters or name in graph.buffers or name in graph.constants,
+            )
+            found.append(Operand(name, local_shape(graph, local, name), spec.dtype, spec.requires_grad, state))
+        return tuple(found)
 
-def _op_call(graph: LayerGraph, local: LocalLayer, node: fx.Node) -> OpCall:
-    results = [node] if node.name in graph.values else [user for user in node.users if op_name(user) == "getitem"]
-    inputs = tuple(_operand(graph, local, source) for source in node.all_input_nodes if source.name in graph.values)
-    outputs = tuple(_operand(graph, local, result) for result in results if result.name in graph.values)
-    return OpCall(op_name(node), inputs, outputs, node.args)
-
-
-def _operand(graph: LayerGraph, local: LocalLayer, node: fx.Node) -> Operand:
-    spec = graph.values[node.name]
-    state = node.name in graph.parameters or node.name in graph.buffers or node.name in graph.constants
-    return Operand(node.name, local_shape(graph, local, node.name), spec.dtype, spec.requires_grad, state)
+    calls = []
+    for node in local.layer.nodes:
+        results = [node] if node.name in graph.values else [user for user in node.users if op_name(user) == "getitem"]
+        calls.append(OpCall(op_name(node), operands(node.all_input_nodes), operands(results), node.args))
+    return tuple(calls)

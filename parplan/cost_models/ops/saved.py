@@ -1,4 +1,4 @@
-"""What autograd keeps of an op from its forward to its backward.
+"""Tensors and bytes that autograd saves of an op from its forward to its backward.
 
 One row per op, after the formulas of torch's derivatives.yaml; an op without a row is taken to keep its inputs. Where
 kernels differ between devices there are two tables: CUDA's (attention: the fused kernels; dropout: a byte per element)
@@ -36,12 +36,12 @@ Rule = Callable[[OpCall], Saved]
 
 
 def names(*operands: Operand) -> frozenset[str]:
-    """Of several tensors."""
+    """Names of several tensors."""
     return frozenset(operand.name for operand in operands)
 
 
 def saved_by(call: OpCall, on_cpu: bool = False) -> Saved:
-    """What `call` keeps for its backward; nothing when it has none, and never parameters or buffers.
+    """Values and bytes that `call` saves for its backward; nothing when it has none, and never parameters or buffers.
 
     Args:
         on_cpu: of the CPU's kernels rather than CUDA's.
@@ -54,20 +54,8 @@ def saved_by(call: OpCall, on_cpu: bool = False) -> Saved:
     return replace(saved, values=saved.values - state)
 
 
-def _nothing(call: OpCall) -> Saved:
-    return Saved()
-
-
 def _inputs(call: OpCall) -> Saved:
     return Saved(names(*call.inputs))
-
-
-def _output(call: OpCall) -> Saved:
-    return Saved(names(*call.outputs))
-
-
-def _first(call: OpCall) -> Saved:
-    return Saved(names(*call.inputs[:1]))
 
 
 def _factors(call: OpCall) -> Saved:
@@ -90,18 +78,6 @@ def _convolution(call: OpCall) -> Saved:
     return replace(_factors(call), forward_bytes=unfolded_bytes, backward_bytes=unfolded_bytes)
 
 
-def _addmm(call: OpCall) -> Saved:
-    return _factors(OpCall(call.op, call.inputs[1:], call.outputs, call.arguments[1:]))
-
-
-def _quotient(call: OpCall) -> Saved:
-    return Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()
-
-
-def _max_pool(call: OpCall) -> Saved:
-    return Saved(names(*call.inputs), 8 * call.outputs[0].elements)
-
-
 def _statistics(call: OpCall) -> Saved:
     """Batch norm: its input, and mean and inverse deviation per channel in float32."""
     shape = call.inputs[0].shape
@@ -121,10 +97,6 @@ def _group_statistics(call: OpCall) -> Saved:
     return Saved(names(call.inputs[0]), 8 * samples * (groups if isinstance(groups, int) else 1))
 
 
-def _mask(call: OpCall) -> Saved:
-    return Saved(inner_bytes=call.outputs[0].elements)
-
-
 def _attention(call: OpCall) -> Saved:
     """Fused attention: queries, keys, values, the result, and one float32 per query."""
     rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
@@ -141,44 +113,54 @@ def _recurrent(call: OpCall) -> Saved:
     return Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
 
 
-def _condition(call: OpCall) -> Saved:
-    return Saved(names(*(operand for operand in call.inputs if not operand.dtype.is_floating_point)))
+# Ops, and what autograd saves of each.
+_ROWS: tuple[tuple[str, Rule], ...] = (
+    (
+        "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat pad "
+        "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add",
+        lambda call: Saved(),
+    ),
+    (
+        "relu sigmoid tanh softmax safe_softmax log_softmax exp sqrt rsqrt reciprocal",
+        lambda call: Saved(names(*call.outputs)),
+    ),
+    (
+        "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d gelu silu "
+        "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp",
+        lambda call: Saved(names(*call.inputs[:1])),
+    ),
+    ("linear mul mm bmm matmul", _factors),
+    ("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d", _convolution),
+    ("addmm baddbmm", lambda call: _factors(replace(call, inputs=call.inputs[1:], arguments=call.arguments[1:]))),
+    ("div", lambda call: Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()),
+    (
+        "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d",
+        lambda call: Saved(names(*call.inputs), 8 * call.outputs[0].elements),
+    ),
+    (
+        "batch_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_functional "
+        "native_batch_norm_legit_no_training cudnn_batch_norm instance_norm",
+        _statistics,
+    ),
+    ("layer_norm native_layer_norm rms_norm", _row_statistics),
+    ("group_norm native_group_norm", _group_statistics),
+    ("dropout native_dropout feature_dropout alpha_dropout", lambda call: Saved(inner_bytes=call.outputs[0].elements)),
+    ("scaled_dot_product_attention", _attention),
+    ("cross_entropy_loss cross_entropy", _log_probabilities),
+    ("lstm gru rnn_tanh rnn_relu", _recurrent),
+    (
+        "where masked_fill embedding shard_embedding embedding_bags index index_select gather",
+        lambda call: Saved(names(*(each for each in call.inputs if not each.dtype.is_floating_point))),
+    ),
+)
 
-
-_ROWS: tuple[tuple[Rule, str], ...] = (
-    (_nothing, "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat "
-               "pad constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add"),
-    (_output, "relu sigmoid tanh softmax safe_softmax log_softmax exp sqrt rsqrt reciprocal"),
-    (_first, "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d gelu silu "
-             "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp"),
-    (_factors, "linear mul mm bmm matmul"),
-    (_convolution, "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d"),
-    (_addmm, "addmm baddbmm"),
-    (_quotient, "div"),
-    (_max_pool, "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d"),
-    (_statistics, "batch_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_functional "
-                  "native_batch_norm_legit_no_training cudnn_batch_norm instance_norm"),
-    (_row_statistics, "layer_norm native_layer_norm rms_norm"),
-    (_group_statistics, "group_norm native_group_norm"),
-    (_mask, "dropout native_dropout feature_dropout alpha_dropout"),
-    (_attention, "scaled_dot_product_attention"),
-    (_log_probabilities, "cross_entropy_loss cross_entropy"),
-    (_recurrent, "lstm gru rnn_tanh rnn_relu"),
-    (_condition, "where masked_fill embedding shard_embedding embedding_bags index index_select gather"),
-)  # fmt: skip
-
-_RULES: dict[str, Rule] = {op: rule for rule, ops in _ROWS for op in ops.split()}
+_RULES: dict[str, Rule] = {op: rule for ops, rule in _ROWS for op in ops.split()}
 
 
 # oneDNN reads images of so few channels as they are.
 _FEW_CHANNELS = 4
 # Its copies have channels in blocks: of 8 with AVX2, of 16 with AVX-512 (more only where channels are few and odd).
 _CHANNEL_BLOCK = 8
-
-
-def _noise(call: OpCall) -> Saved:
-    """Dropout multiplies with noise of the values' own type."""
-    return Saved(inner_bytes=call.outputs[0].nbytes)
 
 
 def _cpu_convolution(call: OpCall) -> Saved:
@@ -200,9 +182,15 @@ def _blocked_bytes(image: Operand) -> int:
     return image.nbytes // max(1, image.shape[1]) * -(-image.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
+def _attended(call: OpCall) -> list[Operand]:
+    """Query, key and value where they are fewer than three tensors."""
+    known = {operand.name: operand for operand in call.inputs}
+    return [known[node.name] for node in call.arguments[:3]]
+
+
 def _cpu_attention(call: OpCall) -> Saved:
     """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs."""
-    query, key, value = call.inputs[:3]
+    query, key, value = call.inputs[:3] if len(call.inputs) > 2 else _attended(call)
     if not call.argument(4, 0.0):
         rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
         return Saved(names(*call.inputs, *call.outputs), 4 * rows)
@@ -242,7 +230,11 @@ def _loop(kept: int, needed: int) -> Rule:
 
 
 CPU_RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("dropout", "native_dropout", "feature_dropout", "alpha_dropout"), _noise),
+    # Dropout multiplies with noise of the values' own type.
+    **dict.fromkeys(
+        ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"),
+        lambda call: Saved(inner_bytes=call.outputs[0].nbytes),
+    ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _cpu_convolution),
     "scaled_dot_product_attention": _cpu_attention,
     "lstm": _lstm,

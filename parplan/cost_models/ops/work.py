@@ -9,7 +9,7 @@ another op reads the gradients of its outputs and what it saved and writes the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -21,7 +21,7 @@ __all__ = ["Engine", "Kernel", "OpWork", "flops_of", "op_work"]
 
 
 class Engine(Enum):
-    """What a kernel's speed depends on."""
+    """The resource that bounds a kernel's speed."""
 
     GEMM = "matrix product"
     CONV = "convolution"
@@ -94,17 +94,9 @@ def _transposed_convolution(call: OpCall) -> float:
     return 2.0 * call.inputs[0].elements * weight.elements / max(1, weight.shape[0])
 
 
-def _either_convolution(call: OpCall) -> float:
-    return _transposed_convolution(call) if call.argument(6) is True else _convolution(call)
-
-
 def _contracted(call: OpCall) -> float:
     """Products of rows with columns: the last dimension of the first factor is summed over."""
     return 2.0 * call.outputs[0].elements * call.inputs[0].shape[-1]
-
-
-def _contracted_second(call: OpCall) -> float:
-    return 2.0 * call.outputs[0].elements * call.inputs[1].shape[-1]
 
 
 def _attention(call: OpCall) -> float:
@@ -122,14 +114,16 @@ def _recurrent(call: OpCall) -> float:
 Count = Callable[[OpCall], float]
 
 _CONVOLUTIONS: dict[str, Count] = {
-    "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _either_convolution,
+    "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, 
+    "convolution": lambda call: (_transposed_convolution if call.argument(6) is True else _convolution)(call),
     "conv_transpose1d": _transposed_convolution, "conv_transpose2d": _transposed_convolution,
     "conv_transpose3d": _transposed_convolution,
 }  # fmt: skip
 
 _PRODUCTS: dict[str, Count] = {
     "linear": _contracted, "mm": _contracted, "bmm": _contracted, "matmul": _contracted, "mv": _contracted,
-    "addmm": _contracted_second, "baddbmm": _contracted_second, "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("addmm", "baddbmm"), lambda call: _contracted(replace(call, inputs=call.inputs[1:]))),
+    "scaled_dot_product_attention": _attention,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip
 

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from parplan.cost_models.ops.op_calls import OpCall, Operand
+from parplan.cost_models.ops.op_calls import OpCall, Operand, op_calls
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.ops.work import Engine, Kernel, OpWork, flops_of, op_work
+from parplan.cost_models.roofline import part_of
+from parplan.graph.capture.capture import capture
+from parplan.plan import Strategy
 
 F32 = torch.float32
 
@@ -50,6 +55,31 @@ FLOPS = [
      2 * 15 * (40 * 8 + 40 * 10)),
     (call("relu", [activation(4, 4)], 4, 4), 0),
 ]  # fmt: skip
+
+
+class SelfAttention(nn.Module):
+    """Attention of a tensor to itself, or with values of its own."""
+
+    def __init__(self, shared: int, dropout: float) -> None:
+        super().__init__()
+        self.shared, self.dropout = shared, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2.0
+        value = x if self.shared == 3 else x + 1.0
+        return functional.scaled_dot_product_attention(x, x, value, dropout_p=self.dropout)
+
+
+@pytest.mark.parametrize(("shared", "dropout", "inner_bytes"), [
+    (3, 0.0, 4 * 8 * 7), (2, 0.0, 4 * 8 * 7), (3, 0.1, 3 * 4 * 8 * 7 * 7 + 2 * 4 * 8 * 7 * 5),
+])  # fmt: skip
+def test_attention_whose_operands_are_one_tensor(shared: int, dropout: float, inner_bytes: int) -> None:
+    graph = capture(SelfAttention(shared, dropout), (torch.rand(2, 4, 7, 5, requires_grad=True),))
+    parts = [part_of(graph, layer, Strategy()) for layer in graph.layers.values()]
+    (attention,) = [each for part in parts for each in op_calls(graph, part) if "attention" in each.op]
+    assert len(attention.inputs) == 4 - shared
+    assert saved_by(attention, on_cpu=True).inner_bytes == inner_bytes
+    assert flops_of(attention) == 2 * 2 * 8 * 7 * 7 * 5
 
 
 @pytest.mark.parametrize(("op", "expected"), FLOPS, ids=[op.op for op, _ in FLOPS])
