@@ -115,12 +115,12 @@ class Cluster:
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return len(self.devices)
 
     @property
     def device(self) -> Device:
-        """What each device is, where all are alike.
+        """The device, where all are alike.
 
         Raises:
             ClusterError: there are several kinds.

@@ -27,7 +27,7 @@ MOST = 10**6  # more replicas, shards, devices or passes are a slip
 
 @dataclass(frozen=True)
 class Pin:
-    """What is decided for the layers that `pattern` names; None leaves it to the solver (or to an earlier pin).
+    """A decision for the layers that `pattern` names; None leaves it to the solver (or to an earlier pin).
 
     Args:
         pattern: dotted layer names, with *, ? and [...]; the name of a module stands for all layers in it.

@@ -25,7 +25,7 @@ RULES = ("default", "strict")
 
 
 class Scheme(Enum):
-    """In which order the samples of many replicas reach layers with fewer (Krizhevsky 2014, section 4).
+    """The order in which the samples of many replicas reach layers with fewer (Krizhevsky 2014, section 4).
 
     gather: all at once, and the layers run once. broadcast: one replica's samples at a time. interleave: an equal share
     of every replica's samples at a time. With the last two the layers with fewer replicas run in passes.
@@ -38,7 +38,7 @@ class Scheme(Enum):
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one layer is spread: `replicas` x `shards` along `axis`, on `devices` (row by row).
+    """Placement of one layer: `replicas` x `shards` along `axis`, on `devices` (row by row).
 
     Args:
         replicas: copies that work on different samples.

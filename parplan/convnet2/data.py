@@ -1,4 +1,4 @@
-"""What goes into a network: data layers, their sizes, and example inputs.
+"""Inputs of a network: data layers, their sizes, and example inputs.
 
 cuda-convnet2 asks its data provider how large a sample is; a layer file alone says it only by `end`, so images are
 taken to be 224 x 224, the crop of its ImageNet files, unless the caller knows better.

@@ -1,4 +1,4 @@
-"""How large what a layer gives is: cuda-convnet2's arithmetic, which rounds up where PyTorch rounds down.
+"""Sizes of layers' outputs: cuda-convnet2's arithmetic, which rounds up where PyTorch rounds down.
 
 A convolution or pooling covers the whole image: the last window may hang over the right and lower edge. 224 pixels
 under 11 x 11 filters at stride 4 give 55 positions, one more than rounding down would.
@@ -13,7 +13,7 @@ __all__ = ["Extent", "Pooled", "Window", "covering"]
 
 @dataclass(frozen=True)
 class Extent:
-    """What a layer gives for one sample: square maps, or (`side` None) a vector of `channels` numbers."""
+    """Output of a layer for one sample: square maps, or (`side` None) a vector of `channels` numbers."""
 
     channels: int
     side: int | None = None
@@ -46,7 +46,7 @@ def covering(length: int, window: int, stride: int) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """How filters go over one input: `channels` of them deep, with a border of `padding` zeros all around."""
+    """Filter window over one input: `channels` of them deep, with a border of `padding` zeros all around."""
 
     channels: int
     size: int
@@ -65,7 +65,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Pooled:
-    """How pooling goes over an image: from pixel `start` (it may be negative), `outputs` windows each way."""
+    """Pooling windows over an image: from pixel `start` (it may be negative), `outputs` windows each way."""
 
     size: int
     stride: int

@@ -38,7 +38,7 @@ class IniSection:
         return f"{self.file} [{self.name}]"
 
     def error(self, key: str, why: str) -> LayerFileError:
-        """What is wrong with one key, beside the value it has."""
+        """An error about one key, with the value it has."""
         value = self.values.get(key.lower())
         return LayerFileError(f"{self.where} {key}: {why}" if value is None else f"{self.where} {key}={value}: {why}")
 

@@ -131,7 +131,7 @@ def _conv(spec: LayerSpec) -> Made:
 
 
 def _filters(section: IniSection, windows: list[Window]) -> int:
-    """How many maps come out: `filters` counts those of one group."""
+    """Number of output maps: `filters` counts those of one group."""
     each = section.integers("filters", len(windows))
     totals = {own * way.groups for own, way in zip(each, windows, strict=True)}
     if len(totals) > 1:

@@ -1,4 +1,4 @@
-"""Where the file puts layers: `gpu=`, inherited from the first input, and what cuda-convnet2 would have refused.
+"""Devices of layers: `gpu=`, inherited from the first input, and notes on files that cuda-convnet2 would refuse.
 
 cuda-convnet2's rules on replicas are parplan's R2, R3 and R4 read strictly; a transfer stands in for them here, so
 what breaks them is told and not refused. The same goes for the sizes that its kernels ask for.
@@ -45,7 +45,7 @@ def devices_of(sections: Mapping[str, IniSection], wires: Sequence[Wire]) -> dic
 
 
 def replica_notes(file: str, wires: Sequence[Wire], devices: Mapping[str, Devices]) -> list[str]:
-    """What breaks cuda-convnet2's rules on replicas, in one sentence."""
+    """One sentence on layers that break cuda-convnet2's rules on replicas."""
     broken = []
     for check in _checks(wires, {name: len(own) for name, own in devices.items()}):
         try:
@@ -82,7 +82,7 @@ def size_notes(file: str, sections: Mapping[str, IniSection]) -> list[str]:
 
 
 def _odd(section: IniSection) -> str:
-    """What cuda-convnet2 asks of this type's numbers and is not so, else nothing."""
+    """A demand of cuda-convnet2 on this type's numbers that is not met; else empty."""
     kind = section.text("type")
     if kind not in ("conv", "pool", "cmrnorm", "rnorm"):
         return ""

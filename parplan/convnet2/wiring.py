@@ -19,7 +19,7 @@ RESERVED = ("costs", "data", "labels", "predictions", "training", "wires")
 
 
 def wires_of(sections: Mapping[str, IniSection]) -> list[Wire]:
-    """Who takes what, in the file's order.
+    """Inputs of every layer, in the file's order.
 
     Raises:
         LayerFileError: an input that is not above, a layer that leads nowhere, a name that no module can have.

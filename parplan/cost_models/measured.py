@@ -81,7 +81,7 @@ class _Ratio:
 
 @dataclass(frozen=True)
 class Correction:
-    """How parts of layers add up to a step.
+    """Correction of the sum of layer parts to a step.
 
     Where steps take longer than their parts, by about the same for every layer (its data and code have to be found
     again), each layer gets `per_layer_s` more; where they take less (work of neighbours overlaps), all are scaled.
@@ -136,7 +136,7 @@ class MeasuredCosts:
 
     @property
     def step(self) -> StepCost:
-        """What is said of whole steps."""
+        """Costs of whole steps."""
         calling_s = self._updates[max(self._updates)].calling_s if self._updates else 0.0
         return replace(self._step, overhead_s=self._step.overhead_s + calling_s)
 
@@ -312,7 +312,7 @@ def _gradients(signature: str) -> str:
 
 
 def _slowest_of(devices: int, spread: float) -> float:
-    """What the slowest of several devices takes over what one does, as all wait for it (Blom's order statistic)."""
+    """Expected time of the slowest of several devices over that of one (Blom's order statistic)."""
     if devices < 2:
         return 1.0
     return 1 + min(spread, MOST_SPREAD) * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))

@@ -1,4 +1,4 @@
-"""What torch's optimizers keep beside every parameter, and what they need for a moment to update it.
+"""Memory of torch's optimizers: state beside every parameter, and temporaries of its update.
 
 On the CPU they update one parameter after the other, on CUDA all at once (`foreach`), where every temporary is as large
 as all parameters together.
@@ -44,7 +44,7 @@ OPTIMIZER_STATES: Mapping[str, int] = {name: memory.states for name, memory in _
 
 
 def optimizer_memory(optimizer: str) -> OptimizerMemory:
-    """What `optimizer` keeps and needs: a name, or the number of tensors it keeps per parameter ("3").
+    """State and temporaries of `optimizer`: a name, or the number of tensors it keeps per parameter ("3").
 
     Of an optimizer given by number the update is taken to need what Adam's does.
 
@@ -64,5 +64,5 @@ def optimizer_memory(optimizer: str) -> OptimizerMemory:
 
 
 def optimizer_states(optimizer: str) -> int:
-    """How many tensors per parameter `optimizer` keeps; raises as `optimizer_memory` does."""
+    """Number of state tensors per parameter of `optimizer`; raises as `optimizer_memory` does."""
     return optimizer_memory(optimizer).states

@@ -1,4 +1,4 @@
-"""What a measurement is: its figures, how long to go on measuring, how far runs spread, and on how many threads."""
+"""Measurements: their figures, the rule that stops them, the spread of runs, and the number of threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """How long to go on: until the median's standard error is below `error` (relative), or for `cap_s` seconds."""
+    """Stop measuring when the median's standard error is below `error` (relative), or after `cap_s` seconds."""
 
     error: float = 0.02
     cap_s: float = 1.0

@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What it is, for a list."""
+        """Kind of object, for a list."""
         if isinstance(self.value, nn.Module):
             return f"a {type(self.value).__name__}"
         return "a class" if inspect.isclass(self.value) else "a function"

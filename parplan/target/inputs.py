@@ -40,7 +40,7 @@ class Inputs:
 
 
 def from_example(value: Any, where: str) -> Inputs:
-    """What a file gives: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+    """Inputs as a file gives them: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
 
     Raises:
         TargetError: it is something else, with `where` it stood.

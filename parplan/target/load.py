@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a target names: a file or a module, and a name inside it (empty: look for one)."""
+    """A target as parsed: a file or a module, and a name inside it (empty: look for one)."""
 
     text: str
     file: Path | None
@@ -69,7 +69,7 @@ class _Place:
 
     @property
     def folder(self) -> Path:
-        """What the import path begins with: the file's folder, for a module the current one."""
+        """First folder of the import path: the file's own, for a module the current one."""
         return self.file.resolve().parent if self.file else Path.cwd()
 
 

@@ -1,4 +1,4 @@
-"""What went wrong in somebody's file, in one line: where, which exception, its text."""
+"""One line on an error in a user's file: place, exception and text."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["ALIASES", "CPU", "CPU_LINK", "GPUS", "LINKS", "GpuRow", "LinkRow", "
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a number comes from; `estimated` when no source says it."""
+    """Source of a number; `estimated` when no source says it."""
 
     text: str
     estimated: bool = False

@@ -1,4 +1,4 @@
-"""The devices of this machine, as a cluster: CUDA devices matched to presets, or the CPU, measured if asked.
+"""The devices of this machine, as a cluster: CUDA devices matched to presets, or the CPU, measured on request.
 
 A CUDA device is known by its name; its memory is its own, its rates are the preset's. The CPU counts as logical
 devices of one thread each, which share its memory.

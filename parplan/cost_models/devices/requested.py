@@ -1,4 +1,4 @@
-"""The cluster somebody asks for: by preset and number, by file, or the devices that are here."""
+"""The requested cluster: by preset and number, by file, or the devices that are here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOSTS = re.compile(r"(\d{1,12})x(\d{1,12})", re.ASCII)
 
 @dataclass(frozen=True)
 class Hosts:
-    """How many devices, and in how many hosts; None leaves that to the preset."""
+    """Number of devices, and of hosts; None leaves that to the preset."""
 
     count: int
     hosts: int | None = None
@@ -32,7 +32,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """What is asked for; None where nothing is said.
+    """The cluster that options name; None where an option is not given.
 
     Args:
         gpus: how many devices, or hosts x devices of each, "2x8".
@@ -84,60 +84,60 @@ def hosts_of(gpus: int | str) -> Hosts:
     return Hosts(count, hosts)
 
 
-def find_cluster(asked: ClusterRequest) -> FoundCluster:
-    """The cluster asked for.
+def find_cluster(request: ClusterRequest) -> FoundCluster:
+    """The requested cluster.
 
     Raises:
-        ClusterError: what is asked for contradicts itself, does not exist, or cannot be measured here.
+        ClusterError: the request contradicts itself, does not exist, or cannot be measured here.
     """
-    if asked.memory_bytes is not None and asked.memory_bytes < 1:
-        raise ClusterError(f"{asked.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
-    found = _from_presets(asked) if asked.cluster is None else _given(asked, asked.cluster)
-    if asked.memory_bytes is None:
+    if request.memory_bytes is not None and request.memory_bytes < 1:
+        raise ClusterError(f"{request.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
+    found = _from_presets(request) if request.cluster is None else _given(request, request.cluster)
+    if request.memory_bytes is None:
         return found
-    return replace(found, cluster=found.cluster.with_memory(asked.memory_bytes))
+    return replace(found, cluster=found.cluster.with_memory(request.memory_bytes))
 
 
-def _given(asked: ClusterRequest, cluster: Cluster | str | Path) -> FoundCluster:
+def _given(request: ClusterRequest, cluster: Cluster | str | Path) -> FoundCluster:
     from parplan.cost_models.devices.cluster_file import load_cluster
 
-    said = {"--gpus": asked.gpus, "--gpu": asked.gpu, "--link": asked.link}
+    said = {"--gpus": request.gpus, "--gpu": request.gpu, "--link": request.link}
     twice = [option for option, value in said.items() if value is not None]
     if twice:
         raise ClusterError(
             f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
             "or change the file"
         )
-    if asked.measure:
+    if request.measure:
         raise ClusterError(
             "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
         )
     found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if found.count > MOST_DEVICES:
         raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_DEVICES}")
-    if asked.memory_bytes is None:
+    if request.memory_bytes is None:
         return FoundCluster(found)
     return FoundCluster(found, ("The memory of every device is as --memory says, not as the cluster says.",))
 
 
-def _from_presets(asked: ClusterRequest) -> FoundCluster:
+def _from_presets(request: ClusterRequest) -> FoundCluster:
     import torch
 
     from parplan.cost_models.devices.local_devices import this_cluster
     from parplan.cost_models.devices.presets import cluster_preset
 
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = hosts_of(asked.gpus) if asked.gpus is not None else Hosts(max(here, 1))
-    if asked.measure and (asked.gpu or "cpu").lower() != "cpu":
+    wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
+    if request.measure and (request.gpu or "cpu").lower() != "cpu":
         raise ClusterError(
-            f"--measure times the devices of this machine, which cannot stand for a {asked.gpu}; leave out --gpu"
+            f"--measure times the devices of this machine, which cannot stand for a {request.gpu}; leave out --gpu"
         )
     count = wanted.count
-    if asked.measure or (asked.gpu is None and here) or (asked.gpu or "").lower() == "cpu":
-        device = torch.device("cuda" if here and asked.gpu is None else "cpu")
-        cluster = this_cluster(count, device, asked.measure, link=asked.link, hosts=wanted.hosts)
+    if request.measure or (request.gpu is None and here) or (request.gpu or "").lower() == "cpu":
+        device = torch.device("cuda" if here and request.gpu is None else "cpu")
+        cluster = this_cluster(count, device, request.measure, link=request.link, hosts=wanted.hosts)
         note = f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine."
-        return FoundCluster(cluster, (note,) if asked.measure and not here else (), device)
-    cluster = cluster_preset(asked.gpu or DEFAULT_GPU, count, asked.link, wanted.hosts)
+        return FoundCluster(cluster, (note,) if request.measure and not here else (), device)
+    cluster = cluster_preset(request.gpu or DEFAULT_GPU, count, request.link, wanted.hosts)
     note = f"No GPU here and no --gpu: planned for {count} x {DEFAULT_GPU}, a preset."
-    return FoundCluster(cluster, () if asked.gpu is not None else (note,))
+    return FoundCluster(cluster, () if request.gpu is not None else (note,))

@@ -101,7 +101,7 @@ class ProfileCosts:
         return LayerMemory(weights_bytes, weights_bytes, state_bytes, saved_bytes, moved_bytes, held)
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> None:
-        """What a plan's layers add up to is all that is known."""
+        """None: a profile has no ops to simulate; layers are added up."""
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""
@@ -126,7 +126,7 @@ class ProfileCosts:
         return -(-self._layers[layer.name].parameter_bytes // strategy.shards)
 
     def _held_bytes(self, layer: Layer, value: str, strategy: Strategy) -> int:
-        """What one device has of a value under the layer's layout."""
+        """Bytes of one device's share of a value under the layer's layout."""
         layout = layer.layout(value, strategy)
         rows = strategy.replicas if layout.batch_dim is not None else 1
         columns = strategy.shards if layout.shard_dim is not None else 1

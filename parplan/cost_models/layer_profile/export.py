@@ -67,7 +67,7 @@ def layer_profile_of(
 
 
 def _handed_on(graph: LayerGraph, layer: Layer) -> tuple[str, ...]:
-    """What a layer hands on, nothing twice: a layer that comes from a profile lists parts beside the whole."""
+    """Outputs of a layer, none twice: a layer that comes from a profile lists parts beside the whole."""
     return layer.outputs if layer.nodes else (layer.name,)
 
 

@@ -76,7 +76,7 @@ def _has_samples(layer: ProfiledLayer) -> bool:
 
 
 def _values(profile: LayerProfile, batch: int) -> dict[str, TensorSpec]:
-    """What layers hand on, and what edges carry that take a part of it."""
+    """Outputs of layers, and the parts of them that edges carry."""
     known = {layer.name: layer for layer in profile.layers}
     sizes = {layer.name: _scaled_bytes(layer, layer.activation_bytes, profile, batch) for layer in profile.layers}
     for edge in profile.edges:
@@ -134,26 +134,26 @@ def _axis(cut: AxisCut, inputs: Sequence[str], outputs: Sequence[str], parameter
 
 
 def profile_notes(profile: LayerProfile, where: str, batch: int, cluster: Cluster) -> tuple[str, ...]:
-    """What a reader has to know about figures that rest on the profile called `where`."""
+    """Notes on figures that rest on the profile called `where`."""
     split = [layer for layer in profile.layers if layer.samples is not Samples.NONE]
     fewest = ceil(batch / cluster.count)
-    few = [layer for layer in split if layer.samples is Samples.SPLIT and layer.times[0].batch > fewest]
-    many = [layer for layer in split if layer.times[-1].batch < batch]
+    scaled_down = [layer for layer in split if layer.samples is Samples.SPLIT and layer.times[0].batch > fewest]
+    scaled_up = [layer for layer in split if layer.times[-1].batch < batch]
     fed = {name for edge in profile.edges for name in (edge.source, edge.target)}
-    alone = [layer.name for layer in profile.layers if layer.name not in fed] if len(profile.layers) > 1 else []
+    isolated = [layer.name for layer in profile.layers if layer.name not in fed] if len(profile.layers) > 1 else []
     notes = [
         f"Times of layers are from {where}, measured elsewhere: on {profile.device}, batch {profile.batch:,}. "
         f"Of {cluster.device.kind} only memory and links count."
     ]
-    if few:
+    if scaled_down:
         notes.append(
-            f"{_of(few, split)} no times for as few samples as {cluster.count} replicas have ({fewest:,}): below the "
-            "smallest batch measured they are scaled in proportion, which flatters replicas."
+            f"{_of(scaled_down, split)} no times for as few samples as {cluster.count} replicas have ({fewest:,}): below "
+            "the smallest batch measured they are scaled in proportion, which flatters replicas."
         )
-    if many:
-        notes.append(f"{_of(many, split)} no times for {batch:,} samples: they are scaled in proportion.")
-    if alone:
-        listed = ", ".join([*alone[:4], *["..."] * (len(alone) > 4)])
+    if scaled_up:
+        notes.append(f"{_of(scaled_up, split)} no times for {batch:,} samples: they are scaled in proportion.")
+    if isolated:
+        listed = ", ".join([*isolated[:4], *["..."] * (len(isolated) > 4)])
         notes.append(f"No edge leads to or from {listed}: nothing is moved there.")
     return tuple(notes)
 

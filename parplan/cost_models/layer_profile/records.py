@@ -14,7 +14,7 @@ __all__ = ["AXIS_EFFECTS", "AxisCut", "Effect", "LayerProfile", "ProfileEdge", "
 
 
 class Samples(Enum):
-    """What a layer does with samples."""
+    """Dependence of a layer's samples on each other."""
 
     SPLIT = "split"
     """Each on its own: replicas take their share."""
@@ -25,7 +25,7 @@ class Samples(Enum):
 
 
 class Effect(Enum):
-    """What cutting a layer along an axis does to the activations around it."""
+    """Activations that a shard needs and makes where a layer is cut along an axis."""
 
     OUTPUT = "output"
     """Every shard needs the whole input and makes its part of the output."""
@@ -114,7 +114,7 @@ class LayerProfile:
         model: its name.
         batch: samples that all sizes are for.
         device: what it was measured on, in words.
-        layers: in any order; edges say who feeds whom.
+        layers: in any order; edges say which feeds which.
         edges: a directed graph without cycles.
         precision: what it was measured in, in words; "" when nobody said.
     """

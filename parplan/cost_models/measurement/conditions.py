@@ -1,4 +1,4 @@
-"""The conditions that measurements made now would be kept under: device, torch, CUDA, and the switches that are set."""
+"""Conditions that measurements made now are stored under: device, torch, CUDA, and the switches that are set."""
 
 from __future__ import annotations
 

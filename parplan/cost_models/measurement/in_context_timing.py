@@ -128,7 +128,7 @@ class _Figures:
 
     @property
     def spread(self) -> float:
-        """How far runs are from their median, relative."""
+        """Spread of the runs around their median, relative."""
         totals = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
         return spread_of(totals, median(totals))
 

@@ -1,4 +1,4 @@
-"""How long an optimizer's update takes, by the elements of a parameter.
+"""Times of an optimizer's update by the elements of a parameter.
 
 Measured on parameters of several sizes with torch's own optimizers: what calling the optimizer takes, and what one more
 parameter of a size does. By the time of the update a backward pass has emptied the caches of weights and state, so the
@@ -72,12 +72,12 @@ class _Timer:
         self._caches = torch.zeros(_CACHES_BYTES // 4, device=device)
 
     def calling(self) -> Measurement:
-        """What an update takes before the first parameter."""
+        """Seconds of an update before the first parameter."""
         one, nine = (_stepper(self._optimizer, 1, count, self._device) for count in (1, 9))
         return self._measured(lambda: max(0.0, self._timed(one) - (self._timed(nine) - self._timed(one)) / 8))
 
     def parameter(self, size: int) -> Measurement:
-        """What one more parameter of `size` elements takes."""
+        """Seconds of one more parameter of `size` elements."""
         count = max(2, min(_COUNT, _PASSING // size))
         one, several = (_stepper(self._optimizer, size, number, self._device) for number in (1, count))
         return self._measured(lambda: max(0.0, self._timed(several) - self._timed(one)) / (count - 1))
@@ -111,7 +111,7 @@ def _stepper(optimizer: str, size: int, count: int, device: torch.device) -> Cal
 
 
 class UpdateTimes:
-    """What a profile knows of one optimizer's updates.
+    """Update times of one optimizer, from a profile.
 
     Args:
         profile: where they were measured.

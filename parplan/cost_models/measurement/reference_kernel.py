@@ -1,4 +1,4 @@
-"""A fixed piece of work whose time says how fast a device is right now.
+"""The reference kernel: fixed work whose time says how fast a device is right now.
 
 Shared machines drift: medians of the same step move by a third within minutes. So every measurement keeps what this
 kernel took in the same second, measurements are compared in units of it, and a prediction is scaled by what it takes

@@ -78,14 +78,14 @@ class LayerPart:
 
     @classmethod
     def idle(cls, device: torch.device) -> LayerPart:
-        """A piece that does nothing: what calling any piece, forward and backward, takes by itself."""
+        """A part that does nothing: its times are those of calling a part, forward and backward."""
         code = fx.Graph()
         code.output((code.call_function(torch.ops.aten.alias.default, (code.placeholder("x"),)),))
         made = fx.GraphModule(torch.nn.Module(), code)
         return cls(made, (torch.zeros(1, device=device, requires_grad=True),), 1)
 
     def fresh_inputs(self) -> list[Tensor]:
-        """What the code takes; what arrives is written anew, to new memory."""
+        """Inputs of the code; those that come from layers before are written anew, to new memory."""
         new = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors[: self.arriving]]
         return [*new, *self.tensors[self.arriving :]]
 
@@ -133,7 +133,7 @@ def _shares_statistics(part: LocalLayer) -> bool:
 
 
 def _with_shared_statistics(part: LocalLayer, names: Sequence[str]) -> Callable[..., Sequence[Tensor]]:
-    """What the runtime runs of a batch norm whose replicas exchange statistics, without the exchange."""
+    """The runtime's batch norm whose replicas exchange statistics, without the exchange."""
     node = next(node for node in part.layer.nodes if node.target is torch.ops.aten.batch_norm.default)
     taken = [argument.name if isinstance(argument, fx.Node) else "" for argument in node.args[:5]]
     momentum, eps = (float(str(argument)) for argument in node.args[6:8])
@@ -172,7 +172,7 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
 
 
 def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
-    """How large integers in value `name` may be for the ops that use it as an index, through views of it."""
+    """Bound of integers in value `name` for the ops that use it as an index, through views of it."""
     names, bounds = {name}, []
     for node in nodes:
         if not any(source.name in names for source in node.all_input_nodes):

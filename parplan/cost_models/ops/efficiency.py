@@ -1,4 +1,4 @@
-"""What kernels reach of a device's peak: the estimated part of the roofline, in one place.
+"""Shares of a device's peak that kernels reach: the estimated part of the roofline, in one place.
 
 Measured points behind the constants:
 - Matrix products, 16 bit, best shape over peak: A100 SXM 271.2 of 312, A100 PCIe 252.9, H100 SXM 794.5 of 989 (H200 the

@@ -12,7 +12,7 @@ __all__ = ["EntryCounts", "mismatches"]
 
 @dataclass(frozen=True)
 class EntryCounts:
-    """How many parts and links were measured under some conditions, and the last time (UTC, ISO 8601; "" unknown)."""
+    """Numbers of parts and links measured under some conditions, and the last time (UTC, ISO 8601; "" unknown)."""
 
     conditions: Conditions
     parts: int

@@ -63,7 +63,7 @@ class PartEntry:
 
     @property
     def key(self) -> tuple[str]:
-        """What tells the entry apart under the same conditions."""
+        """Fields that identify the entry under its conditions."""
         return (self.signature,)
 
 
@@ -98,7 +98,7 @@ class LinkEntry:
 
     @property
     def key(self) -> tuple[str, str, int, int]:
-        """What tells the entry apart under the same conditions."""
+        """Fields that identify the entry under its conditions."""
         return self.backend, self.kind, self.group, self.nbytes
 
 

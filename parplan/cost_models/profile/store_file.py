@@ -64,7 +64,7 @@ _TROUBLES: tuple[tuple[str, str], ...] = (
 
 
 def default_path() -> Path:
-    """Where the user's profiles are: PARPLAN_CACHE, else parplan's folder in the user's cache folder.
+    """The file of the user's profiles: in PARPLAN_CACHE, else parplan's folder in the user's cache folder.
 
     Raises:
         ProfileError: there is no home folder.
