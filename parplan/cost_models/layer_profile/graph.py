@@ -147,8 +147,8 @@ def profile_notes(profile: LayerProfile, where: str, batch: int, cluster: Cluste
     ]
     if scaled_down:
         notes.append(
-            f"{_of(scaled_down, split)} no times for as few samples as {cluster.count} replicas have ({fewest:,}): below "
-            "the smallest batch measured they are scaled in proportion, which flatters replicas."
+            f"{_of(scaled_down, split)} no times for as few samples as {cluster.count} replicas have ({fewest:,}): "
+            "below the smallest batch measured they are scaled in proportion, which flatters replicas."
         )
     if scaled_up:
         notes.append(f"{_of(scaled_up, split)} no times for {batch:,} samples: they are scaled in proportion.")
