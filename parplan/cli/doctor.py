@@ -106,12 +106,12 @@ def _cache() -> Iterator[str]:
 def _profile() -> Iterator[str]:
     import torch
 
-    from parplan.cost_models.measurement.conditions import here
+    from parplan.cost_models.measurement.conditions import current_conditions
     from parplan.cost_models.profile.store import ProfileStore
 
     cuda = torch.cuda.is_available()
     device, most = torch.device("cuda" if cuda else "cpu"), torch.cuda.device_count() if cuda else os.cpu_count() or 1
-    now = {here(device, busy) for busy in range(1, most + 1)}
+    now = {current_conditions(device, busy) for busy in range(1, most + 1)}
     with ProfileStore(read_only=True) as store:
         kept = store.counts()
     for one in sorted(kept, key=lambda one: one.conditions not in now)[:SHOWN]:
