@@ -122,7 +122,7 @@ def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str, ba
 
 @dataclass(frozen=True)
 class _Why:
-    """What ended a process: the name of parplan's error, empty for any other, and the text."""
+    """The error that ended a process: its name if it is one of parplan's, else empty, and its text."""
 
     kind: str
     text: str

@@ -131,7 +131,7 @@ class Attempts:
         """The best plan whose bound layers stay in their groups; the others are as in `known`, or `free`."""
         layers = (known or self.best).layers
         candidates = {name: self.candidates(name, groups, free, layers) for name in self.graph.layers}
-        formulation = formulate(self.graph, self.cluster, self.costs, candidates)
+        formulation = formulate(self.graph, self.cluster, self.costs, candidates, share=False)
         found: Known | None = None
         for choice in _choices(formulation.problem, self.deadline):
             layers = formulation.strategies(choice)

@@ -116,6 +116,9 @@ SMALL = 60
 
 MOST_GROUPS = 4
 
+FREED = 3
+"""Of so many of the best placements of a section, the layers outside of it are solved for again."""
+
 
 @dataclass(frozen=True)
 class _Thorough:
@@ -221,6 +224,7 @@ class _Search(Attempts):
     def section(self, alike: Sequence[Section]) -> Known | None:
         """The best way found to place the branches of equal sections."""
         found: Known | None = None
+        attempts: list[Known] = []
         devices = self.devices_of(alike[0])
         for count in range(2, min(alike[0].width, len(devices), MOST_GROUPS) + 1):
             for number, bound in enumerate(self.assignments(alike, devices, count)):
@@ -228,12 +232,16 @@ class _Search(Attempts):
                 if hopeless or self.spent():
                     return found
                 tried = self.attempt({**self.best.groups, **bound})
+                attempts += [tried] if tried is not None else []
                 if tried is not None and (found is None or tried.step_s < found.step_s):
                     found = tried
             if found is None or found.step_s > NEAR * self.best.step_s:
                 return found
-        freed = self.attempt(found.groups, free=True) if found is not None and not self.spent() else None
-        return freed if freed is not None and found is not None and freed.step_s < found.step_s else found
+        for tried in sorted(attempts, key=lambda one: one.step_s)[:FREED]:
+            freed = self.attempt(tried.groups, free=True) if not self.spent() else None
+            if freed is not None and found is not None and freed.step_s < found.step_s:
+                found = freed
+        return found
 
     def assignments(self, alike: Sequence[Section], devices: Group, count: int) -> Iterator[dict[str, Group]]:
         """Groups of devices for the layers of all branches, in `count` groups."""

@@ -95,17 +95,19 @@ def formulate(
     candidates: Mapping[str, Sequence[Strategy]],
     *,
     strict: bool = False,
+    share: bool = True,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Formulation:
     """Build the problem.
 
     Args:
         candidates: legal strategies per layer.
+        share: price a value that like readers take in one layout once; false where they may lie on disjoint devices.
         strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
         on_layer: told (done, total) while costs are computed.
     """
     names = tuple(graph.layers)
-    like = like_readers(graph)
+    like = like_readers(graph) if share else {}
     options = []
     for done, name in enumerate(names):
         options.append(

@@ -74,7 +74,7 @@ def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_search_comes_within_a_twentieth_of_the_best_of_all_plans(seed: int) -> None:
+def test_the_search_comes_within_six_percent_of_the_best_of_all_plans(seed: int) -> None:
     draw, graph = random.Random(seed), drawn(seed)
     cluster = cluster_of(draw.choice((2, 3)), *draw.choice(LINKS))
     assert count_of_all(graph, cluster) < 60_000
@@ -82,7 +82,7 @@ def test_the_search_comes_within_a_twentieth_of_the_best_of_all_plans(seed: int)
     found = searched(graph, cluster, simulator)
     assert found is not None
     best = best_of_all(graph, cluster, simulator.costs)
-    assert found.step_s <= 1.05 * best.step_s
+    assert found.step_s <= 1.06 * best.step_s
     assert found.tried < best.plans
     if found.plan is not None:
         assert simulator.step_s(found.plan) == found.step_s < 0.99 * found.without_s
