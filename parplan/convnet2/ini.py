@@ -84,10 +84,7 @@ class IniSection:
 
     def integers(self, key: str, count: int, default: int | None = None, least: int = 1) -> tuple[int, ...]:
         """One whole number for each of `count` inputs; a single one stands for all."""
-        if default is not None and not self.has(key):
-            return (default,) * count
-        found = [self._number(key, part, int, "a whole number", least) for part in self.names(key)]
-        return self._one_each(key, tuple(found), count)
+        return self._one_each(key, count, default, int, "a whole number", least)
 
     def number(self, key: str, default: float | None = None, least: float = -math.inf) -> float:
         """A number of at least `least`."""
@@ -97,10 +94,7 @@ class IniSection:
 
     def numbers(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
         """One number for each of `count` inputs; a single one stands for all."""
-        if default is not None and not self.has(key):
-            return (default,) * count
-        found = [self._number(key, part, float, "a number", -math.inf) for part in self.names(key)]
-        return self._one_each(key, tuple(found), count)
+        return self._one_each(key, count, default, float, "a number", -math.inf)
 
     def refuse_unknown(self, known: Collection[str], what: str) -> None:
         """Every key is one of `known`; `what` says whose they are ("a layer of type conv")."""
@@ -122,7 +116,12 @@ class IniSection:
             raise self.error(key, f"it must be at least {least}")
         return found
 
-    def _one_each(self, key: str, found: tuple[T, ...], count: int) -> tuple[T, ...]:
+    def _one_each(
+        self, key: str, count: int, default: T | None, kind: Callable[[str], T], word: str, least: float
+    ) -> tuple[T, ...]:
+        if default is not None and not self.has(key):
+            return (default,) * count
+        found = tuple(self._number(key, part, kind, word, least) for part in self.names(key))
         if len(found) not in (1, count):
             raise self.error(key, f"{len(found)} values for {count} inputs; give one for each input, or one for all")
         return found if len(found) == count else found * count

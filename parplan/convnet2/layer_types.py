@@ -114,19 +114,24 @@ def check_keys(section: IniSection, params: IniSection) -> None:
 def _conv(spec: LayerSpec) -> Made:
     section, count = spec.section, len(spec.inputs)
     images = [_maps(spec, index, depth) for index, depth in enumerate(section.integers("channels", count))]
+    pixels = [image.side or 1 for image in images]
     keys = ("filterSize", "stride", "padding", "groups")
     defaults, least = (None, 1, 0, 1), (1, 1, 0, 1)
     found = [section.integers(key, count, d, m) for key, d, m in zip(keys, defaults, least, strict=True)]
     windows = [Window(extent.channels, *rest) for extent, *rest in zip(images, *found, strict=True)]
     filters = _filters(section, windows)
-    sides = [_side(spec, way, image.side or 1) for way, image in zip(windows, images, strict=True)]
+    for way, side in zip(windows, pixels, strict=True):
+        if way.size > side + 2 * way.padding:
+            raise section.error("filterSize", f"filters of {way.size} do not fit on {side} pixels with a border of "
+                                f"{way.padding}; use smaller filters or a larger image")  # fmt: skip
+    sides = [way.side(side) for way, side in zip(windows, pixels, strict=True)]
     if len(set(sides)) > 1:
         raise section.error("inputs", f"they give {' and '.join(f'{n} x {n}' for n in sides)} positions, which cannot "
                             "be summed; change stride, padding or filterSize")  # fmt: skip
     if section.has("randSparse") and section.flag("randSparse", False):
         raise section.error("randSparse", "filters that see some maps only are not known here; use groups")
     shared = section.flag("sharedBiases", True)
-    module = Conv(windows, [image.side or 1 for image in images], filters, shared, neuron_of(section))
+    module = Conv(windows, pixels, filters, shared, neuron_of(section))
     return Made(_drawn(module, section, [way.channels // way.groups for way in windows]), Extent(filters, sides[0]))
 
 
@@ -140,13 +145,6 @@ def _filters(section: IniSection, windows: list[Window]) -> int:
         if way.channels % way.groups:
             raise section.error("groups", f"{way.channels} channels cannot make {way.groups} groups; use a divisor")
     return totals.pop()
-
-
-def _side(spec: LayerSpec, way: Window, image: int) -> int:
-    if way.size > image + 2 * way.padding:
-        raise spec.section.error("filterSize", f"filters of {way.size} do not fit on {image} pixels with a border of "
-                                  f"{way.padding}; use smaller filters or a larger image")  # fmt: skip
-    return way.side(image)
 
 
 def _maps(spec: LayerSpec, index: int, channels: int) -> Extent:

@@ -7,6 +7,7 @@ taken from maps runs over maps, rows, columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,16 @@ class Conv(nn.Module):
         self, windows: Sequence[Window], images: Sequence[int], filters: int, shared_biases: bool, neuron: Neuron
     ) -> None:
         super().__init__()
-        self.ways = _merged(windows, images)
+        first, channels = windows[0], sum(way.channels for way in windows)
+        alike = {replace(way, channels=0) for way in windows}
+        self.ways = tuple((f"weight_{index}", way) for index, way in enumerate(windows))
+        if len(windows) == 1 or (len(alike) == len(set(images)) == first.groups == 1):
+            self.ways = (("weight", replace(first, channels=channels)),)
         self.neuron = neuron
         for name, way in self.ways:
             shape = (filters, way.channels // way.groups, way.size, way.size)
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        side = windows[0].side(images[0])
+        side = first.side(images[0])
         self.bias = nn.Parameter(torch.empty(filters) if shared_biases else torch.empty(filters, side, side))
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -57,16 +62,6 @@ class Conv(nn.Module):
         if over:
             image, border = F.pad(image, (border, border + over, border, border + over)), 0
         return F.conv2d(image, self.get_parameter(name), bias, way.stride, border, 1, way.groups)
-
-
-def _merged(windows: Sequence[Window], images: Sequence[int]) -> tuple[tuple[str, Window], ...]:
-    """Name of the weight and way for each convolution: a single one where all inputs can be laid side by side."""
-    first = windows[0]
-    ways = {(way.size, way.stride, way.padding, way.groups, image) for way, image in zip(windows, images, strict=True)}
-    if len(ways) == 1 and (first.groups == 1 or len(windows) == 1):
-        channels = sum(way.channels for way in windows)
-        return (("weight", Window(channels, first.size, first.stride, first.padding, first.groups)),)
-    return tuple((f"weight_{index}", way) for index, way in enumerate(windows))
 
 
 class FullyConnected(nn.Module):

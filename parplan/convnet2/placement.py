@@ -46,8 +46,22 @@ def devices_of(sections: Mapping[str, IniSection], wires: Sequence[Wire]) -> dic
 
 def replica_notes(file: str, wires: Sequence[Wire], devices: Mapping[str, Devices]) -> list[str]:
     """One sentence on layers that break cuda-convnet2's rules on replicas."""
+    replicas = {name: len(own) for name, own in devices.items()}
+    # R2 of every layer, R3 and R4 of those whose replicas are known, and R3 of data layers.
+    checks: list[Callable[[], None]] = []
+    fed: dict[str, dict[str, int]] = {}
+    for wire in wires:
+        if wire.layer in replicas:
+            for name in wire.inputs:
+                fed.setdefault(name, {})[wire.layer] = replicas[wire.layer]
+        feeders = {name: replicas[name] for name in wire.inputs if name in replicas}
+        checks.append(partial(r2_feeders, wire.layer, feeders))
+    for name, counts in fed.items():
+        checks.append(partial(r3_fed, name, counts))
+        if name in replicas:
+            checks.append(partial(r4_divides, name, replicas[name], counts))
     broken = []
-    for check in _checks(wires, {name: len(own) for name, own in devices.items()}):
+    for check in checks:
         try:
             check()
         except RuleError as error:
@@ -55,23 +69,6 @@ def replica_notes(file: str, wires: Sequence[Wire], devices: Mapping[str, Device
     more = f"; and {len(broken) - MOST_TOLD} more" if len(broken) > MOST_TOLD else ""
     told = "; ".join(broken[:MOST_TOLD]) + more
     return [f"{file}: cuda-convnet2 refuses what parplan bridges with transfers: {told}."] if broken else []
-
-
-def _checks(wires: Sequence[Wire], replicas: Mapping[str, int]) -> list[Callable[[], None]]:
-    """R2, R3 and R4 of every layer whose replicas are known, and R3 of data layers."""
-    found: list[Callable[[], None]] = []
-    fed: dict[str, dict[str, int]] = {}
-    for wire in wires:
-        if wire.layer in replicas:
-            for name in wire.inputs:
-                fed.setdefault(name, {})[wire.layer] = replicas[wire.layer]
-        feeders = {name: replicas[name] for name in wire.inputs if name in replicas}
-        found.append(partial(r2_feeders, wire.layer, feeders))
-    for name, counts in fed.items():
-        found.append(partial(r3_fed, name, counts))
-        if name in replicas:
-            found.append(partial(r4_divides, name, replicas[name], counts))
-    return found
 
 
 def size_notes(file: str, sections: Mapping[str, IniSection]) -> list[str]:

@@ -151,18 +151,14 @@ def _schedule(params: IniSection, key: str) -> Schedule:
             numbers = {name.strip().lower(): float(value) for name, _, value in pairs}
         except ValueError:
             numbers = {}
-        if kind not in _FIELDS or set(numbers) != set(_FIELDS[kind]) or not _sensible(numbers):
+        steps = numbers.get("numsteps", 1.0)
+        # Finite, a rate of at least 0, a factor above 0, whole steps.
+        sensible = all(map(math.isfinite, numbers.values())) and steps >= 1 and steps % 1 == 0
+        sensible = sensible and numbers.get("base", -1.0) >= 0 and numbers.get("tgtfactor", 1.0) > 0
+        if kind not in _FIELDS or set(numbers) != set(_FIELDS[kind]) or not sensible:
             raise params.error(key, "it is no learning rate; write a number, or linear[base=0.01;tgtFactor=250], "
                                "exp[base=0.01;tgtFactor=250] or dexp[base=0.01;tgtFactor=250;numSteps=4]")  # fmt: skip
-        steps = int(numbers.get("numsteps", 1))
-        schedules.add(Schedule(numbers["base"], kind, numbers.get("tgtfactor", 1.0), steps))
+        schedules.add(Schedule(numbers["base"], kind, numbers.get("tgtfactor", 1.0), int(steps)))
     if len(schedules) > 1:
         raise params.error(key, "a layer's inputs share one learning rate here; give the same for all")
     return schedules.pop()
-
-
-def _sensible(numbers: Mapping[str, float]) -> bool:
-    """Finite, a rate of at least 0, a factor above 0, whole steps."""
-    steps = numbers.get("numsteps", 1.0)
-    finite = all(math.isfinite(number) for number in numbers.values())
-    return finite and numbers["base"] >= 0 and numbers.get("tgtfactor", 1.0) > 0 and steps >= 1 and steps % 1 == 0

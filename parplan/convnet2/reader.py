@@ -110,13 +110,24 @@ def read(
     weighted = [name for name, layer in network.named_children() if isinstance(layer, (Conv, FullyConnected))]
     rates = {name: rates_of(params[name]) for name in weighted if name in params and params[name].values}
     costs = [wire for wire in wires if wire.layer in network.costs]
+    normalised = [name for name, section in sections.items() if section.text("type") in ("cmrnorm", "rnorm")]
+    bare = [name for name in normalised if name not in params]
+    functions = [name for name, section in sections.items() if section.has("initWFunc") or section.has("initBFunc")]
+    notes = replica_notes(file.name, wires, devices) + size_notes(file.name, sections) + unused_notes(params)
+    if bare:
+        notes.append(
+            f"{file.name}: no layer-parameter file has {', '.join(bare)}; scale 0.0001 and pow 0.75 are taken."
+        )
+    if functions:
+        listed = ", ".join(functions)
+        notes.append(f"{file.name}: initWFunc and initBFunc of {listed} are not run, initW and initB count.")
     return LayerFile(
         path=str(path),
         network=network,
         pins=_pins(file.name, sections, wires, devices, rates),
         gpus=1 + max(max(own) for own in devices.values()) if devices else None,
         rates=MappingProxyType(rates),
-        notes=_notes(file.name, sections, wires, devices, params),
+        notes=tuple(notes),
         data=MappingProxyType(data),
         classes=gives[costs[0].inputs[1]].count if costs else 0,
     )
@@ -168,21 +179,3 @@ def _is_nothing(section: IniSection, wire: Wire) -> bool:
     """Whether a layer computes nothing, so that a plan has no layer of its name."""
     kind, neuron = section.text("type"), section.text("neuron", "ident")
     return neuron == "ident" and (kind == "neuron" or (kind in ("pass", "concat") and len(wire.inputs) == 1))
-
-
-def _notes(
-    file: str,
-    sections: Mapping[str, IniSection],
-    wires: Sequence[Wire],
-    devices: Mapping[str, Devices],
-    params: Mapping[str, IniSection],
-) -> tuple[str, ...]:
-    kinds = {name: section.text("type") for name, section in sections.items()}
-    bare = [name for name, kind in kinds.items() if kind in ("cmrnorm", "rnorm") and name not in params]
-    functions = [name for name, section in sections.items() if section.has("initWFunc") or section.has("initBFunc")]
-    notes = replica_notes(file, wires, devices) + size_notes(file, sections) + unused_notes(params)
-    if bare:
-        notes.append(f"{file}: no layer-parameter file has {', '.join(bare)}; scale 0.0001 and pow 0.75 are taken.")
-    if functions:
-        notes.append(f"{file}: initWFunc and initBFunc of {', '.join(functions)} are not run, initW and initB count.")
-    return tuple(notes)
