@@ -25,7 +25,7 @@ else:
 
 __all__ = [
     "Field", "FieldError", "choice", "count", "did_you_mean", "flag", "list_of", "number", "parse_json", "parse_toml",
-    "read_field", "read_fields", "read_file", "shown", "text",
+    "read_field", "read_fields", "read_file", "shown", "table", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -173,6 +173,17 @@ def choice(name: str, options: Iterable[str] | type[Enum]) -> Field:
     return Field(name, f"one of {', '.join(words)}", read)
 
 
+def table(name: str, expected: str) -> Field:
+    """A table (an object of JSON)."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise TypeError
+        return value
+
+    return Field(name, expected, read)
+
+
 def list_of(name: str, item: Field | None = None) -> Field:
     """A list, whose items are as `item` has it."""
 
@@ -223,10 +234,10 @@ def parse_toml(source: str, where: str, error: type[ParplanError]) -> dict[str, 
         ParplanError (an `error`): not TOML.
     """
     try:
-        table: dict[str, Any] = tomllib.loads(source)
+        data: dict[str, Any] = tomllib.loads(source)
     except (tomllib.TOMLDecodeError, RecursionError) as problem:
         raise error(f"{where} is not TOML: {problem}") from problem
-    return table
+    return data
 
 
 def parse_json(source: str) -> Any:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parplan.errors import PlanError
-from parplan.fields import Field, choice, count, list_of, parse_json, read_fields, read_file, text
+from parplan.fields import Field, choice, count, list_of, parse_json, read_fields, read_file, table, text
 from parplan.layout import Grid
 
 __all__ = ["SCHEMA", "Plan", "Scheme", "Strategy"]
@@ -150,29 +150,11 @@ def _no_plan(where: str, why: str) -> PlanError:
 
 
 def _to_dict(strategy: Strategy) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "replicas": strategy.replicas,
-        "shards": strategy.shards,
-        "axis": strategy.axis,
-        "devices": list(strategy.devices),
-    }
-    return fields if strategy.update_period is None else {**fields, "update_period": strategy.update_period}
+    """The fields in their order; no update period means the default."""
+    return {name: value for name, value in vars(strategy).items() if name != "update_period" or value is not None}
 
 
-def _read_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
-
-
-def _read_axis(value: Any) -> str | None:
-    return None if value is None else str(text("axis").read(value))
-
-
-def _read_devices(value: Any) -> tuple[int, ...]:
-    return tuple(list_of("devices", count("device", 0)).read(value))
-
-
+_AXIS, _DEVICES = text("axis"), list_of("devices", count("device", 0))
 _PLAN = (
     text("schema"),
     text("model"),
@@ -181,12 +163,12 @@ _PLAN = (
     count("devices"),
     choice("rules", RULES),
     choice("scheme", Scheme).optional(),
-    Field("layers", "an object with a strategy for every layer", _read_object),
+    table("layers", "an object with a strategy for every layer"),
 )
 _STRATEGY = (
     count("replicas"),
     count("shards"),
-    Field("axis", "text or null", _read_axis),
-    Field("devices", "a list of logical device numbers, from 0 on", _read_devices),
+    Field("axis", "text or null", lambda value: None if value is None else _AXIS.read(value)),
+    Field("devices", "a list of logical device numbers, from 0 on", lambda value: tuple(_DEVICES.read(value))),
     count("update_period").optional(),
 )

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from parplan.cluster import MOST_DEVICES, Cluster, Device, Link
 from parplan.cost_models.devices.presets import device_preset, link_preset
 from parplan.errors import ClusterError
-from parplan.fields import Field, count, flag, number, parse_toml, read_fields, read_file, text
+from parplan.fields import Field, count, flag, number, parse_toml, read_fields, read_file, table, text
 
 __all__ = ["DEVICE_KEYS", "LINK_KEYS", "load_cluster", "read_cluster"]
 
@@ -38,17 +38,11 @@ def _words(name: str) -> Field:
 
 def _tables(name: str) -> Field:
     def read(value: Any) -> list[Mapping[str, Any]]:
-        if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise TypeError
         return value
 
     return Field(name, f"a list of tables; begin each with [[{name}]]", read, required=False)
-
-
-def _read_table(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
 
 
 _RATES = tuple(
@@ -62,7 +56,7 @@ _DEVICE = (
     _words("name"),
     count("count", 1, MOST_DEVICES).optional(),
     number("memory_gib", 1e-3, 2**16, "memory a plan may use, in GiB (2^30 bytes),"),
-    Field("tflops", "rates by precision, such as { fp32 = 15.7 }", _read_table),
+    table("tflops", "rates by precision, such as { fp32 = 15.7 }"),
     number("gb_per_s", 1e-2, 1e6, "memory bandwidth in GB/s (1e9 bytes per second),"),
     number("launch_us", 0, 1e5, "the least time of one op in microseconds,"),
     *_SOURCE,
@@ -98,36 +92,31 @@ def read_cluster(source: str, where: str) -> Cluster:
     """
     data = parse_toml(source, where, ClusterError)
     top = read_fields(data, (_words("name").optional(), _tables("devices"), _tables("links")), where, ClusterError)
-    devices = _devices(top.get("devices", []), where)
-    if not devices:
-        raise ClusterError(f"{where} has no devices; add [[devices]] with a preset, such as v100-sxm2, and a count")
-    links = tuple(
-        _link(table, f"{where}: [[links]] number {index}") for index, table in enumerate(top.get("links", []), start=1)
-    )
-    _check_levels(links, len(devices), where)
-    return Cluster(devices, links, top.get("name", ""))
-
-
-def _devices(tables: Sequence[Mapping[str, Any]], where: str) -> tuple[Device, ...]:
     devices: list[Device] = []
     kinds: dict[str, Device] = {}
-    for index, table in enumerate(tables, start=1):
+    for index, entry in enumerate(top.get("devices", []), start=1):
         place = f"{where}: [[devices]] number {index}"
-        found = _entry(table, _DEVICE, place)
+        found = _entry(entry, _DEVICE, place)
         device = _device(found, where, place)
         if kinds.setdefault(device.kind, device) != device:
             other = "has other numbers than above; give one of them a name of its own"
             raise ClusterError(f"{place}: {device.kind} {other}")
-        devices += [kinds[device.kind]] * found.get("count", 1)
-    return tuple(devices)
+        devices += [device] * found.get("count", 1)
+    if not devices:
+        raise ClusterError(f"{where} has no devices; add [[devices]] with a preset, such as v100-sxm2, and a count")
+    links = tuple(
+        _link(entry, f"{where}: [[links]] number {index}") for index, entry in enumerate(top.get("links", []), start=1)
+    )
+    _check_levels(links, len(devices), where)
+    return Cluster(tuple(devices), links, top.get("name", ""))
 
 
-def _entry(table: Mapping[str, Any], fields: Sequence[Field], place: str) -> dict[str, Any]:
+def _entry(entry: Mapping[str, Any], fields: Sequence[Field], place: str) -> dict[str, Any]:
     """The fields of a device or link; with a preset only those that no preset has are needed."""
-    if "preset" not in table:
-        return read_fields(table, fields, place, ClusterError, "or a preset")
+    if "preset" not in entry:
+        return read_fields(entry, fields, place, ClusterError, "or a preset")
     fields = [field if field.name == "size" else field.optional() for field in fields]
-    return read_fields(table, fields, place, ClusterError)
+    return read_fields(entry, fields, place, ClusterError)
 
 
 def _preset(find: Callable[[str], T], name: str, place: str) -> T:
@@ -161,8 +150,8 @@ def _device(found: Mapping[str, Any], where: str, place: str) -> Device:
     )
 
 
-def _link(table: Mapping[str, Any], place: str) -> Link:
-    found = _entry(table, _LINK, place)
+def _link(entry: Mapping[str, Any], place: str) -> Link:
+    found = _entry(entry, _LINK, place)
     known = Link("", 0, 0.0, 0.0, 1.0, "as given", estimated=False)
     if "preset" in found:
         known = _preset(link_preset, found["preset"], place)

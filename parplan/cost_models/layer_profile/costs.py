@@ -9,7 +9,6 @@ layer that makes it, and an input that every shard needs whole also by the layer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
 
 from parplan.cluster import Cluster
@@ -77,8 +76,8 @@ class ProfileCosts:
         """Seconds of the device with most samples, in one pass."""
         known, shards = self._layers[layer.name], strategy.shards
         samples = self._measured_batch if layer.constant else self._samples(layer, strategy, passes)
-        times = _at(known.times, samples)
-        source = times.source if shards == 1 else Source.ESTIMATED
+        times, source = _at(known.times, samples)
+        source = source if shards == 1 else Source.ESTIMATED
         return LayerCost(
             times.forward_s / shards, times.backward_s / shards, source, _SPREADS[source], known.update_s / shards
         )
@@ -143,28 +142,17 @@ class ProfileCosts:
         return gathered_bytes + ceil(known.saved_bytes * share / strategy.shards)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Seconds for a number of samples, and how they were come by."""
-
-    forward_s: float
-    backward_s: float
-    source: Source
-
-
-def _at(times: Sequence[Times], samples: int) -> _Found:
+def _at(times: Sequence[Times], samples: int) -> tuple[Times, Source]:
     """Seconds for so many samples: as measured, interpolated, or (outside of what was measured) in proportion."""
     below = max((t for t in times if t.batch <= samples), key=lambda t: t.batch, default=None)
     above = min((t for t in times if t.batch >= samples), key=lambda t: t.batch, default=None)
     if below is None or above is None:
         nearest = times[0] if below is None else times[-1]
         scale = samples / nearest.batch
-        return _Found(nearest.forward_s * scale, nearest.backward_s * scale, Source.ESTIMATED)
+        return Times(samples, nearest.forward_s * scale, nearest.backward_s * scale), Source.ESTIMATED
     if below is above:
-        return _Found(below.forward_s, below.backward_s, Source.SHIPPED)
+        return below, Source.SHIPPED
     share = (samples - below.batch) / (above.batch - below.batch)
-    return _Found(
-        below.forward_s + share * (above.forward_s - below.forward_s),
-        below.backward_s + share * (above.backward_s - below.backward_s),
-        Source.INTERPOLATED,
-    )
+    forward_s = below.forward_s + share * (above.forward_s - below.forward_s)
+    backward_s = below.backward_s + share * (above.backward_s - below.backward_s)
+    return Times(samples, forward_s, backward_s), Source.INTERPOLATED

@@ -13,7 +13,7 @@ import networkx as nx
 import torch
 
 from parplan.cluster import Cluster
-from parplan.cost_models.layer_profile.records import AxisCut, Effect, LayerProfile, ProfiledLayer, ProfileEdge, Samples
+from parplan.cost_models.layer_profile.records import Effect, LayerProfile, ProfiledLayer, ProfileEdge, Samples
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 
 __all__ = ["OF_A_PROFILE", "profile_graph", "profile_notes"]
@@ -34,6 +34,11 @@ def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph
     order = list(nx.lexicographical_topological_sort(digraph, key=position.__getitem__))
     known = {layer.name: layer for layer in profile.layers}
     producer = {name: name for name in order} | {_carried(edge): edge.source for edge in profile.edges}
+    # Outputs of layers, and the parts of them that edges carry.
+    sizes = {layer.name: _scaled_bytes(layer, layer.activation_bytes, profile, batch) for layer in profile.layers}
+    for edge in profile.edges:
+        if edge.activation_bytes is not None:
+            sizes[_carried(edge)] = _scaled_bytes(known[edge.source], edge.activation_bytes, profile, batch)
     weighty = [name for name in order if known[name].parameter_bytes]
     element = _ELEMENTS.get(profile.precision.lower(), torch.float32)
     weights = {
@@ -44,7 +49,8 @@ def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph
         model=f"{profile.model}{OF_A_PROFILE}",
         digraph=digraph,
         layers=_layers(profile, order, batch),
-        values=_values(profile, batch) | weights,
+        values={name: TensorSpec((nbytes, 1), torch.uint8, requires_grad=True) for name, nbytes in sizes.items()}
+        | weights,
         producer=producer,
         batch=batch,
         batch_dims={value: 0 for value, source in producer.items() if _has_samples(known[source])},
@@ -75,16 +81,6 @@ def _has_samples(layer: ProfiledLayer) -> bool:
     return layer.samples is not Samples.NONE and layer.kind != "loss"
 
 
-def _values(profile: LayerProfile, batch: int) -> dict[str, TensorSpec]:
-    """Outputs of layers, and the parts of them that edges carry."""
-    known = {layer.name: layer for layer in profile.layers}
-    sizes = {layer.name: _scaled_bytes(layer, layer.activation_bytes, profile, batch) for layer in profile.layers}
-    for edge in profile.edges:
-        if edge.activation_bytes is not None:
-            sizes[_carried(edge)] = _scaled_bytes(known[edge.source], edge.activation_bytes, profile, batch)
-    return {name: TensorSpec((nbytes, 1), torch.uint8, requires_grad=True) for name, nbytes in sizes.items()}
-
-
 def _scaled_bytes(layer: ProfiledLayer, nbytes: int, profile: LayerProfile, batch: int) -> int:
     return -(-nbytes * batch // profile.batch) if _has_samples(layer) else nbytes
 
@@ -109,7 +105,14 @@ def _layer(
     layer: ProfiledLayer, inputs: Sequence[str], outputs: Sequence[str], with_samples: Sequence[str], batch: int
 ) -> Layer:
     parameters = (_parameters(layer.name),) if layer.parameter_bytes else ()
-    cuts = () if layer.kind == "loss" else layer.cuts
+    axes = []
+    for cut in () if layer.kind == "loss" else layer.cuts:
+        dims = dict.fromkeys(parameters, 0)
+        if cut.effect is not Effect.OUTPUT:
+            dims.update(dict.fromkeys(inputs, cut.takes))
+        if cut.effect is not Effect.INPUT:
+            dims.update(dict.fromkeys(outputs, cut.gives))
+        axes.append(Axis(cut.axis, cut.units, dims, frozenset(outputs if cut.effect is Effect.INPUT else ())))
     return Layer(
         name=layer.name,
         kind=layer.kind,
@@ -120,17 +123,8 @@ def _layer(
         batch=Axis("batch", batch, dict.fromkeys(with_samples, 0)) if layer.samples is Samples.SPLIT else None,
         reached=layer.samples is not Samples.NONE,
         constant=layer.samples is Samples.NONE,
-        axes=tuple(_axis(cut, inputs, outputs, parameters) for cut in cuts),
+        axes=tuple(axes),
     )
-
-
-def _axis(cut: AxisCut, inputs: Sequence[str], outputs: Sequence[str], parameters: Sequence[str]) -> Axis:
-    dims = dict.fromkeys(parameters, 0)
-    if cut.effect is not Effect.OUTPUT:
-        dims.update(dict.fromkeys(inputs, cut.takes))
-    if cut.effect is not Effect.INPUT:
-        dims.update(dict.fromkeys(outputs, cut.gives))
-    return Axis(cut.axis, cut.units, dims, frozenset(outputs if cut.effect is Effect.INPUT else ()))
 
 
 def profile_notes(profile: LayerProfile, where: str, batch: int, cluster: Cluster) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,13 @@ def _read_cut(word: str) -> AxisCut:
 _CUTS = "axes as AXIS:UNITS or AXIS:UNITS:EFFECT@DIMENSION, such as out-features:4096 or experts:8:output@2"
 
 
-def _word(name: str) -> Field:
-    def read(value: str) -> str:
-        if not value.isprintable():
-            raise ValueError
-        return value
+def _read_word(word: str) -> str:
+    if not word.isprintable():
+        raise ValueError
+    return word
 
-    return Field(name, "a word without characters that cannot be shown, such as conv", read)
+
+_WORD = "a word without characters that cannot be shown, such as conv"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ _FORMS = {
             _bytes("parameter-bytes"),
             _bytes("saved-bytes").optional(),
             _seconds("update-s").optional(),
-            _word("kind").optional(),
+            Field("kind", _WORD, _read_word, required=False),
             choice("samples", Samples).optional(),
             Field("cut", _CUTS, _read_cuts, required=False),
         ),
@@ -187,7 +188,10 @@ def parse_layer_profile(source: str, where: str = "profile") -> LayerProfile:
     Raises:
         ProfileError: the first thing wrong, with its line, field and what would fix it.
     """
-    lines = list(_lines(source, where))
+    lines = []  # those that have words before a comment: place and words
+    for index, line in enumerate(source.split("\n"), start=1):
+        words = [*takewhile(lambda word: not word.startswith("#"), line.split())]
+        lines += [(f"{where}:{index}", words)] * bool(words)
     if not lines:
         raise ProfileError(f"{where}: empty; {_HEAD}")
     first, (name, *version) = lines[0]
@@ -200,7 +204,13 @@ def parse_layer_profile(source: str, where: str = "profile") -> LayerProfile:
     entries: dict[str, dict[Any, _Statement]] = {keyword: {} for keyword in _FORMS}
     for line, words in lines[1:]:
         if words[0] in _HEADER:
-            _add_header(header, line, words)
+            name = words[0]
+            field, written = _HEADER[name]
+            if name in header:
+                raise ProfileError(f"{line}: a second {name}; keep one")
+            if len(words) < 2:
+                raise ProfileError(f"{line}: {name} is empty; write `{name} {written}`")
+            header[name] = read_field(field, " ".join(words[1:]), line, ProfileError)
         elif words[0] in _FORMS:
             _add_entry(entries[words[0]], line, words)
         else:
@@ -212,28 +222,12 @@ def parse_layer_profile(source: str, where: str = "profile") -> LayerProfile:
             raise ProfileError(f"{where}: no line for {name}; add `{name} {_HEADER[name][1]}` above the layers")
     if not entries["layer"]:
         raise ProfileError(f"{where}: no layers; add lines `layer NAME forward-s=... ...`")
-    _check_names(entries)
+    layers = [name for (name,) in entries["layer"]]
+    for entry in (*entries["times"].values(), *entries["edge"].values()):
+        if unknown := next((name for name in entry.names if (name,) not in entries["layer"]), None):
+            raise ProfileError(f"{entry.where}: no layer is called {shown(unknown)}; {did_you_mean(unknown, layers)}")
     _check_edges(entries["edge"], entries["layer"])
     return _profile(header, entries, Path(where).name.partition(".")[0] or "profile")
-
-
-def _lines(source: str, where: str) -> Iterator[tuple[str, list[str]]]:
-    """Place and words of every line that has words before a comment."""
-    for index, line in enumerate(source.split("\n"), start=1):
-        words = line.split()
-        comment = next((place for place, word in enumerate(words) if word.startswith("#")), len(words))
-        if words[:comment]:
-            yield f"{where}:{index}", words[:comment]
-
-
-def _add_header(header: dict[str, Any], line: str, words: Sequence[str]) -> None:
-    name = words[0]
-    field, written = _HEADER[name]
-    if name in header:
-        raise ProfileError(f"{line}: a second {name}; keep one")
-    if len(words) < 2:
-        raise ProfileError(f"{line}: {name} is empty; write `{name} {written}`")
-    header[name] = read_field(field, " ".join(words[1:]), line, ProfileError)
 
 
 def _add_entry(entries: dict[Any, _Statement], line: str, words: Sequence[str]) -> None:
@@ -260,14 +254,6 @@ def _add_entry(entries: dict[Any, _Statement], line: str, words: Sequence[str]) 
     if key in entries:
         raise ProfileError(f"{where} is there already ({entries[key].where}); keep one")
     entries[key] = _Statement(line, names, fields)
-
-
-def _check_names(entries: dict[str, dict[Any, _Statement]]) -> None:
-    layers = [name for (name,) in entries["layer"]]
-    for entry in (*entries["times"].values(), *entries["edge"].values()):
-        for name in entry.names:
-            if (name,) not in entries["layer"]:
-                raise ProfileError(f"{entry.where}: no layer is called {shown(name)}; {did_you_mean(name, layers)}")
 
 
 def _check_edges(edges: dict[Any, _Statement], layers: dict[Any, _Statement]) -> None:
