@@ -89,13 +89,13 @@ def open_store(path: Path, *, read_only: bool) -> sqlite3.Connection:
     Raises:
         ProfileError: the file is damaged, foreign, of another version of parplan, or cannot be used.
     """
-    if read_only and not _exists(path):
-        return _in_memory()
+    doing = f"look at {path}" if read_only else f"make {path.parent} for {path.name}"
     try:
-        if not read_only:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.stat() if read_only else path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ProfileError(f"cannot make {path.parent} for {path.name}: {error.strerror}; {_ELSEWHERE[3:]}") from error
+        if read_only and isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return _in_memory()
+        raise ProfileError(f"cannot {doing}: {error.strerror}; {_ELSEWHERE[3:]}") from error
     with reported(path):
         connection = _connect(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}")
         try:
@@ -134,16 +134,6 @@ def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iter
         if connection.in_transaction:  # SQLite rolls back by itself when the disk is full
             connection.execute("ROLLBACK")
         raise
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise ProfileError(f"cannot look at {path}: {error.strerror}; {_ELSEWHERE[3:]}") from error
-    return True
 
 
 def _connect(uri: str) -> sqlite3.Connection:

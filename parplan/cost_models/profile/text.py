@@ -61,7 +61,13 @@ def import_profile(store: ProfileStore, file: str | Path) -> Merged:
 def to_text(groups: Iterable[EntryGroup]) -> str:
     """The groups as text, sorted by conditions and entries; equal groups give equal text."""
     ordered = sorted(groups, key=lambda group: tuple(vars(group.conditions).values()))
-    blocks = ",\n".join(_block(group) for group in ordered)
+    texts = []
+    for group in ordered:
+        conditions = _json(read_fields(vars(group.conditions), CONDITIONS, "conditions", ProfileError))
+        parts, links = _lines(PARTS, group.parts), _lines(LINKS, group.links)
+        body = f'      "conditions": {conditions},\n      "parts": {parts},\n      "links": {links}'
+        texts.append(f"    {{\n{body}\n    }}")
+    blocks = ",\n".join(texts)
     profiles = f"[\n{blocks}\n  ]" if blocks else "[]"
     return f'{{\n  "schema": {_json(SCHEMA)},\n  "profiles": {profiles}\n}}\n'
 
@@ -80,19 +86,18 @@ def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ProfileError(f"{where} has schema {found!r:.60}; this version of parplan reads {SCHEMA!r}")
     profiles = read_fields(data, (_anything("schema"), list_of("profiles")), where, ProfileError)["profiles"]
-    groups = [_group(item, f"{where}: profile {number}") for number, item in enumerate(profiles, start=1)]
+    groups = []
+    for number, item in enumerate(profiles, start=1):
+        at = f"{where}: profile {number}"
+        found = read_fields(item, (_anything("conditions"), list_of("parts"), list_of("links")), at, ProfileError)
+        conditions = Conditions(**read_fields(found["conditions"], CONDITIONS, at, ProfileError))
+        at = f"{at} ({conditions.describe()})"
+        groups.append(EntryGroup(conditions, _entries(_PARTS, found["parts"], at), _entries(LINKS, found["links"], at)))
     _check_once([group.conditions for group in groups], where, "conditions")
     return groups
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
-
-
-def _block(group: EntryGroup) -> str:
-    conditions = _json(read_fields(vars(group.conditions), CONDITIONS, "conditions", ProfileError))
-    parts, links = _lines(PARTS, group.parts), _lines(LINKS, group.links)
-    body = f'      "conditions": {conditions},\n      "parts": {parts},\n      "links": {links}'
-    return f"    {{\n{body}\n    }}"
 
 
 def _lines(table: EntryTable[Entry], entries: Sequence[Entry]) -> str:
@@ -125,13 +130,6 @@ def _read_lines(value: Any) -> str:
 
 _SIGNATURE, *_OTHERS = PARTS.fields
 _PARTS = replace(PARTS, fields=(Field("signature", "a list of lines of text", _read_lines), *_OTHERS))
-
-
-def _group(item: Any, where: str) -> EntryGroup:
-    found = read_fields(item, (_anything("conditions"), list_of("parts"), list_of("links")), where, ProfileError)
-    conditions = Conditions(**read_fields(found["conditions"], CONDITIONS, where, ProfileError))
-    named = f"{where} ({conditions.describe()})"
-    return EntryGroup(conditions, _entries(_PARTS, found["parts"], named), _entries(LINKS, found["links"], named))
 
 
 def _entries(table: EntryTable[Entry], items: Sequence[Any], where: str) -> tuple[Entry, ...]:
