@@ -99,10 +99,8 @@ def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
     def operands(nodes: Iterable[fx.Node]) -> tuple[Operand, ...]:
         found = []
         for name in (node.name for node in nodes if node.name in graph.values):
-            spec, state = (
-                graph.values[name],
-                name in graph.parameters or name in graph.buffers or name in graph.constants,
-            )
+            spec = graph.values[name]
+            state = any(name in known for known in (graph.parameters, graph.buffers, graph.constants))
             found.append(Operand(name, local_shape(graph, local, name), spec.dtype, spec.requires_grad, state))
         return tuple(found)
 

@@ -78,12 +78,6 @@ def _convolution(call: OpCall) -> Saved:
     return replace(_factors(call), forward_bytes=unfolded_bytes, backward_bytes=unfolded_bytes)
 
 
-def _statistics(call: OpCall) -> Saved:
-    """Batch norm: its input, and mean and inverse deviation per channel in float32."""
-    shape = call.inputs[0].shape
-    return Saved(names(call.inputs[0]), 8 * (shape[1] if len(shape) > 1 else 1))
-
-
 def _row_statistics(call: OpCall) -> Saved:
     """Layer norm: its input, and two float32 for every row it normalises."""
     normalised = call.argument(1)
@@ -103,16 +97,7 @@ def _attention(call: OpCall) -> Saved:
     return Saved(names(*call.inputs, *call.outputs), 4 * rows)
 
 
-def _log_probabilities(call: OpCall) -> Saved:
-    """Cross entropy: the log-probabilities it makes inside, and its targets; its backward makes their gradient."""
-    return Saved(names(*call.inputs[1:]), call.inputs[0].nbytes, backward_bytes=call.inputs[0].nbytes)
-
-
-def _recurrent(call: OpCall) -> Saved:
-    """Recurrent layers: inputs and results, and four gates and a state per step."""
-    return Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes)
-
-
+_DROPOUTS = "dropout native_dropout feature_dropout alpha_dropout"
 # Ops, and what autograd saves of each.
 _ROWS: tuple[tuple[str, Rule], ...] = (
     (
@@ -140,14 +125,23 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (
         "batch_norm native_batch_norm native_batch_norm_legit native_batch_norm_legit_functional "
         "native_batch_norm_legit_no_training cudnn_batch_norm instance_norm",
-        _statistics,
+        # Its input, and mean and inverse deviation per channel in float32.
+        lambda call: Saved(names(call.inputs[0]), 8 * next(iter(call.inputs[0].shape[1:]), 1)),
     ),
     ("layer_norm native_layer_norm rms_norm", _row_statistics),
     ("group_norm native_group_norm", _group_statistics),
-    ("dropout native_dropout feature_dropout alpha_dropout", lambda call: Saved(inner_bytes=call.outputs[0].elements)),
+    (_DROPOUTS, lambda call: Saved(inner_bytes=call.outputs[0].elements)),
     ("scaled_dot_product_attention", _attention),
-    ("cross_entropy_loss cross_entropy", _log_probabilities),
-    ("lstm gru rnn_tanh rnn_relu", _recurrent),
+    (
+        "cross_entropy_loss cross_entropy",
+        # The log-probabilities it makes inside, and its targets; its backward makes their gradient.
+        lambda call: Saved(names(*call.inputs[1:]), call.inputs[0].nbytes, backward_bytes=call.inputs[0].nbytes),
+    ),
+    (
+        "lstm gru rnn_tanh rnn_relu",
+        # Inputs and results, and four gates and a state per step.
+        lambda call: Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes),
+    ),
     (
         "where masked_fill embedding shard_embedding embedding_bags index index_select gather",
         lambda call: Saved(names(*(each for each in call.inputs if not each.dtype.is_floating_point))),
@@ -166,13 +160,12 @@ _CHANNEL_BLOCK = 8
 def _cpu_convolution(call: OpCall) -> Saved:
     """oneDNN works in layouts of its own: copies of what it reads and writes, in turn for each of its products."""
     if len(call.inputs) < 2 or len(call.outputs[0].shape) < 2:
-        return Saved(names(*call.inputs))
+        return _inputs(call)
     image, weight, out = call.inputs[0], call.inputs[1], call.outputs[0]
     taken_bytes = 0 if image.shape[1] <= _FEW_CHANNELS else _blocked_bytes(image)
     given_bytes = _blocked_bytes(out)
-    kept = [a for a, b in ((image, weight), (weight, image)) if b.requires_grad]
-    return Saved(
-        names(*kept),
+    return replace(
+        _factors(call),
         forward_bytes=max(taken_bytes + weight.nbytes + given_bytes - out.nbytes, given_bytes),
         backward_bytes=max(taken_bytes + given_bytes, weight.nbytes),
     )
@@ -182,18 +175,12 @@ def _blocked_bytes(image: Operand) -> int:
     return image.nbytes // max(1, image.shape[1]) * -(-image.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
-def _attended(call: OpCall) -> list[Operand]:
-    """Query, key and value where they are fewer than three tensors."""
-    known = {operand.name: operand for operand in call.inputs}
-    return [known[node.name] for node in call.arguments[:3]]
-
-
 def _cpu_attention(call: OpCall) -> Saved:
     """Fused without dropout; with it made of products, a softmax and noise, each the size of all pairs."""
-    query, key, value = call.inputs[:3] if len(call.inputs) > 2 else _attended(call)
     if not call.argument(4, 0.0):
-        rows = call.outputs[0].elements // max(1, call.outputs[0].shape[-1])
-        return Saved(names(*call.inputs, *call.outputs), 4 * rows)
+        return _attention(call)
+    known = {operand.name: operand for operand in call.inputs}  # fewer than three, where one has several parts
+    query, key, value = call.inputs[:3] if len(known) > 2 else (known[node.name] for node in call.arguments[:3])
     pairs_bytes = query.nbytes // max(1, query.shape[-1]) * key.shape[-2]
     return Saved(names(value), 3 * pairs_bytes + query.nbytes + key.nbytes, backward_bytes=pairs_bytes)
 
@@ -232,7 +219,7 @@ def _loop(kept: int, needed: int) -> Rule:
 CPU_RULES: Mapping[str, Rule] = {
     # Dropout multiplies with noise of the values' own type.
     **dict.fromkeys(
-        ("dropout", "native_dropout", "feature_dropout", "alpha_dropout"),
+        _DROPOUTS.split(),
         lambda call: Saved(inner_bytes=call.outputs[0].nbytes),
     ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _cpu_convolution),

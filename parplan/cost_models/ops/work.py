@@ -84,14 +84,13 @@ def _product(call: OpCall) -> OpWork:
     return OpWork((forward,), tuple(backward))
 
 
-def _convolution(call: OpCall) -> float:
-    weight = call.inputs[1]
-    return 2.0 * call.outputs[0].elements * weight.elements / max(1, weight.shape[0])
+def _convolution(call: OpCall, transposed: bool = False) -> float:
+    weight, image = call.inputs[1], call.inputs[0] if transposed else call.outputs[0]
+    return 2.0 * image.elements * weight.elements / max(1, weight.shape[0])
 
 
 def _transposed_convolution(call: OpCall) -> float:
-    weight = call.inputs[1]
-    return 2.0 * call.inputs[0].elements * weight.elements / max(1, weight.shape[0])
+    return _convolution(call, transposed=True)
 
 
 def _contracted(call: OpCall) -> float:
@@ -115,7 +114,7 @@ Count = Callable[[OpCall], float]
 
 _CONVOLUTIONS: dict[str, Count] = {
     "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, 
-    "convolution": lambda call: (_transposed_convolution if call.argument(6) is True else _convolution)(call),
+    "convolution": lambda call: _convolution(call, transposed=call.argument(6) is True),
     "conv_transpose1d": _transposed_convolution, "conv_transpose2d": _transposed_convolution,
     "conv_transpose3d": _transposed_convolution,
 }  # fmt: skip
