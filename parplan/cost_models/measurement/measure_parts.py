@@ -106,12 +106,7 @@ def measure_parts(
             return Outcome(measured, len(jobs) - len(todo), len(todo) - done, tuple(failed))
         ready: list[tuple[_Job, LayerPart]] = []
         for job in sweep:
-            reason, runnable = "", None
-            if job.nbytes > room_bytes:
-                takes = f"to measure its part takes {job.nbytes / 2**20:.0f} MiB"
-                reason = f"{takes}, {room_bytes / 2**20:.0f} MiB may be used"
-            else:
-                reason, runnable = _prepared(graph, job, device)
+            reason, runnable = _prepared(graph, job, device, room_bytes)
             # A part that one process cannot run none runs, or they would fall out of step.
             if ranks.any(bool(reason)) or runnable is None:
                 failed.append(f"{job.layer}: {reason or 'another process could not run it'}")
@@ -143,8 +138,11 @@ def _sweeps(graph: LayerGraph, jobs: Sequence[_Job], room_bytes: float) -> list[
     return sweeps
 
 
-def _prepared(graph: LayerGraph, job: _Job, device: torch.device) -> tuple[str, LayerPart | None]:
+def _prepared(graph: LayerGraph, job: _Job, device: torch.device, room_bytes: float) -> tuple[str, LayerPart | None]:
     """The part, once it has run on random inputs; else the reason why it does not."""
+    if job.nbytes > room_bytes:
+        takes = f"to measure its part takes {job.nbytes / 2**20:.0f} MiB"
+        return f"{takes}, {room_bytes / 2**20:.0f} MiB may be used", None
     try:
         runnable = LayerPart.of(graph, job.part, device)
         runnable.run(runnable.fresh_inputs())

@@ -94,12 +94,10 @@ class _Timer:
 
     def _timed(self, step: Callable[[], Any]) -> float:
         self._caches.add_(1.0)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._reference.wait()
         start = perf_counter()
         step()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._reference.wait()
         return perf_counter() - start
 
 
@@ -132,7 +130,7 @@ class UpdateTimes:
         """Seconds for parameters of these sizes in bytes, without what calling the optimizer takes."""
         return sum(self._one(nbytes) for nbytes in sizes if nbytes)
 
-    def _one(self, nbytes: float) -> float:
+    def _one(self, nbytes: int) -> float:
         points = self._points
         if nbytes <= points[0].nbytes:
             return points[0].seconds

@@ -38,16 +38,16 @@ class Reference:
 
     def seconds(self, runs: int = 1) -> float:
         """Median seconds of `runs` runs; waits for the device before and after."""
+        times = []
         with one_thread(self._device):
-            return median(self._run() for _ in range(runs))
-
-    def _run(self) -> float:
-        self.wait()
-        start = perf_counter()
-        torch.mm(self._factor, self._factor, out=self._product)
-        torch.add(self._source, 1.0, out=self._target)
-        self.wait()
-        return perf_counter() - start
+            for _ in range(runs):
+                self.wait()
+                start = perf_counter()
+                torch.mm(self._factor, self._factor, out=self._product)
+                torch.add(self._source, 1.0, out=self._target)
+                self.wait()
+                times.append(perf_counter() - start)
+        return median(times)
 
     def wait(self) -> None:
         """Wait for the device."""
