@@ -53,7 +53,10 @@ def write_files(texts: Mapping[str, str]) -> None:
                 continue
             beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
             written[beside] = place
-            _write_through(beside, text)
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # so that a crash cannot leave the new name with nothing in it
         for beside, place in written.items():
             if place.exists():
                 shutil.copymode(place, beside)
@@ -108,14 +111,6 @@ def _lock(file: BinaryIO) -> bool:
     except OSError:
         return False
     return True
-
-
-def _write_through(path: Path, text: str) -> None:
-    """The text is on the disk afterwards, so that a crash cannot leave the new name with nothing in it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _is_special(place: Path) -> bool:

@@ -147,15 +147,10 @@ def region(
     return tuple(extents)
 
 
-@dataclass(frozen=True)
-class _Holding:
-    """A region and the devices of which any one (a copy) or each one (terms of a sum) serves it."""
-
-    block: Region
-    devices: tuple[int, ...]
-
-
-def _holdings(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None) -> Iterator[_Holding]:
+def _holdings(
+    shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None
+) -> Iterator[tuple[Region, tuple[int, ...]]]:
+    """Regions and the devices of which any one (a copy) or each one (terms of a sum) serves it."""
     grid = layout.grid
     rows_differ = layout.batch_dim is not None
     columns_differ = layout.shard_dim is not None or layout.partial
@@ -164,7 +159,7 @@ def _holdings(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | N
             rows = (row,) if rows_differ else range(grid.replicas)
             columns = (column,) if columns_differ else range(grid.shards)
             holders = tuple(grid.device(r, c) for r, c in product(rows, columns))
-            yield _Holding(region(shape, layout, row, column, row_sizes), holders)
+            yield region(shape, layout, row, column, row_sizes), holders
 
 
 def pieces(
@@ -186,12 +181,12 @@ def pieces(
     for turn, device in enumerate(target.grid.devices):
         row, column = target.grid.position(device)
         wanted = region(shape, target, row, column, target_rows)
-        for holding in holdings:
-            common = tuple(a.intersection(b) for a, b in zip(holding.block, wanted, strict=True))
+        for block, holders in holdings:
+            common = tuple(a.intersection(b) for a, b in zip(block, wanted, strict=True))
             if any(len(extent) == 0 for extent in common):
                 continue
-            giver = device if device in holding.devices else holding.devices[turn % len(holding.devices)]
-            found.append(Piece(giver, device, _local(common, holding.block), _local(common, wanted)))
+            giver = device if device in holders else holders[turn % len(holders)]
+            found.append(Piece(giver, device, _local(common, block), _local(common, wanted)))
     return found
 
 

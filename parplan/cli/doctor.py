@@ -32,7 +32,16 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Run all probes; none raises."""
-    return [_found(name, probe) for name, probe in PROBES.items()]
+    findings = []
+    for name, probe in PROBES.items():
+        lines, broken = list[str](), False
+        try:
+            for line in probe():
+                lines.append(line)
+        except Exception as error:
+            lines, broken = [*lines, f"BROKEN: {type(error).__name__}: {' '.join(str(error).split())}"], True
+        findings.append(Finding(name, tuple(lines), broken))
+    return findings
 
 
 def report(findings: list[Finding]) -> str:
@@ -41,17 +50,6 @@ def report(findings: list[Finding]) -> str:
         f"{'' if index else finding.name:<10}{line}" for finding in findings for index, line in enumerate(finding.lines)
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def _found(name: str, probe: Callable[[], Iterator[str]]) -> Finding:
-    lines = []
-    try:
-        for line in probe():
-            lines.append(line)
-    except Exception as error:
-        text = " ".join(str(error).split())
-        return Finding(name, (*lines, f"BROKEN: {type(error).__name__}: {text}"), broken=True)
-    return Finding(name, tuple(lines))
 
 
 def _versions() -> Iterator[str]:

@@ -211,12 +211,12 @@ def _report(decision: Decision, options: argparse.Namespace) -> str:
 
     def written(console: Console) -> None:
         render(decision, console, options.all_layers)
-        if options.out and options.profile_graph is not None:
-            text = f"Plan written to {options.out}, for reading: a profile has no model that could run it."
+        check = f"; this checks its numbers:\n  parplan verify {options.target} --plan {options.out}"
+        if options.profile_graph is not None:
+            check = ", for reading: a profile has no model that could run it."
+        if options.out:
+            text = f"Plan written to {options.out}{check}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif options.out:
-            lines = f"Plan written to {options.out}; this checks its numbers:\n  parplan verify {options.target} "
-            console.print(f"{lines}--plan {options.out}", markup=False, highlight=False, soft_wrap=True)
 
     return _printed(written)
 

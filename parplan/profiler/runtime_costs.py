@@ -204,12 +204,8 @@ class _Attention(nn.Module):
         return x + back
 
 
-def _transformer() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(_Attention(160, 5), _Attention(160, 5)), torch.rand(10, 48, 160)
-
-
 CALIBRATION: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "convolutional": _convolutional,
     "perceptron": _perceptron,
-    "transformer": _transformer,
+    "transformer": lambda: (nn.Sequential(_Attention(160, 5), _Attention(160, 5)), torch.rand(10, 48, 160)),
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 
-from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
+from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, LinkRow, Number
 from parplan.cost_models.devices.presets import USABLE_MEMORY
 from parplan.report.page import Column, Page, TableRow
 
@@ -23,11 +23,13 @@ def render_presets(console: Console) -> None:
     """Print the devices, the links, and the sources of their numbers."""
     page = Page(console)
     page.section("Devices", "peak TFLOP/s by precision, memory in GiB, memory bandwidth in GB/s")
-    page.table(
-        [*map(Column, (*_RATES, "GiB", "GB/s")), Column("link", True), Column("network", True)],
-        _device_rows(),
-        indent=0,
-    )
+    devices = []
+    for gpu in DEVICES:
+        figures = [_figure(gpu.numbers(), name) for name in (*_RATES, "memory", "bandwidth")]
+        network = gpu.network if gpu.nics == 1 else f"{_figure(gpu.numbers(), 'adapters')} {gpu.network}"
+        devices.append(TableRow(gpu.kind, [*figures, gpu.link, network]))
+    columns = [*map(Column, (*_RATES, "GiB", "GB/s")), Column("link", True), Column("network", True)]
+    page.table(columns, devices, indent=0)
     page.blank()
     page.paragraph(
         f"~ is estimated. A plan may use {USABLE_MEMORY:.0%} of the memory (assumed: the driver and the allocator take "
@@ -36,7 +38,7 @@ def render_presets(console: Console) -> None:
     )
     page.section("Links", "GB/s that one pair gets in one direction, latency per message in µs")
     words = [Column(heading, words=True) for heading in ("shared", "overlap", "")]
-    page.table([Column("GB/s"), Column("latency"), *words], _link_rows(), indent=0)
+    page.table([Column("GB/s"), Column("latency"), *words], [*map(_link_row, ALL_LINKS)], indent=0)
     page.blank()
     page.paragraph(
         "Shared: what is left of the bandwidth when all devices talk at once out of their islands of so many devices. "
@@ -87,23 +89,9 @@ def _figure(numbers: Iterable[Number], name: str) -> str:
     return "-" if number is None else f"{'~' if number.origin.estimated else ''}{number.value:g}"
 
 
-def _device_rows() -> list[TableRow]:
-    def cells(row: GpuRow) -> Iterator[str]:
-        for name in (*_RATES, "memory", "bandwidth"):
-            yield _figure(row.numbers(), name)
-        yield row.link
-        yield row.network if row.nics == 1 else f"{_figure(row.numbers(), 'adapters')} {row.network}"
-
-    return [TableRow(row.kind, [*cells(row)]) for row in DEVICES]
-
-
-def _link_rows() -> list[TableRow]:
-    def cells(row: LinkRow) -> Iterator[str]:
-        numbers = list(row.numbers())
-        yield _figure(numbers, "bandwidth")
-        yield _figure(numbers, "latency")
-        yield f"{_figure(numbers, 'contention')} out of {row.island}" if row.island else ""
-        yield _figure(numbers, "overlap") if row.overlap < 1 else ""
-        yield "network" if row.network else ""
-
-    return [TableRow(row.name, [*cells(row)]) for row in ALL_LINKS]
+def _link_row(row: LinkRow) -> TableRow:
+    numbers = list(row.numbers())
+    contention = f"{_figure(numbers, 'contention')} out of {row.island}" if row.island else ""
+    overlap = _figure(numbers, "overlap") if row.overlap < 1 else ""
+    figures = [_figure(numbers, name) for name in ("bandwidth", "latency")]
+    return TableRow(row.name, [*figures, contention, overlap, "network" if row.network else ""])
