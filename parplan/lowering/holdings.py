@@ -8,7 +8,7 @@ memory is predicted by it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -20,8 +20,8 @@ from parplan.layout import Range, Region, region
 from parplan.plan import Strategy
 
 __all__ = [
-    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "holdings",
-    "used_block", "within",
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "disjoint",
+    "holdings", "used_block", "within",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
@@ -53,19 +53,19 @@ def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
         for parameter in layer.parameters:
             for device in strategies[name].devices:
                 used[parameter][device].add(used_block(graph, strategies, name, parameter, device))
-    return {parameter: _held(graph.values[parameter].shape, blocks) for parameter, blocks in used.items()}
+    held: Holdings = {}
+    for parameter, by_device in used.items():
+        agree = all(len(blocks) == 1 for blocks in by_device.values())
+        apart = disjoint(set().union(*by_device.values()))
+        whole = tuple(Range(0, size) for size in graph.values[parameter].shape)
+        held[parameter] = {d: next(iter(own)) if agree and apart else whole for d, own in sorted(by_device.items())}
+    return held
 
 
-def _held(shape: Sequence[int], used: Mapping[int, set[Region]]) -> dict[int, Region]:
-    distinct = sorted(set().union(*used.values()), key=lambda block: [(e.start, e.stop) for e in block])
-    agree = all(len(blocks) == 1 for blocks in used.values())
-    apart = not any(_overlap(a, b) for a, b in combinations(distinct, 2))
-    whole = tuple(Range(0, size) for size in shape)
-    return {device: next(iter(blocks)) if agree and apart else whole for device, blocks in sorted(used.items())}
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    return all(len(x.intersection(y)) > 0 for x, y in zip(a, b, strict=True))
+def disjoint(blocks: Iterable[Region]) -> bool:
+    """Whether no two of `blocks` overlap."""
+    pairs = combinations(blocks, 2)
+    return all(any(len(x.intersection(y)) == 0 for x, y in zip(a, b, strict=True)) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def buckets(
     """
     filled: list[Bucket] = []
     being: dict[_Kind, _Open] = {}
-    for parameter in _ready_order(graph):
-        groups = _groups(held[parameter])
-        if not graph.values[parameter].requires_grad or not _crosses(groups, memories):
+    first_used = dict.fromkeys(p for layer in graph.layers.values() for p in layer.parameters)
+    for parameter in reversed(first_used):  # the backward is done first with the last to be used first
+        spec, groups = graph.values[parameter], _groups(held[parameter])
+        if not spec.requires_grad or all(len({memories[device] for device in group}) == 1 for group in groups):
             continue
-        spec = graph.values[parameter]
         kind = _Kind(groups, spec.dtype, periods.get(parameter, 0))
         size = max(prod(map(len, block)) for block in held[parameter].values()) * spec.dtype.itemsize
         if size >= ALONE_BYTES:
@@ -129,21 +129,11 @@ def buckets(
     return (*filled, *rest)
 
 
-def _ready_order(graph: LayerGraph) -> list[str]:
-    """Parameters by when the backward is through with them: the last to be used first, ties by first use."""
-    first_used = dict.fromkeys(p for layer in graph.layers.values() for p in layer.parameters)
-    return list(reversed(first_used))
-
-
 def _groups(held: Mapping[int, Region]) -> tuple[tuple[int, ...], ...]:
     same: dict[Region, list[int]] = {}
     for device, block in held.items():
         same.setdefault(block, []).append(device)
     return tuple(tuple(devices) for devices in same.values())
-
-
-def _crosses(groups: Sequence[Sequence[int]], memories: Sequence[int]) -> bool:
-    return any(len({memories[device] for device in group}) > 1 for group in groups)
 
 
 def bucket_heads(graph: LayerGraph, buckets: Sequence[Bucket]) -> set[str]:

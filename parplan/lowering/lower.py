@@ -6,10 +6,10 @@ and tested as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from parplan.errors import PlanError
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.holdings import bucket_heads, buckets, holdings
 from parplan.lowering.ordering import backward, forward, staged
 from parplan.lowering.passes import passes_of, update_periods
@@ -40,12 +40,20 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     segments = Segments(graph, laid, assigner, bucket_heads(graph, filled), passes)
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
-    _add(segments, laid.layers, laid.strategies, step_setting, known.layers(Stage.BEFORE))
+
+    def add_once(stage: Stage) -> None:
+        """Append the layers of a stage that runs once, on the whole batch."""
+        for name in known.layers(stage):
+            layer = laid.layers[name]
+            shared = layer.mixes_batch and laid.strategies[name].replicas > 1 and step_setting.global_statistics
+            segments.add_batch_norm(layer) if shared else segments.add(layer)
+
+    add_once(Stage.BEFORE)
     for one in passes:
         assigner.begins.append(len(segments))
         for name in known.layers(Stage.PASSES):
             segments.add(laid.layers[name], one.number)
-    _add(segments, laid.layers, laid.strategies, step_setting, known.layers(Stage.AFTER))
+    add_once(Stage.AFTER)
     outputs = tuple(assigner.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
     updates = {buffer: assigner.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
     read = {*outputs, *updates.values(), *segments.read}
@@ -73,19 +81,6 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
             [step_setting.own(process) for process in range(step_setting.ranks)],
         ),
     )
-
-
-def _add(
-    segments: Segments,
-    layers: Mapping[str, Layer],
-    strategies: Mapping[str, Strategy],
-    step_setting: StepSetting,
-    names: Iterable[str],
-) -> None:
-    """Append layers that run once, on the whole batch."""
-    for name in names:
-        shared = layers[name].mixes_batch and strategies[name].replicas > 1 and step_setting.global_statistics
-        segments.add_batch_norm(layers[name]) if shared else segments.add(layers[name])
 
 
 def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: StepSetting) -> None:

@@ -18,14 +18,19 @@ from parplan.lowering.program import Compute, Forward, Join, OnePass, Reduce, Sl
 __all__ = ["backward", "forward", "staged"]
 
 
-def forward(steps: Sequence[Compute], moves: Sequence[ScheduledMove]) -> list[Forward]:
-    """Forward steps: every compute step, and behind it the transfers that can start then."""
-    order: list[Forward] = []
-    for index in range(-1, len(steps)):
+def forward(
+    steps: Sequence[Compute], moves: Sequence[ScheduledMove], start: int = -1, stop: int | None = None
+) -> Iterator[Forward]:
+    """Forward steps: every compute step from `start` up to `stop`, and behind it the transfers that can start then.
+
+    Args:
+        start: index of a step; -1 begins with the transfers of the user's inputs.
+        stop: default: the end.
+    """
+    for index in range(start, len(steps) if stop is None else stop):
         if index >= 0:
-            order.append(steps[index])
-        order += [placed.step for placed in moves if placed.forward_at == index]
-    return order
+            yield steps[index]
+        yield from (placed.step for placed in moves if placed.forward_at == index)
 
 
 def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: Sequence[Bucket]) -> list[Step]:
@@ -65,7 +70,7 @@ def staged(
     begins = [turns.index(one.number) for one in passes] + [len(steps)]
     complete = _completed_by(steps, buckets)
     return Staged(
-        before=tuple(_between(steps, inner, -1, first)),
+        before=tuple(forward(steps, inner, stop=first)),
         passes=tuple(
             OnePass(
                 forward=tuple(_pass_forward(steps, inner, slots, one.number, begins)),
@@ -79,14 +84,6 @@ def staged(
                    for n in complete[i]),
         after=tuple(_after(steps[:first], inner, buckets, slots)),
     )  # fmt: skip
-
-
-def _between(steps: Sequence[Compute], moves: Sequence[ScheduledMove], start: int, stop: int) -> Iterator[Forward]:
-    """Forward steps of the segments from `start` up to `stop`."""
-    for index in range(start, stop):
-        if index >= 0:
-            yield steps[index]
-        yield from (placed.step for placed in moves if placed.forward_at == index)
 
 
 def _turn(placed: ScheduledMove, slots: Mapping[str, Slot]) -> int | None:
@@ -103,10 +100,9 @@ def _pass_forward(
 ) -> Iterator[Forward]:
     """Forward steps of one pass: what would bring its results after all passes brings them after this one."""
     start, stop = begins[turn], begins[turn + 1]
-    turns = {id(placed): _turn(placed, slots) for placed in moves}
-    others = [placed for placed in moves if (own := turns[id(placed)]) is None or own >= turn]
-    yield from _between(steps, others, start, stop)
-    yield from (placed.step for placed in moves if turns[id(placed)] == turn and placed.forward_at >= stop)
+    others = [placed for placed in moves if (own := _turn(placed, slots)) is None or own >= turn]
+    yield from forward(steps, others, start, stop)
+    yield from (placed.step for placed in moves if _turn(placed, slots) == turn and placed.forward_at >= stop)
 
 
 def _pass_back(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Range, split_evenly
+from parplan.layout import Range
 from parplan.lowering.stages import Stage, Stages, shares
-from parplan.lowering.step_setting import StepSetting
+from parplan.lowering.step_setting import StepSetting, samples_per_replica
 from parplan.plan import Scheme, Strategy
 
 __all__ = ["Pass", "early_periods", "local_ranges", "passes_of", "put", "take", "update_periods"]
@@ -43,10 +43,7 @@ class Pass:
 
     def rows(self, replicas: int) -> tuple[int, ...]:
         """Samples per replica; where the ranges divide into replicas, each takes its own as they are."""
-        if len(self.ranges) % replicas:
-            return split_evenly(self.batch, replicas)
-        each = len(self.ranges) // replicas
-        return tuple(sum(map(len, self.ranges[row * each : (row + 1) * each])) for row in range(replicas))
+        return samples_per_replica([len(extent) for extent in self.ranges], replicas)
 
 
 def passes_of(stages: Stages, scheme: Scheme, step_setting: StepSetting) -> tuple[Pass, ...]:

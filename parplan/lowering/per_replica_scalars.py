@@ -69,15 +69,11 @@ def _trailing(graph: LayerGraph, wanted: frozenset[str]) -> frozenset[str]:
     for name, layer in reversed(list(graph.layers.items())):
         readers = {reader for value in layer.outputs for reader in graph.consumers(value)}
         plain = not layer.constant or not wanted.isdisjoint(layer.outputs)
-        plain = plain and not _sees_all_gradients(graph, layer)
-        if layer.batch is None and plain and readers <= found and others.isdisjoint(layer.outputs):
+        # Where only its backward mixes samples (a tensor hook) it is no part of a loss, which each replica may have.
+        hooked = bool(why_whole(layer.nodes)) and graph.batch_dims.keys() >= set(layer.outputs)
+        if layer.batch is None and plain and not hooked and readers <= found and others.isdisjoint(layer.outputs):
             found.add(name)
     return frozenset(found)
-
-
-def _sees_all_gradients(graph: LayerGraph, layer: Layer) -> bool:
-    """Whether only its backward mixes samples (a tensor hook): it is no part of a loss, which each replica may have."""
-    return bool(why_whole(layer.nodes)) and all(value in graph.batch_dims for value in layer.outputs)
 
 
 def _strategy(

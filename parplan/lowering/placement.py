@@ -132,10 +132,8 @@ class SlotAssigner:
             return home.name
         known = self._moved.setdefault(home.name, {})
         if (layout, rows) not in known:
-            source = home
-            between = self._between(home, layout, rows)
-            if between is not None:
-                source = self._move(home, between.layout, between.rows, reader, first=True)
+            stop = self._between(home, layout, rows)
+            source = home if stop is None else self._move(home, stop.layout, stop.rows, reader, first=True)
             known[layout, rows] = self._move(source, layout, rows, reader).name
         return known[layout, rows]
 
@@ -191,23 +189,18 @@ class SlotAssigner:
     # -- passes --
 
     def _find(self, value: str, turn: int | None, reader: int) -> Slot | None:
-        """The home of a value, or of a pass's part of it, where there is one."""
+        """The home of a value, or of a pass's part of it, where there is one; the whole is split where it lies."""
         whole = self.slots.get(value)
         if turn is None or (whole is not None and value not in self._graph.batch_dims):
             return whole
         if whole is not None and _home(value, turn) not in self.slots:
-            self._split(whole, reader)
+            shared, made = self._shared(whole), self._made_in[whole.name]
+            parts = [replace(self.slot(value, whole.layout, p), rows=rows) for p, rows in enumerate(shared.rows)]
+            for part in parts:
+                self.add(part, made)
+            step = Split(whole.name, tuple(p.name for p in parts), self._graph.batch_dims[value], shared.ranges)
+            self.moves.append(ScheduledMove(step, made, reader))
         return self.slots.get(_home(value, turn))
-
-    def _split(self, whole: Slot, reader: int) -> None:
-        """Make the passes' parts of a value, where it lies."""
-        shared = self._shared(whole)
-        made = self._made_in[whole.name]
-        for turn, rows in enumerate(shared.rows):
-            self.add(replace(self.slot(whole.value, whole.layout, turn), rows=rows), made)
-        targets = tuple(_home(whole.value, turn) for turn in range(len(self._passes)))
-        step = Split(whole.name, targets, self._graph.batch_dims[whole.value], shared.ranges)
-        self.moves.append(ScheduledMove(step, made, reader))
 
     def _joined(self, value: str, layout: Layout, reader: int) -> Slot:
         """The home, in `layout`, of a value that the passes made parts of.
@@ -267,7 +260,8 @@ def _cut_sum(home: Slot, target: Layout) -> Layout | None:
     None when sending every term to every reader moves no more: a reader per row, or two terms for two readers.
     """
     grid = home.layout.grid
-    copies = _copies(target)
+    copies = target.grid.replicas if target.batch_dim is None else 1
+    copies *= target.grid.shards if target.shard_dim is None else 1
     if copies == 1 or (copies == 2 and grid.shards == 2):
         return None
     sizes = {dim: size for dim, size in enumerate(home.shape) if dim != home.layout.batch_dim}
@@ -275,9 +269,3 @@ def _cut_sum(home: Slot, target: Layout) -> Layout | None:
     if able and 0 not in home.shape:
         return Layout(grid, home.layout.batch_dim, max(able, key=lambda dim: sizes[dim]))
     return Layout(Grid(grid.column(0), grid.replicas, 1), home.layout.batch_dim)
-
-
-def _copies(layout: Layout) -> int:
-    """How many devices hold the same block."""
-    rows = layout.grid.replicas if layout.batch_dim is None else 1
-    return rows * (layout.grid.shards if layout.shard_dim is None else 1)

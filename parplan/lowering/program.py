@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region
-from parplan.lowering.holdings import Bucket
+from parplan.lowering.holdings import Bucket, disjoint
 from parplan.plan import Strategy
 
 __all__ = [
@@ -70,7 +70,12 @@ class Exchange:
     @cached_property
     def assemblies(self) -> Mapping[int, Assembly]:
         """How every device that gets a part puts it together."""
-        return {device: _assembly(self.pieces, device, shape) for device, shape in self.shapes.items()}
+        found = {}
+        for device, shape in self.shapes.items():
+            own = tuple(piece for piece in self.pieces if piece.target == device)
+            tiled = disjoint(piece.target_region for piece in own) and sum(p.elements for p in own) == prod(shape)
+            found[device] = Assembly(own, tiled and len(own) == 1, tiled)
+        return found
 
     @cached_property
     def sent(self) -> Mapping[int, Messages]:
@@ -90,18 +95,6 @@ class Exchange:
                 messages = found.setdefault(own, {})
                 messages[other] = (*messages.get(other, ()), piece)
         return found
-
-
-def _assembly(pieces: tuple[Piece, ...], device: int, shape: tuple[int, ...]) -> Assembly:
-    own = tuple(piece for piece in pieces if piece.target == device)
-    regions = [piece.target_region for piece in own]
-    apart = all(
-        any(len(x.intersection(y)) == 0 for x, y in zip(a, b, strict=True))
-        for i, a in enumerate(regions)
-        for b in regions[:i]
-    )
-    tiled = apart and sum(piece.elements for piece in own) == prod(shape)
-    return Assembly(own, tiled and len(own) == 1, tiled)
 
 
 @dataclass(frozen=True)

@@ -152,33 +152,30 @@ class Segments:
             held: block of every parameter that each device holds.
             samples: per row of a grid with so many rows.
         """
-        return [
-            Compute(
-                code=segment.code,
-                layers=tuple(segment.layers),
-                grid=segment.grid,
-                batches=self._batches(segment, samples),
-                operands=tuple(Operand(*item) for item in segment.operands.items()),
-                states=tuple(self._state(name, segment, held) for name in self._states_of(segment)),
-                results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
-                turn=segment.turn,
+        found = []
+        for segment in self._segments:
+            rows = samples if segment.turn is None else self._passes[segment.turn].rows
+            users: dict[str, str] = {}  # the first layer that uses each parameter and buffer
+            for layer in map(self._graph.layers.__getitem__, segment.layers):
+                for state in (*layer.parameters, *layer.buffers) if segment.code is not Code.STATISTICS else ():
+                    users.setdefault(state, layer.name)
+            found.append(
+                Compute(
+                    code=segment.code,
+                    layers=tuple(segment.layers),
+                    grid=segment.grid,
+                    batches=rows(segment.grid.replicas),
+                    operands=tuple(Operand(*item) for item in segment.operands.items()),
+                    states=tuple(self._state(*item, segment.grid.devices, held) for item in users.items()),
+                    results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
+                    turn=segment.turn,
+                )
             )
-            for segment in self._segments
-        ]
+        return found
 
-    def _batches(self, segment: _Segment, samples: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
-        rows = samples if segment.turn is None else self._passes[segment.turn].rows
-        return rows(segment.grid.replicas)
-
-    def _states_of(self, segment: _Segment) -> dict[str, None]:
-        layers = [self._graph.layers[name] for name in segment.layers if segment.code is not Code.STATISTICS]
-        return dict.fromkeys(state for layer in layers for state in (*layer.parameters, *layer.buffers))
-
-    def _state(self, name: str, segment: _Segment, held: Holdings) -> State:
-        layers = [self._graph.layers[n] for n in segment.layers]
-        user = next(layer.name for layer in layers if name in layer.parameters or name in layer.buffers)
+    def _state(self, name: str, user: str, devices: Iterable[int], held: Holdings) -> State:
         blocks = {}
-        for device in segment.grid.devices:
+        for device in devices:
             used, outer = self._used(user, name, device), held.get(name, {}).get(device)
             blocks[device] = within(used, outer) if outer is not None else used
         return State(name, blocks)

@@ -72,8 +72,11 @@ def stages(graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme
     of: dict[str, Stage] = {}
     for name, layer in graph.layers.items():
         of[name] = _stage(graph, layer, strategies[name].replicas < most, of)
-        if of[name] is Stage.PASSES:
-            _check(layer, most, scheme)
+        if of[name] is Stage.PASSES and layer.mixes_batch:
+            raise PlanError(
+                f"{name}: its statistics are of the whole batch, and with {scheme.value} it would see one pass's "
+                f'samples; give it and the layers in front {most} replicas, or use scheme "gather"'
+            )
     return Stages(most // fewest, most, fewest, of)
 
 
@@ -88,14 +91,6 @@ def _stage(graph: LayerGraph, layer: Layer, narrow: bool, known: Mapping[str, St
     if not _keeps_apart(layer):
         return Stage.AFTER if Stage.PASSES in fed_by else Stage.BEFORE
     return Stage.PASSES if narrow or Stage.PASSES in fed_by else Stage.BEFORE
-
-
-def _check(layer: Layer, max_replicas: int, scheme: Scheme) -> None:
-    if layer.mixes_batch:
-        raise PlanError(
-            f"{layer.name}: its statistics are of the whole batch, and with {scheme.value} it would see one pass's "
-            f'samples; give it and the layers in front {max_replicas} replicas, or use scheme "gather"'
-        )
 
 
 def shares(rows: tuple[int, ...], stages: Stages, scheme: Scheme) -> tuple[tuple[Range, ...], ...]:

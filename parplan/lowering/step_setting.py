@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parplan.layout import Grid, Layout, Range, split_evenly
 from parplan.plan import Scheme
 
-__all__ = ["StepSetting"]
+__all__ = ["StepSetting", "samples_per_replica"]
+
+
+def samples_per_replica(brought: Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Samples per replica; where those who bring them divide into replicas, each takes its own as they are."""
+    if len(brought) % replicas:
+        return split_evenly(sum(brought), replicas)
+    each = len(brought) // replicas
+    return tuple(sum(brought[row * each : (row + 1) * each]) for row in range(replicas))
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,7 @@ class StepSetting:
 
     def rows(self, replicas: int) -> tuple[int, ...]:
         """Samples per replica; where ranks divide into replicas, each takes its ranks' samples as they are."""
-        brought = self._brought
-        if len(brought) % replicas:
-            return split_evenly(self.batch, replicas)
-        each = len(brought) // replicas
-        return tuple(sum(brought[row * each : (row + 1) * each]) for row in range(replicas))
+        return samples_per_replica(self._brought, replicas)
 
     def own(self, process: int) -> Range:
         """The samples of one process in the whole batch."""

@@ -36,11 +36,9 @@ def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], p
     strategy = known[makers[0]] if makers else Strategy()
     axis = layer.axis(strategy.axis)
     if strategy.shards > 1 and (axis is None or axis.units % strategy.shards):
-        grid = strategy.grid
-        strategy = Strategy(strategy.replicas, 1, None, grid.column(0))
+        strategy = Strategy(strategy.replicas, 1, None, strategy.grid.column(0))
     if strategy.replicas > 1 and layer.batch is None:
-        grid = strategy.grid
-        strategy = Strategy(1, strategy.shards, strategy.axis, grid.row(0))
+        strategy = Strategy(1, strategy.shards, strategy.axis, strategy.grid.row(0))
     return strategy
 
 
