@@ -9,8 +9,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from heapq import heappop, heappush
+from itertools import chain
 from math import inf
+from operator import or_
 from typing import Any
 
 __all__ = ["NOTHING", "Span", "Task", "schedule"]
@@ -79,7 +82,9 @@ class _ListSchedule:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         numbers: dict[Hashable, int] = {}  # of resources: what follows meets numbers and bits only
-        self.masks = [_mask(task.exclusive, numbers) for task in tasks]
+        self.masks = [
+            reduce(or_, (1 << numbers.setdefault(one, len(numbers)) for one in task.exclusive), 0) for task in tasks
+        ]
         self.capacity = [
             tuple((numbers.setdefault(one, len(numbers)), part) for one, part in task.capacity.items())
             for task in tasks
@@ -124,7 +129,9 @@ class _ListSchedule:
                 waiting.append(index)
             else:
                 self.busy |= mask
-                self.begun[index] = now_s, self._predecessor(index, ended)
+                needed = (one for one in ended if one in task.after)
+                held = (one for one in ended if self.masks[one] & mask)
+                self.begun[index] = now_s, next(chain(needed, held), NOTHING)
                 if task.capacity:
                     sharing = True
                     self.sharing[index] = _Pace(1.0, now_s + task.seconds)
@@ -158,11 +165,6 @@ class _ListSchedule:
         for one, part in self.capacity[index]:
             needed[one] += sign * part
 
-    def _predecessor(self, index: int, ended: Sequence[int]) -> int:
-        after, mask = self.tasks[index].after, self.masks[index]
-        needed = next((one for one in ended if one in after), NOTHING)
-        return needed if needed != NOTHING else next((one for one in ended if self.masks[one] & mask), NOTHING)
-
     def _end(self, index: int, now_s: float) -> None:
         self.end_s[index] = now_s
         self.busy &= ~self.masks[index]
@@ -172,11 +174,3 @@ class _ListSchedule:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
                 insort(self.ready, follower)
-
-
-def _mask(exclusive: Sequence[Hashable], numbers: dict[Hashable, int]) -> int:
-    """A bit for each resource; resources that are new get a number."""
-    mask = 0
-    for one in exclusive:
-        mask |= 1 << numbers.setdefault(one, len(numbers))
-    return mask

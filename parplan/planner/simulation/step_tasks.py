@@ -9,8 +9,8 @@ samples asked for when a pass begins. Backward: the same from the end. Or each p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -57,8 +57,6 @@ class Part(Task):
     """Task of a layer or a transfer; without a kind it only says when others may start."""
 
     exclusive: tuple[Resource, ...] = ()
-    capacity: Mapping[Any, float] = field(default_factory=dict)
-    after: tuple[int, ...] = ()
     kind: Kind | None = None
     what: str = ""
     number: int | None = None
@@ -152,11 +150,9 @@ class Parts:
     ) -> dict[int, int]:
         if layer.batch_norm_sync_s > 0:
             everything = [one for tasks in after.values() for one in tasks]
-            exclusive = _lane(Lane.COMPUTE, layer.devices)
+            exclusive, seconds_s = _lane(Lane.COMPUTE, layer.devices), layer.batch_norm_sync_s
             what = f"{layer.name}.statistics"
-            shared = self.add(
-                Kind.TRANSFER, what, layer.batch_norm_sync_s, exclusive, everything, number, layer.devices
-            )
+            shared = self.add(Kind.TRANSFER, what, seconds_s, exclusive, everything, number, layer.devices)
             after = dict.fromkeys(layer.devices, (shared,))
         return {
             device: self.add(kind, layer.name, seconds, _lane(Lane.COMPUTE, (device,)), tasks, number, (device,))
@@ -167,16 +163,8 @@ class Parts:
         """Sum its gradients: what that takes from compute, then the rest beside it."""
         if layer.compute_interference_s > 0:
             for device in layer.devices:
-                exclusive = _lane(Lane.COMPUTE, (device,))
-                own[device] = self.add(
-                    Kind.REDUCTION,
-                    layer.name,
-                    layer.compute_interference_s,
-                    exclusive,
-                    (own[device],),
-                    number,
-                    (device,),
-                )
+                exclusive, after, seconds = _lane(Lane.COMPUTE, (device,)), (own[device],), layer.compute_interference_s
+                own[device] = self.add(Kind.REDUCTION, layer.name, seconds, exclusive, after, number, (device,))
         if layer.overlappable_s > 0:
             exclusive = _lane(Lane.SUMS, layer.devices)
             self.add(Kind.REDUCTION, layer.name, layer.overlappable_s, exclusive, own.values(), number, layer.devices)
@@ -270,6 +258,29 @@ class Parts:
         """The moves that go one way over the boundary."""
         return [move for move in self.work.moves if move.crossing is way]
 
+    def run_passes(self, numbers: Sequence[int], way: Crossing, compute: Callable[[int], Iterable[int]]) -> None:
+        """`compute` pass after pass, what the next pass needs over the boundary on its way meanwhile.
+
+        Args:
+            numbers: the passes in their order.
+            way: INWARDS with the forward, OUTWARDS with the backward.
+            compute: adds the tasks of a pass; gives those that the next pass comes after.
+        """
+        moves, computed = self.crossing(way), tuple[int, ...]()
+        inwards = way is Crossing.INWARDS
+        transfer, arrivals = (
+            (self.forward_transfer, self.arrived) if inwards else (self.backward_transfer, self.given_back)
+        )
+        for move in moves:
+            transfer(move, numbers[0])
+        for place, number in enumerate(numbers):
+            arrived = [task for move in moves for task in arrivals.get((move.index, number), ())]
+            gate = self.gate([*computed, *arrived])
+            for following in numbers[place + 1 : place + 2]:
+                for move in moves:
+                    transfer(move, following, gate)
+            computed = tuple(compute(number))
+
     def results_back(self) -> None:
         """Gradients of the results that are not of passes."""
         for move in self.work.into.get(None, ()):
@@ -283,12 +294,12 @@ class Parts:
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
             seconds = sum(layer.update_s for layer in layers if device in layer.devices)
             updated.append(self.add(Kind.UPDATE, "", seconds, lanes, self._held[device], None, (device,)))
-        late = [layer for layer in layers if layer.post_update_s > 0]
-        return updated + [self._late(layer, [updated[device] for device in layer.devices]) for layer in late]
-
-    def _late(self, layer: LayerWork, after: Sequence[int]) -> int:
-        exclusive = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
-        return self.add(Kind.REDUCTION, layer.name, layer.post_update_s, exclusive, after, None, layer.devices)
+        found = list(updated)
+        for layer in (layer for layer in layers if layer.post_update_s > 0):
+            lanes = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
+            after = [updated[device] for device in layer.devices]
+            found.append(self.add(Kind.REDUCTION, layer.name, layer.post_update_s, lanes, after, None, layer.devices))
+        return found
 
     def end(self) -> None:
         """Updates, and the runtime's own time."""
@@ -320,8 +331,13 @@ class _AllForwardFirst(Parts):
         self.arrive()
         for name in when.layers(Stage.BEFORE):
             self.forward(name)
+        names = when.layers(Stage.PASSES)
         if self.passes > 1:
-            self._passes_forward()
+            self.run_passes(
+                range(self.passes),
+                Crossing.INWARDS,
+                lambda number: [task for name in names for task in self.forward(name, number)],
+            )
         for name in when.layers(Stage.AFTER):
             self.forward(name)
         self.lose()
@@ -329,34 +345,15 @@ class _AllForwardFirst(Parts):
         for name in reversed(when.layers(Stage.AFTER)):
             self.backward(name)
         if self.passes > 1:
-            self._passes_backward()
+            self.run_passes(
+                range(self.passes)[::-1],
+                Crossing.OUTWARDS,
+                lambda number: [task for name in names[::-1] for task in self.backward(name, number, number == 0)],
+            )
         for name in reversed(when.layers(Stage.BEFORE)):
             self.backward(name)
         self.end()
         return tuple(self.found)
-
-    def _passes_forward(self) -> None:
-        inwards, computed = self.crossing(Crossing.INWARDS), list[int]()
-        for move in inwards:
-            self.forward_transfer(move, 0)
-        for number in range(self.passes):
-            arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
-            gate = self.gate([*computed, *arrived])
-            for move in inwards if number + 1 < self.passes else ():
-                self.forward_transfer(move, number + 1, gate)
-            computed = [task for name in self.work.stages.layers(Stage.PASSES) for task in self.forward(name, number)]
-
-    def _passes_backward(self) -> None:
-        outwards, computed = self.crossing(Crossing.OUTWARDS), list[int]()
-        for move in outwards:
-            self.backward_transfer(move, self.passes - 1)
-        for number in reversed(range(self.passes)):
-            arrived = [task for move in outwards for task in self.given_back.get((move.index, number), ())]
-            gate = self.gate([*computed, *arrived])
-            for move in outwards if number > 0 else ():
-                self.backward_transfer(move, number - 1, gate)
-            names = reversed(self.work.stages.layers(Stage.PASSES))
-            computed = [task for name in names for task in self.backward(name, number, last=number == 0)]
 
 
 class _OneForwardOneBackward(Parts):
@@ -368,15 +365,7 @@ class _OneForwardOneBackward(Parts):
         self.arrive()
         for name in before:
             self.forward(name)
-        inwards = self.crossing(Crossing.INWARDS)
-        for move in inwards:
-            self.forward_transfer(move, 0)
-        for number in range(self.passes):
-            arrived = [task for move in inwards for task in self.arrived.get((move.index, number), ())]
-            gate = self.gate(arrived)
-            for move in inwards if number + 1 < self.passes else ():
-                self.forward_transfer(move, number + 1, gate)
-            self._pass(number)
+        self.run_passes(range(self.passes), Crossing.INWARDS, self._pass)
         self.begun = ()
         self.results_back()
         for name in reversed(before):
@@ -384,7 +373,8 @@ class _OneForwardOneBackward(Parts):
         self.end()
         return tuple(self.found)
 
-    def _pass(self, number: int) -> None:
+    def _pass(self, number: int) -> Tasks:
+        """A pass forward and backward, and the updates after it; gives the barrier that the next one comes after."""
         names = self.work.stages.layers(Stage.PASSES)
         for name in names:
             self.forward(name, number)
@@ -401,3 +391,4 @@ class _OneForwardOneBackward(Parts):
             done += self.backward(name, number, last)
             due += [layer] if last and number + 1 < self.passes and layer.update_s > 0 else []
         self.begun = self.gate([*done, *(self.update(due) if due else ())])
+        return self.begun

@@ -236,7 +236,10 @@ class _Pricing:
             given = graph.layers[maker].layout(value, self.strategies[maker])
         if crossing is Crossing.ONCE:
             return Move(0, value, maker, targets, crossing, (self._legs(graph.values[value], (Hop(given, wanted),)),))
-        spec, dim = self._part(value), graph.batch_dims.get(value)
+        spec, dim = graph.values[value], graph.batch_dims.get(value)
+        if dim is not None:  # one pass's part of it
+            size = -(-spec.shape[dim] // self.stages.passes)
+            spec = replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
         scheme = Scheme.INTERLEAVE if crossing is Crossing.WITHIN else self.scheme
         legs = [
             self._legs(spec, hops(scheme, self.stages, given, wanted, number, dim if self.scatter_allgather else None))
@@ -252,21 +255,12 @@ class _Pricing:
             return Crossing.WITHIN
         return Crossing.INWARDS if inside[1] else Crossing.OUTWARDS
 
-    def _part(self, value: str) -> TensorSpec:
-        """Spec of a value's part in one pass."""
-        spec, dim = self.graph.values[value], self.graph.batch_dims.get(value)
-        if dim is None:
-            return spec
-        size = -(-spec.shape[dim] // self.stages.passes)
-        return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
-
     def _legs(self, spec: TensorSpec, path: Iterable[Hop]) -> tuple[Leg, ...]:
         found = []
         for hop in path:
             cost = self.costs.transfer(spec, hop.source, hop.target)
             if cost.forward_s > 0 or cost.backward_s > 0:
-                lanes = _lanes(hop)
-                found.append(replace(lanes, forward_s=cost.forward_s, backward_s=cost.backward_s))
+                found.append(replace(_lanes(hop), forward_s=cost.forward_s, backward_s=cost.backward_s))
         return tuple(found)
 
 

@@ -101,8 +101,11 @@ class Timeline:
     @cached_property
     def last(self) -> int:
         """The device that is done last, the first of several; what its time went into is the step's own account."""
-        ends = [self._end_s(device) for device in range(self.device_count)]
-        return ends.index(max(ends))
+        ends_s = [
+            max((self.spans[index].end_s for index in self._computing.get(device, ())), default=0.0)
+            for device in range(self.device_count)
+        ]
+        return ends_s.index(max(ends_s))
 
     @property
     def critical(self) -> Spent:
@@ -155,9 +158,6 @@ class Timeline:
                 if resource.lane is Lane.COMPUTE:
                     found.setdefault(resource.device, []).append(index)
         return found
-
-    def _end_s(self, device: int) -> float:
-        return max((self.spans[index].end_s for index in self._computing.get(device, ())), default=0.0)
 
     def _waited(self, index: int, since_s: float, until_s: float, waits_s: dict[Kind, float]) -> None:
         """Account for [since, until) along the critical predecessors of the task that ended last before `until`."""
