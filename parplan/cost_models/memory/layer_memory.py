@@ -66,39 +66,50 @@ class MemoryModel:
         for lifetime in (*self._times.values, *self._times.gradients):
             self._owned[lifetime.layer].append(lifetime)
         self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
-        self.users = _users(graph)
+        self.users: dict[str, list[str]] = {}
+        for layer in graph.layers.values():
+            for parameter in layer.parameters:
+                self.users.setdefault(parameter, []).append(layer.name)
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
         layer, trained = local.layer, self._trained(local)
         calls = op_calls(self.graph, local)
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
+        held: dict[tuple[int, int], int] = defaultdict(int)
+        for one in (*self.own(local), *self._around(local)):
+            held[one.start, one.end] += one.nbytes
         return LayerMemory(
             weights_bytes=self._nbytes(local, self._stored(local)),
             gradients_bytes=self._nbytes(local, trained),
             optimizer_bytes=self.optimizer.states * self._nbytes(local, trained),
             saved_bytes=self._saved_bytes(local, calls),
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
-            held=_merged([*self.own(local), *self._around(local)]),
+            held=tuple(Held(*interval, nbytes) for interval, nbytes in sorted(held.items()) if nbytes > 0),
         )
 
     def own(self, local: LocalLayer) -> list[Held]:
         """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
-        trained = self._trained(local)
-        always = self._taken(local, self._stored(local)) + self.optimizer.states * self._taken(local, trained)
+        sizes = [self._taken(local, [name]) for name in self._trained(local)]
+        always = self._taken(local, self._stored(local)) + self.optimizer.states * sum(sizes)
+        # The optimizer's temporaries: of the largest parameter, or of all.
+        if self.on_cpu:
+            time, temporary = self.moments.update(self._index[local.layer.name]), max(sizes, default=0)
+            temporary *= self.optimizer.one_by_one
+        else:
+            time, temporary = self.moments.update(), self.optimizer.together * sum(sizes)
         spans = self._spans(local, op_calls(self.graph, local))
-        return [
-            Held(0, self.moments.end, always),
-            *self._update(local, trained),
-            *self._held(local.layer.name, spans),
-        ]
+        return [Held(0, self.moments.end, always), Held(time, time + 1, temporary), *self._held(spans)]
 
     def _around(self, local: LocalLayer) -> list[Held]:
         """What it adds depending on the layers around it: user inputs, gathered copies, messages, the loss."""
         layer, index = local.layer, self._index[local.layer.name]
         inputs = [value for value, taker in self._times.inputs.items() if taker == layer.name]
         back, end = self.moments.backward(index), self.moments.end
-        messages_bytes = self._messages_bytes(local)
+        # Copies of the gradients that several devices sum, as one process per device makes them.
+        cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
+        summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut]
+        messages_bytes = sum(nbytes for name in summed if (nbytes := self._taken(local, [name])) < ALONE_BYTES)
         alone = layer.outputs if _shares_statistics(local) else ()
         return [
             *(Held(self.last_held(value) + 1, back + 1, self._taken(local, [value])) for value in alone),
@@ -152,7 +163,7 @@ class MemoryModel:
             found.append(_Span(back, back, saved.backward_bytes))
         return found
 
-    def _held(self, name: str, spans: Iterable[_Span]) -> list[Held]:
+    def _held(self, spans: Iterable[_Span]) -> list[Held]:
         """By moments of the step: what crosses a moment's border as it is, of the rest the most at once."""
         found: list[Held] = []
         within: dict[int, list[_Span]] = defaultdict(list)
@@ -179,15 +190,6 @@ class MemoryModel:
 
     # -- whole amounts --
 
-    def _update(self, local: LocalLayer, trained: Sequence[str]) -> list[Held]:
-        """The optimizer's temporaries: of the largest parameter, or of all."""
-        sizes = [self._taken(local, [name]) for name in trained]
-        if self.on_cpu:
-            time = self.moments.update(self._index[local.layer.name])
-            return [Held(time, time + 1, self.optimizer.one_by_one * max(sizes, default=0))]
-        time = self.moments.update()
-        return [Held(time, time + 1, self.optimizer.together * sum(sizes))]
-
     def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
@@ -204,14 +206,6 @@ class MemoryModel:
             indices, rows_bytes = call.inputs[1].elements, call.outputs[0].nbytes
             return replace(saved, inner_bytes=9 * indices, forward_bytes=rows_bytes, backward_bytes=rows_bytes)
         return saved
-
-    def _messages_bytes(self, local: LocalLayer) -> int:
-        """Copies of the gradients that several devices sum, as one process per device makes them."""
-        strategy, axis = local.strategy, local.axis
-        trained = self._trained(local)
-        summed = [n for n in trained if strategy.replicas > 1 or (axis is not None and n not in axis.dims)]
-        sizes = [self._taken(local, [name]) for name in summed]
-        return sum(size for size in sizes if size < ALONE_BYTES)
 
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
         kept = [value for value in self._times.kept if self._times.home(value) == local.layer.name]
@@ -242,31 +236,13 @@ def _shares_statistics(local: LocalLayer) -> bool:
     return local.layer.mixes_batch and local.strategy.replicas > 1
 
 
-def _merged(held: Iterable[Held]) -> tuple[Held, ...]:
-    """One entry per interval, empty ones left out."""
-    amounts: dict[tuple[int, int], int] = defaultdict(int)
-    for one in held:
-        amounts[one.start, one.end] += one.nbytes
-    return tuple(Held(*interval, nbytes) for interval, nbytes in sorted(amounts.items()) if nbytes > 0)
-
-
-def _users(graph: LayerGraph) -> dict[str, list[str]]:
-    users: dict[str, list[str]] = defaultdict(list)
-    for layer in graph.layers.values():
-        for parameter in layer.parameters:
-            users[parameter].append(layer.name)
-    return dict(users)
-
-
 def _workspace_bytes(calls: Iterable[OpCall], outputs: Iterable[str]) -> int:
     """The largest temporary: a value inside the layer, or what a convolution unfolds of one sample (an estimate)."""
     leaving = set(outputs)
     inside = [total_bytes(out for out in call.outputs if out.name not in leaving) for call in calls if not call.is_view]
-    unfolded = [_unfolded_bytes(call) for call in calls if call.op.startswith("conv") and len(call.inputs) > 1]
-    return max((*inside, *unfolded), default=0)
-
-
-def _unfolded_bytes(call: OpCall) -> int:
-    weight, out = call.inputs[1], call.outputs[0]
-    positions = out.elements // max(1, out.shape[0] * out.shape[1]) if len(out.shape) > 1 else 1
-    return positions * weight.elements // max(1, weight.shape[0]) * out.dtype.itemsize
+    for call in calls:
+        if call.op.startswith("conv") and len(call.inputs) > 1:
+            weight, out = call.inputs[1], call.outputs[0]
+            positions = out.elements // max(1, out.shape[0] * out.shape[1]) if len(out.shape) > 1 else 1
+            inside.append(positions * weight.elements // max(1, weight.shape[0]) * out.dtype.itemsize)
+    return max(inside, default=0)

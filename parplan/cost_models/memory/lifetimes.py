@@ -71,7 +71,15 @@ class Lifetimes:
             self.calls += op_calls(graph, LocalLayer(layer, Strategy(), 0, graph.batch or 1))
         # The layer of every op.
         self._layers = [name for name, layer in graph.layers.items() for _ in layer.nodes]
-        self._storage, self._passed = self._roots()
+        # Of every view: the value whose memory it shows, and the value whose gradient its own is a view of.
+        self._storage: dict[str, str] = {}
+        self._passed: dict[str, str] = {}
+        for call in self.calls:
+            for out in call.outputs if call.is_view and call.inputs else ():
+                shown = call.inputs[0].name
+                self._storage[out.name] = self._root(shown)
+                if call.op not in _OWN_GRADIENT:
+                    self._passed[out.name] = self._passed_root(shown)
         self._outputs = [name for name in dict.fromkeys(graph.user_outputs) if isinstance(name, str)]
         self._makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
         self.inputs: dict[str, str] = {}
@@ -98,27 +106,11 @@ class Lifetimes:
         """The last time at which a value, or what it is a view of, is there."""
         return self._stops.get(self._root(value), 0)
 
-    def root(self, value: str) -> str:
-        """What a value is a view of; itself if it is none."""
-        return self._root(value)
-
     def keeps(self, layer: str, value: str) -> bool:
         """Whether ops of `layer` keep `value`, or a view of it."""
         first = self.first[layer]
         calls = self.calls[first : first + len(self._graph.layers[layer].nodes)]
         return any(self._root(n) == self._root(value) for call in calls for n in saved_by(call, self._on_cpu).values)
-
-    def _roots(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Of every view: the value whose memory it shows, and the value whose gradient its own is a view of."""
-        storage: dict[str, str] = {}
-        passed: dict[str, str] = {}
-        for call in self.calls:
-            for out in call.outputs if call.is_view and call.inputs else ():
-                shown = call.inputs[0].name
-                storage[out.name] = storage.get(shown, shown)
-                if call.op not in _OWN_GRADIENT:
-                    passed[out.name] = passed.get(shown, shown)
-        return storage, passed
 
     def _find_values(self) -> list[Lifetime]:
         last: dict[str, int] = {}
@@ -143,6 +135,7 @@ class Lifetimes:
         return found
 
     def _root(self, name: str) -> str:
+        """The value that a value is a view of; itself if it is none."""
         return self._storage.get(name, name)
 
     # -- gradients --
@@ -159,21 +152,19 @@ class Lifetimes:
                 self._make(name, self._layers[self._makers[name]], name, self.ops).stop = self.back(0)
         for position in reversed(range(self.ops)):
             call = self.calls[position]
-            if call.differentiated and not (call.is_view and call.op not in _OWN_GRADIENT):
-                self._go_back(call, position)
+            if not call.differentiated or (call.is_view and call.op not in _OWN_GRADIENT):
+                continue
+            results = [self._passed_root(out.name) for out in call.outputs]
+            taken = next((self._held[root] for root in results if root in self._held), None)
+            for operand in call.inputs:
+                if operand.requires_grad:
+                    self._give(call, operand, position, taken)
+            for root in results:
+                gradient = self._held.pop(root, None)
+                if gradient is not None:
+                    gradient.stop = max(gradient.stop, self.back(position))
+                    gradient.values.discard(root)
         return [part for gradient in self._all for part in self._split(gradient)] + self._brief
-
-    def _go_back(self, call: OpCall, position: int) -> None:
-        time = self.back(position)
-        taken = [self._held.get(self._passed_root(out.name)) for out in call.outputs]
-        for operand in call.inputs:
-            if operand.requires_grad:
-                self._give(call, operand, position, next((g for g in taken if g is not None), None))
-        for out in call.outputs:
-            gradient = self._held.pop(self._passed_root(out.name), None)
-            if gradient is not None:
-                gradient.stop = max(gradient.stop, time)
-                gradient.values.discard(self._passed_root(out.name))
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""

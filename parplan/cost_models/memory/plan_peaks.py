@@ -31,17 +31,15 @@ def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
         model: of the graph, the optimizer and the kind of device.
         program: in one pass, lowered for as many processes as there are devices.
     """
-    step = _Step(model, program)
-    return tuple(_peak(list(step.held(device)), 2 * model.moments.end) for device in range(program.devices))
-
-
-def _peak(held: Sequence[Held], end: int) -> int:
-    changes = [0] * (end + 1)
-    for one in held:
-        if one.start < one.end:
-            changes[one.start] += one.nbytes
-            changes[one.end] -= one.nbytes
-    return max(accumulate(changes))
+    step, found = _Step(model, program), list[int]()
+    for device in range(program.devices):
+        changes = [0] * (2 * model.moments.end + 1)
+        for one in step.held(device):
+            if one.start < one.end:
+                changes[one.start] += one.nbytes
+                changes[one.end] -= one.nbytes
+        found.append(max(accumulate(changes)))
+    return tuple(found)
 
 
 class _Segments:
@@ -109,8 +107,13 @@ class _Step:
             if transfer.given.requires_grad and transfer.given.value in self._graph.producer:
                 yield from self._backward(transfer, device)
         outputs = {slot.value: slot for slot in map(self._program.slots.__getitem__, self._program.outputs)}
+        loss = self._moments.loss
         for value in self._model.delivered(self._graph.producer):
-            yield from self._loss(outputs[value], device)
+            # A loss outside holds two tensors like the results; their gradient is kept beside a process's share of it.
+            nbytes = self._nbytes(outputs[value], device)
+            yield Held(2 * loss + 1, 2 * loss + 2, 2 * nbytes)
+            if self._program.devices > 1:
+                yield Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
         yield from self._messages(device)
 
     def _shared(self, parameter: str, users: Sequence[str], device: int) -> Iterator[Held]:
@@ -197,13 +200,6 @@ class _Step:
         """The last layer of the segment that makes a value; -1 when the user brings it."""
         maker = self._graph.producer.get(slot.value)
         return -1 if maker is None else self._segments.last[self._index[maker]]
-
-    def _loss(self, slot: Slot, device: int) -> Iterator[Held]:
-        """A loss outside holds two tensors like the results; their gradient is kept beside a process's share of it."""
-        nbytes, loss = self._nbytes(slot, device), self._moments.loss
-        yield Held(2 * loss + 1, 2 * loss + 2, 2 * nbytes)
-        if self._program.devices > 1:
-            yield Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
 
     def _messages(self, device: int) -> Iterator[Held]:
         values = self._graph.values
