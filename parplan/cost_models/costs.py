@@ -18,7 +18,9 @@ from parplan.graph.layer_graph import Layer, TensorSpec
 from parplan.layout import Layout
 from parplan.plan import Strategy
 
-__all__ = ["CostModel", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost", "TransferMatrix"]
+__all__ = [
+    "AdaptedCosts", "CostModel", "LayerCost", "LayerMemory", "Source", "StepCost", "TransferCost", "TransferMatrix",
+]  # fmt: skip
 
 
 class Source(Enum):
@@ -175,30 +177,52 @@ class CostModel(Protocol):
     @property
     def step(self) -> StepCost:
         """What is said of whole steps."""
-        ...
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Cost of the slowest device's part of `layer`, in one of so many passes over the batch (update: of all)."""
-        ...
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
-        ...
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
         """Peak bytes per device of a whole plan; None where no more is known than what its layers add up to."""
-        ...
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""
-        ...
 
     def transfer_matrix(
         self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> TransferMatrix:
         """Times of `transfer` for all pairs of layouts at once."""
-        ...
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies."""
-        ...
+
+
+class AdaptedCosts:
+    """Base of cost models that price layers and steps in their own way, and all else as another one does."""
+
+    def __init__(self, base: CostModel) -> None:
+        self._base = base
+
+    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
+        """Bytes on each device of `layer`."""
+        return self._base.memory(layer, strategy)
+
+    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
+        """Peak bytes per device of a whole plan."""
+        return self._base.peaks(strategies)
+
+    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
+        """Cost of changing `value` from one layout to another."""
+        return self._base.transfer(value, source, target)
+
+    def transfer_matrix(
+        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> TransferMatrix:
+        """Times of `transfer` for all pairs of layouts at once."""
+        return self._base.transfer_matrix(value, sources, targets)
+
+    def reduction(self, layer: Layer, strategy: Strategy) -> float:
+        """Seconds on the links to sum the weight gradients of `layer` over its copies."""
+        return self._base.reduction(layer, strategy)

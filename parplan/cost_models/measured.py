@@ -17,14 +17,14 @@ there is of memory and power; and at what the slowest of m takes, given how runs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import NormalDist, median
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLinks
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
+from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry, Profile
@@ -32,7 +32,6 @@ from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import local_shape
-from parplan.layout import Layout
 from parplan.plan import Strategy
 
 __all__ = [
@@ -98,7 +97,7 @@ class Correction:
         return replace(cost, forward_s=forward_s, backward_s=self.factor * cost.backward_s + (1 - share) * added_s)
 
 
-class MeasuredCosts:
+class MeasuredCosts(AdaptedCosts):
     """Measured layer times over a roofline's memory (a CostModel).
 
     Args:
@@ -117,6 +116,7 @@ class MeasuredCosts:
         step: StepCost | None = None,
         reference_s: float = 0.0,
     ) -> None:
+        super().__init__(fallback)
         self._fallback = fallback
         self._profiles = dict(sorted(profiles.items()))
         self._numbers = {d for group in fallback.cluster.groups if group.device.kind == kind for d in group.members}
@@ -151,28 +151,6 @@ class MeasuredCosts:
             self._costs[key] = self._price(layer, strategy, passes, busy)
         return self._costs[key]
 
-    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
-        """Bytes on each device of `layer`."""
-        return self._fallback.memory(layer, strategy)
-
-    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
-        """Peak bytes per device of a whole plan."""
-        return self._fallback.peaks(strategies)
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self._fallback.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self._fallback.transfer_matrix(value, sources, targets)
-
-    def reduction(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds to sum the weight gradients of `layer`."""
-        return self._fallback.reduction(layer, strategy)
-
     def _price(self, layer: Layer, strategy: Strategy, passes: int, busy: int) -> LayerCost:
         graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy, passes)
         update_s = self._update_s(layer, strategy, busy, estimate)
@@ -180,9 +158,8 @@ class MeasuredCosts:
         stored = self._profiles[busy].get(entry.signature)
         if stored is not None:
             known = stored.measurement
-            scale = self._scale(known)
+            scale = self._scale(known) * _slowest_of(len(strategy.devices), known.spread)
             source = Source.SHIPPED if stored.origin else Source.MEASURED
-            scale *= _slowest_of(len(strategy.devices), known.spread)
             cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
             return self._corrections[busy].apply(cost)
         ratio = self._ratio(entry, busy)
@@ -198,11 +175,12 @@ class MeasuredCosts:
         times, graph = self._updates[busy], self._fallback.graph
         if not times or not self._fallback.memory(layer, strategy).gradients_bytes:
             return estimate.update_s
-        part = part_of(graph, layer, strategy)
-        own = [name for name in layer.parameters if self._owners[graph.parameters[name]] == layer.name]
-        trained = [name for name in own if graph.values[name].requires_grad]
-        shapes = {name: local_shape(graph, part, name) for name in trained}
-        return times.seconds([TensorSpec(shapes[name], graph.values[name].dtype).nbytes for name in trained])
+        part, sizes = part_of(graph, layer, strategy), list[int]()
+        for name in layer.parameters:
+            spec = graph.values[name]
+            if spec.requires_grad and self._owners[graph.parameters[name]] == layer.name:
+                sizes.append(TensorSpec(local_shape(graph, part, name), spec.dtype).nbytes)
+        return times.seconds(sizes)
 
     def _scale(self, measured: Measurement) -> float:
         return _scale(measured, self._reference_s)

@@ -8,20 +8,18 @@ One measured step on one device gives it; links, and how a plan uses them, stay 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
-from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory, StepCost, TransferCost, TransferMatrix
+from parplan.cost_models.costs import AdaptedCosts, CostModel, LayerCost, StepCost
 from parplan.errors import ParplanError
-from parplan.graph.layer_graph import Layer, TensorSpec
-from parplan.layout import Layout
+from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 
 __all__ = ["ScaledCosts"]
 
 
-class ScaledCosts:
+class ScaledCosts(AdaptedCosts):
     """The times of all layers, updates included, times `factor`; everything else as `costs` has it (a CostModel).
 
     Args:
@@ -39,6 +37,7 @@ class ScaledCosts:
             raise ParplanError(f"layer times are to be scaled by {factor}; give a factor above 0")
         if overlap is not None and not 0 <= overlap <= 1:
             raise ParplanError(f"overlap is {overlap}; it is a share of the reductions, from 0 to 1")
+        super().__init__(costs)
         self.costs = costs
         self.factor = factor
         self.overlap = overlap
@@ -55,25 +54,3 @@ class ScaledCosts:
         times = (cost.forward_s, cost.backward_s, cost.update_s)
         forward_s, backward_s, update_s = (self.factor * seconds for seconds in times)
         return replace(cost, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
-
-    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
-        """Bytes on each device of `layer`."""
-        return self.costs.memory(layer, strategy)
-
-    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
-        """Peak bytes per device of a whole plan."""
-        return self.costs.peaks(strategies)
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self.costs.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self.costs.transfer_matrix(value, sources, targets)
-
-    def reduction(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to sum the weight gradients of `layer` over its copies."""
-        return self.costs.reduction(layer, strategy)
