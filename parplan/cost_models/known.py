@@ -7,6 +7,7 @@ conditions are mentioned in a note and never used.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median_high
 
 import torch
 
@@ -85,12 +86,12 @@ def known_costs(
 
 
 def _summary(profiles: dict[int, Profile], device: torch.device, backend: str) -> str:
-    parts = sum(len(profile.all()) for profile in profiles.values())
-    last = max((entry.measurement.when for profile in profiles.values() for entry in profile.all()), default="")
+    moments = [entry.measurement.when for profile in profiles.values() for entry in profile.all()]
+    last = max(moments, default="")
     day = f", the last on {last[:10]}" if last else ""
     missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
     conditions = current_conditions(device, max(profiles)).describe()
-    return f"Costs from the profile of {conditions}: {parts} parts measured{day}{missing}."
+    return f"Costs from the profile of {conditions}: {len(moments)} parts measured{day}{missing}."
 
 
 def _of_another_precision(device: torch.device, precision: str) -> str:
@@ -117,15 +118,11 @@ def _fewer(profiles: dict[int, Profile], cluster: Cluster) -> tuple[str, ...]:
 
 def _drift(profiles: dict[int, Profile], now_s: float) -> tuple[str, ...]:
     """Whether the device runs at another speed than when it was measured."""
-    then = sorted(
-        entry.measurement.reference_s
-        for profile in profiles.values()
-        for entry in profile.all()
-        if entry.measurement.reference_s > 0
-    )
+    known = (entry.measurement.reference_s for profile in profiles.values() for entry in profile.all())
+    then = [seconds for seconds in known if seconds > 0]
     if not then:
         return ()
-    ratio = now_s / then[len(then) // 2]
+    ratio = now_s / median_high(then)
     if abs(ratio - 1) <= DRIFT:
         return ()
     word = "slower" if ratio > 1 else "faster"

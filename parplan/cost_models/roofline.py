@@ -135,7 +135,14 @@ class RooflineCosts:
         used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
         key = part_key(layer, strategy, passes)
         costs = [_once(own.layers, key, partial(self._layer, layer, strategy, passes, own)) for own in used]
-        return costs[0] if len(costs) == 1 else _slowest(costs)
+        if len(costs) == 1:
+            return costs[0]
+        return replace(  # where devices differ, forward, backward and update each wait for the slowest
+            costs[0],
+            forward_s=max(cost.forward_s for cost in costs),
+            backward_s=max(cost.backward_s for cost in costs),
+            update_s=max(cost.update_s for cost in costs),
+        )
 
     def ideal_seconds(self, flops: float, nbytes: float) -> float:
         """What so much work takes at the peaks of the first device: the slower of arithmetic and memory."""
@@ -200,14 +207,12 @@ class RooflineCosts:
         works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
         forward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.forward)
         backward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.backward)
-        return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, self._update_s(layer, strategy, kind))
-
-    def _update_s(self, layer: Layer, strategy: Strategy, kind: _Kind) -> float:
-        """The update as one pass: reads weights, gradients and state, writes weights and state."""
         trained_bytes = self.memory(layer, strategy).gradients_bytes
-        passes = 3 + 2 * optimizer_states(self.optimizer)
-        update = Kernel(Engine.MEMORY, 0.0, passes * trained_bytes, torch.float32)
-        return self._seconds(update, kind) if trained_bytes else 0.0
+        # The update in one go reads weights, gradients and state, and writes weights and state.
+        moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
+        update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
+        update_s = self._seconds(update, kind) if trained_bytes else 0.0
+        return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
 
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = _PRECISIONS.get(kernel.dtype, self.precision)
@@ -229,31 +234,12 @@ def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
     Raises:
         ClusterError: another device has none.
     """
-    return tuple(note for group in cluster.groups if (note := _without_rate(group.device, precision)))
-
-
-def _without_rate(device: Device, precision: str) -> str:
-    """What to say of a CPU that has no rate for `precision`; nothing of a device that has one.
-
-    Raises:
-        ClusterError: any other device without one.
-    """
-    if precision in device.flops_per_s:
-        return ""
-    if CPU.kind not in (device.kind, device.like):
-        known = ", ".join(device.flops_per_s)
-        raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
-    return f"{device.kind} has no {precision} rate: what it computes is priced at its fp32 rate."
-
-
-def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """What a layer takes whose devices differ: forward, backward and update each wait for the slowest."""
-    return replace(
-        costs[0],
-        forward_s=max(cost.forward_s for cost in costs),
-        backward_s=max(cost.backward_s for cost in costs),
-        update_s=max(cost.update_s for cost in costs),
-    )
+    lacking = [group.device for group in cluster.groups if precision not in group.device.flops_per_s]
+    for device in lacking:
+        if CPU.kind not in (device.kind, device.like):
+            known = ", ".join(device.flops_per_s)
+            raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
+    return tuple(f"{d.kind} has no {precision} rate: what it computes is priced at its fp32 rate." for d in lacking)
 
 
 def _once(known: dict[PartKey, T], key: PartKey, work_out: Callable[[], T]) -> T:

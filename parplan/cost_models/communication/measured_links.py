@@ -51,7 +51,11 @@ class MeasuredLinks:
         for entry in entries:
             scale = reference_s / entry.reference_s if reference_s > 0 and entry.reference_s > 0 else 1.0
             points.setdefault((entry.kind, entry.group), []).append((entry.nbytes, entry.seconds * scale))
-        self._curves = {key: _curve(found) for key, found in points.items()}
+        self._curves: dict[tuple[str, int], Curve] = {}
+        for key, found in points.items():
+            ordered = np.array(sorted(found), dtype=np.float64)
+            # A curve that never falls: a larger message does not take less, whatever the noise.
+            self._curves[key] = Curve(ordered[:, 0], np.maximum.accumulate(ordered[:, 1]))
         self.spread = median(entry.spread for entry in entries) if entries else 0.0
 
     def curve(self, kind: str, group: int) -> Curve | None:
@@ -61,9 +65,3 @@ class MeasuredLinks:
         """
         groups = sorted(size for known, size in self._curves if known == kind and size >= group)
         return self._curves[kind, groups[0]] if groups else None
-
-
-def _curve(points: Sequence[tuple[int, float]]) -> Curve:
-    """A curve that never falls: a larger message does not take less, whatever the noise."""
-    ordered = np.array(sorted(points), dtype=np.float64)
-    return Curve(ordered[:, 0], np.maximum.accumulate(ordered[:, 1]))

@@ -46,7 +46,8 @@ def hops(
     if scheme is not Scheme.BROADCAST:
         return (Hop(source, target),)
     start, end = (_of_pass(layout, stages, number) for layout in (source, target))
-    if dim is None or end.shard_dim is not None or _copies(end) <= DIRECT:
+    copies = len(end.grid.devices) // (end.grid.replicas if end.batch_dim is not None else 1)
+    if dim is None or end.shard_dim is not None or copies <= DIRECT:
         return (Hop(start, end),)
     dealt = Layout(Grid(end.grid.devices, len(end.grid.devices), 1), dim)
     return (Hop(start, dealt), Hop(dealt, end))
@@ -61,9 +62,3 @@ def _of_pass(layout: Layout, stages: Stages, number: int) -> Layout:
     rows = [row for row in range(grid.replicas) if row // each % stages.passes == number]
     devices = tuple(device for row in rows for device in grid.row(row))
     return Layout(Grid(devices, len(rows), grid.shards), layout.batch_dim, layout.shard_dim, layout.partial)
-
-
-def _copies(layout: Layout) -> int:
-    """How many devices want the same samples."""
-    rows = layout.grid.replicas if layout.batch_dim is not None else 1
-    return len(layout.grid.devices) // rows

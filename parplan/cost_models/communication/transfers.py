@@ -97,7 +97,13 @@ class Transfers:
         self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> TransferMatrix:
         """The times of `transfer` for all pairs, shape (sources, targets)."""
-        prices = self._table(tuple(sources), tuple(targets))
+        key = (tuple(sources), tuple(targets))
+        if key not in self._tables:
+            pairs = [self._price(source, target) for source, target in product(*key)]
+            places: dict[_Price, int] = {}
+            index = np.array([places.setdefault(price, len(places)) for price in pairs])
+            self._tables[key] = _Table(list(places), index.reshape(len(sources), len(targets)))
+        prices = self._tables[key]
         by_price = np.array([price.time.seconds(value.nbytes) for price in prices.distinct])
         forward_s = by_price[prices.index]
         return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
@@ -108,32 +114,20 @@ class Transfers:
         curve = self.links.curve("all-reduce", size) if self.links is not None and size > 1 else None
         return float(curve.seconds(nbytes)) if curve is not None else self.topology.all_reduce(groups).seconds(nbytes)
 
-    def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> _Table:
-        key = (sources, targets)
-        if key not in self._tables:
-            prices = [self._price(source, target) for source, target in product(sources, targets)]
-            distinct = list(dict.fromkeys(prices))
-            place = {price: index for index, price in enumerate(distinct)}
-            index = np.array([place[price] for price in prices]).reshape(len(sources), len(targets))
-            self._tables[key] = _Table(distinct, index)
-        return self._tables[key]
-
     def _price(self, source: Layout, target: Layout) -> _Price:
-        key = (source, target)
-        if key not in self._prices:
-            self._prices[key] = self._work_out(source, target)
-        return self._prices[key]
-
-    def _work_out(self, source: Layout, target: Layout) -> _Price:
+        if (known := self._prices.get((source, target))) is not None:
+            return known
         moved = traffic(source, target)
         kind = _kind(source, moved)
         if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
-            return self._all_reduce(source.grid, moved.held / moved.total)
-        share = moved.foreign / moved.total
-        received = float(share.sum(axis=1).max())
-        measured = self._measured(kind, share)
-        time = measured if measured is not None else self.topology.traffic(share, moved.senders, moved.receivers)
-        return _Price(time, received, kind)
+            price = self._all_reduce(source.grid, moved.held / moved.total)
+        else:
+            share = moved.foreign / moved.total
+            measured = self._measured(kind, share)
+            time = measured if measured is not None else self.topology.traffic(share, moved.senders, moved.receivers)
+            price = _Price(time, float(share.sum(axis=1).max()), kind)
+        self._prices[source, target] = price
+        return price
 
     def _measured(self, kind: str, share: FloatArray) -> _Measured | None:
         """What was measured of this kind, or of the one most like it, among as many devices as one talks to."""
