@@ -329,6 +329,5 @@ def profiled_costs(
     links = MeasuredLinks(entries, reference_s) if entries else None
     roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer, links=links)
     # Overhead was measured with all devices at work.
-    fullest = max(profiles)
-    step = step_cost(profiles[fullest], roofline, links, reference_s)
+    step = step_cost(profiles[max(profiles)], roofline, links, reference_s)
     return MeasuredCosts(roofline, profiles, kind, step, reference_s)

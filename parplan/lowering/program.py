@@ -238,8 +238,7 @@ class Transfer:
     @property
     def name(self) -> str:
         """Slots and layouts, for errors."""
-        sides = (f"{slot.name} {_layout_text(slot.layout)}" for slot in (self.given, self.wanted))
-        return " -> ".join(sides)
+        return " -> ".join(f"{slot.name} {_layout_text(slot.layout)}" for slot in (self.given, self.wanted))
 
     @cached_property
     def exchange(self) -> Exchange:

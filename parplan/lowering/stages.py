@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -105,16 +106,10 @@ def shares(rows: tuple[int, ...], stages: Stages, scheme: Scheme) -> tuple[tuple
     >>> shares((2, 2), Stages(2, 2, 1, {}), Scheme.INTERLEAVE)
     ((Range(start=0, stop=1), Range(start=2, stop=3)), (Range(start=1, stop=2), Range(start=3, stop=4)))
     """
-    starts = [sum(rows[:row]) for row in range(len(rows))]
-    whole = [Range(start, start + size) for start, size in zip(starts, rows, strict=True)]
+    whole = [Range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
     if scheme is Scheme.GATHER or stages.passes == 1:
         return (tuple(whole),)
     if scheme is Scheme.BROADCAST:
         return tuple(tuple(whole[number :: stages.passes]) for number in range(stages.passes))
-    return tuple(tuple(_share(one, stages.passes, number) for one in whole) for number in range(stages.passes))
-
-
-def _share(whole: Range, parts: int, number: int) -> Range:
-    sizes = split_evenly(len(whole), parts)
-    start = whole.start + sum(sizes[:number])
-    return Range(start, start + sizes[number])
+    cut = [pairwise(accumulate(split_evenly(len(one), stages.passes), initial=one.start)) for one in whole]
+    return tuple(tuple(Range(*ends) for ends in of_pass) for of_pass in zip(*cut, strict=True))

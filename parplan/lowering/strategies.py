@@ -24,7 +24,20 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     found: dict[str, Strategy] = {}
     for name, layer in graph.layers.items():
         found[name] = plan.layers[name] if name in plan.layers else _following(graph, layer, found, plan)
-        _check(layer, found[name])
+        strategy = found[name]
+        if strategy.replicas * strategy.shards != len(strategy.devices):
+            raise PlanError(
+                f"{name}: {strategy.replicas} replicas x {strategy.shards} shards do not fill "
+                f"{len(strategy.devices)} devices (R6); name one device for each"
+            )
+        if strategy.replicas > 1 and layer.batch is None and not layer.constant:
+            raise PlanError(f"{name}: {strategy.replicas} replicas, but its samples depend on each other; use 1")
+        axis = layer.axis(strategy.axis)
+        if strategy.shards > 1 and axis is None:
+            names = ", ".join(axis.name for axis in layer.axes) or "none"
+            raise PlanError(f"{name}: has no axis {strategy.axis!r} to cut; its axes: {names}")
+        if axis is not None and axis.units % strategy.shards:
+            raise PlanError(f"{name}: {axis.units} {axis.name} cannot be cut in {strategy.shards} (R5)")
     return found
 
 
@@ -40,20 +53,3 @@ def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], p
     if strategy.replicas > 1 and layer.batch is None:
         strategy = Strategy(1, strategy.shards, strategy.axis, strategy.grid.row(0))
     return strategy
-
-
-def _check(layer: Layer, strategy: Strategy) -> None:
-    if strategy.replicas * strategy.shards != len(strategy.devices):
-        raise PlanError(
-            f"{layer.name}: {strategy.replicas} replicas x {strategy.shards} shards do not fill "
-            f"{len(strategy.devices)} devices (R6); name one device for each"
-        )
-    if strategy.replicas > 1 and layer.batch is None and not layer.constant:
-        raise PlanError(f"{layer.name}: {strategy.replicas} replicas, but its samples depend on each other; use 1")
-    if strategy.shards > 1:
-        axis = layer.axis(strategy.axis)
-        if axis is None:
-            names = ", ".join(axis.name for axis in layer.axes) or "none"
-            raise PlanError(f"{layer.name}: has no axis {strategy.axis!r} to cut; its axes: {names}")
-        if axis.units % strategy.shards:
-            raise PlanError(f"{layer.name}: {axis.units} {axis.name} cannot be cut in {strategy.shards} (R5)")

@@ -6,7 +6,6 @@ sizes from the strategy of the layer that owns the tensor; so they are worked ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
@@ -164,7 +163,15 @@ class Lifetimes:
                 if gradient is not None:
                     gradient.stop = max(gradient.stop, self.back(position))
                     gradient.values.discard(root)
-        return [part for gradient in self._all for part in self._split(gradient)] + self._brief
+        # While the layer that makes a gradient runs it has that layer's size, then that of the value's own layer.
+        found: list[Lifetime] = []
+        for one in self._all:
+            ends = self.back(self.first[one.layer])
+            found.append(Lifetime(one.layer, one.value, one.start, min(one.stop, ends)))
+            if one.stop > ends:
+                owner = self._layers[self._makers[one.value]] if one.value in self._makers else one.layer
+                found.append(Lifetime(owner, one.value, ends + 1, one.stop))
+        return found + self._brief
 
     def _give(self, call: OpCall, operand: Operand, position: int, taken: _Gradient | None) -> None:
         """The gradient of one operand: made, handed on, or added to one that is there."""
@@ -179,7 +186,9 @@ class Lifetimes:
             return
         root = self._passed_root(operand.name)
         known = self._held.get(root)
-        handed = taken if _hands_on(call, operand) else None
+        same = call.op in _HANDS_ON and operand.shape == call.outputs[0].shape
+        same = same and not (call.op == "sub" and call.inputs[0] != operand)
+        handed = taken if same or call.op in ("cat", "stack", "sum") else None
         if known is None and handed is not None:
             handed.values.add(root)
             self._held[root] = handed
@@ -201,19 +210,3 @@ class Lifetimes:
 
     def _passed_root(self, name: str) -> str:
         return self._passed.get(name, name)
-
-    def _split(self, gradient: _Gradient) -> Iterable[Lifetime]:
-        """While the layer that makes a gradient runs it has that layer's size, then that of the value's own layer."""
-        ends = self.back(self.first[gradient.layer])
-        yield Lifetime(gradient.layer, gradient.value, gradient.start, min(gradient.stop, ends))
-        if gradient.stop > ends:
-            maker = self._makers.get(gradient.value)
-            owner = self._layers[maker] if maker is not None else gradient.layer
-            yield Lifetime(owner, gradient.value, ends + 1, gradient.stop)
-
-
-def _hands_on(call: OpCall, operand: Operand) -> bool:
-    out = call.outputs[0]
-    if call.op in ("cat", "stack", "sum"):
-        return True
-    return call.op in _HANDS_ON and operand.shape == out.shape and not (call.op == "sub" and call.inputs[0] != operand)

@@ -172,8 +172,7 @@ class _Step:
         if received or len(exchange.assemblies[device].pieces if device in exchange.assemblies else ()) > 1:
             yield Held(start, end, self._nbytes(transfer.wanted, device))
             yield Held(start, 2 * first + 1, size * _elements(received.values()))
-        sent = _sent(exchange, device, transfer.given)
-        yield Held(start, 2 * layers + 1, size * sent.copied)
+        yield Held(start, 2 * layers + 1, size * _sent(exchange, device, transfer.given).copied)
 
     def _backward(self, transfer: Transfer, device: int) -> Iterator[Held]:
         """From when the first reader's segment has gone back (from a stop at once); where `own` counts the maker's

@@ -66,9 +66,16 @@ class StepSimulator:
     def simulated(self, plan: Plan) -> SimulatedStep:
         """The simulated step, kept for the next call; infinite where the plan's scheme is not possible."""
         key = (plan.scheme, *plan.layers.values())
-        if key not in self._known:
-            self._known[key] = self._simulated(plan)
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        try:
+            timeline = self.timeline(plan)
+        except PlanError:
+            return self._known.setdefault(key, INFEASIBLE)
+        step_s, spent = timeline.step_s, timeline.critical
+        moved_s, summed_s = spent.total_s(Kind.TRANSFER), spent.total_s(Kind.REDUCTION)
+        found = SimulatedStep(step_s, step_s - moved_s - summed_s, moved_s, summed_s, len(timeline.parts))
+        return self._known.setdefault(key, found)
 
     def within(self, plan: Plan, effort: Effort) -> SimulatedStep | None:
         """The simulated step, None where no effort is left for it; each costs as much effort again, known or not.
@@ -93,13 +100,3 @@ class StepSimulator:
             if step_s < least_s * (1 - WORTH_IT) or (found is None and plan is not None):
                 found, least_s = plan, step_s
         return found
-
-    def _simulated(self, plan: Plan) -> SimulatedStep:
-        try:
-            timeline = self.timeline(plan)
-        except PlanError:
-            return INFEASIBLE
-        spent = timeline.critical
-        moved_s, summed_s = spent.total_s(Kind.TRANSFER), spent.total_s(Kind.REDUCTION)
-        step_s = timeline.step_s
-        return SimulatedStep(step_s, step_s - moved_s - summed_s, moved_s, summed_s, len(timeline.parts))

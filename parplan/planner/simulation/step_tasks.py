@@ -188,18 +188,17 @@ class Parts:
         for move in self.work.out_of.get(name, ()):
             every = move.crossing is Crossing.INWARDS
             for part in range(self.passes) if every else (move.number(number),):
-                back = self.given_back.get((move.index, part))
-                found += self._read_back(move, part, device) if back is None else back
+                if (back := self.given_back.get((move.index, part))) is not None:
+                    found += back
+                    continue
+                # It did not have to move: after the backward of the layers that read it.
+                if move.crossing is Crossing.ONCE:
+                    known = [own for (reader, _), own in self.came.items() if reader in move.targets]
+                else:
+                    turn = 0 if move.crossing is Crossing.OUTWARDS else part
+                    known = [self.came[reader, turn] for reader in move.targets if reader is not None]
+                found += (task for own in known for task in _on(own, device))
         return tuple(found)
-
-    def _read_back(self, move: Move, part: int, device: int) -> Tasks:
-        """The backward of the layers that read a value which did not have to move."""
-        if move.crossing is Crossing.ONCE:
-            known = (own for (name, _), own in self.came.items() if name in move.targets)
-        else:
-            number = 0 if move.crossing is Crossing.OUTWARDS else part
-            known = (self.came[name, number] for name in move.targets if name is not None)
-        return tuple(task for own in known for task in _on(own, device))
 
     # -- transfers --
 

@@ -130,10 +130,14 @@ class Timeline:
             if part.kind is not None and part.seconds > 0:
                 when = Span(span.start_s, span.end_s)
                 found.setdefault((when, part.kind, part.what, part.number), []).append(part)
-        return tuple(
-            _activity(parts, span)
-            for (span, *_), parts in sorted(found.items(), key=lambda item: (item[0][0].start_s, item[0][0].end_s))
-        )
+        activities = []
+        in_order = sorted(found.items(), key=lambda one: (one[0][0].start_s, one[0][0].end_s))
+        for (span, kind, what, number), parts in in_order:
+            devices = tuple(sorted({device for part in parts for device in part.devices}))
+            lanes = (one for part in parts for one in (*part.exclusive, *part.capacity))
+            used = tuple(one for one in lanes if isinstance(one, Resource))
+            activities.append(Activity(kind, what, number, span.start_s, span.end_s, devices, used))
+        return tuple(activities)
 
     def spent(self, device: int) -> Spent:
         """Breakdown of one device's time."""
@@ -171,14 +175,6 @@ class Timeline:
 def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
     if kind is not None and seconds > 0:
         found[kind] = found.get(kind, 0.0) + seconds
-
-
-def _activity(parts: Sequence[Part], span: Span) -> Activity:
-    first = parts[0]
-    assert first.kind is not None
-    devices = sorted({device for part in parts for device in part.devices})
-    lanes = tuple(one for part in parts for one in (*part.exclusive, *part.capacity) if isinstance(one, Resource))
-    return Activity(first.kind, first.what, first.number, span.start_s, span.end_s, tuple(devices), lanes)
 
 
 def simulate(
