@@ -27,22 +27,27 @@ class Run:
     accuracy: float
 
 
-def train(way: str, dtype: str, folder: Path) -> Run:
+def train(way: str, dtype: str, epochs: int, folder: Path) -> Run:
     history = folder / "history.json"
-    command = [*WAYS[way], "--dtype", dtype, "--history", str(history)]
+    command = [*WAYS[way], "--dtype", dtype, "--epochs", str(epochs), "--history", str(history)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return Run(**json.loads(history.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-9), pytest.param("float32", 1e-4, marks=pytest.mark.full)]
+    ("dtype", "tolerance", "epochs"),
+    [
+        ("float64", 1e-9, 1),
+        pytest.param("float64", 1e-9, 6, marks=pytest.mark.full),
+        pytest.param("float32", 1e-4, 6, marks=pytest.mark.full),
+    ],
 )
-def test_three_ways_give_one_loss_curve(dtype: str, tolerance: float, tmp_path: Path) -> None:
-    plain = train("plain", dtype, tmp_path)
-    assert plain.accuracy >= 0.97
-    assert len(plain.losses) >= 100
+def test_three_ways_give_one_loss_curve(dtype: str, tolerance: float, epochs: int, tmp_path: Path) -> None:
+    plain = train("plain", dtype, epochs, tmp_path)
+    assert len(plain.losses) >= 20 * epochs
+    assert plain.accuracy >= 0.97 or epochs == 1
     for way in ("one process", "torchrun"):
-        run = train(way, dtype, tmp_path)
+        run = train(way, dtype, epochs, tmp_path)
         assert run.losses == pytest.approx(plain.losses, rel=tolerance)
         assert run.accuracy == plain.accuracy

@@ -38,7 +38,14 @@ def decided(example: str, gpus: int) -> Decision:
 
 
 @pytest.mark.parametrize(
-    ("example", "gpus"), [("alexnet", 4), ("two_tower", 8), ("vgg16", 6), ("resnet50", 8), ("mlp", 7)]
+    ("example", "gpus"),
+    [
+        ("alexnet", 4),
+        pytest.param("two_tower", 8, marks=pytest.mark.full),
+        ("vgg16", 6),
+        pytest.param("resnet50", 8, marks=pytest.mark.full),
+        ("mlp", 7),
+    ],
 )
 def test_full_size_plans_are_proven(example: str, gpus: int) -> None:
     assert decided(example, gpus).proof.status == "OPTIMAL"
