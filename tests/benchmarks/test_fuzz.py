@@ -36,7 +36,8 @@ def test_no_case_of_a_slice_is_wrong(one: Workers, seeds: range) -> None:
     assert sum(found.verdict is Verdict.REFUSED for found in outcomes.values()) < len(seeds) / 2
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", OVER_RANKS)
 def test_no_case_over_processes_is_wrong(ranks: int) -> None:
     with Workers(ranks) as workers:
         for seed in range(FIRST, FIRST + OVER_RANKS[ranks]):

@@ -192,6 +192,7 @@ def test_what_a_process_refuses_is_the_refusal(file: Path) -> None:
         profile(Perceptron(known=False), settings(file, 2))
 
 
+@pytest.mark.full
 def test_a_process_that_is_killed_is_a_refusal(file: Path) -> None:
     with pytest.raises(ParplanError, match=r"ended from outside .*SIGKILL.* smaller --batch"):
         profile(Killed(), settings(file, 2))

@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) -> None:
     run_case(partial(write, cell, written), cell.source.processes)

@@ -17,9 +17,13 @@ from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
 from tests.runtime.ranks import on_two_and_four, run_case
 
+# Every scheme, period, layer or seed in turn; single processes run the same in the default tier.
+LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
+
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), on_two_and_four(CASES, few_on_four=("group_inputs", "group_train_steps", "hybrid"))
+    ("case", "ranks"),
+    on_two_and_four(CASES, full_on_two=LONG, few_on_four=("group_inputs", "group_train_steps", "hybrid")),
 )
 def test_ranks_agree_with_the_plain_model(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

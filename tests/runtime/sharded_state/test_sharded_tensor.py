@@ -23,7 +23,7 @@ CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
 
 
 # These train one small model per placement and per optimizer, or per change of the gradients.
-LONG = ("changed_gradients", "loaded_optimizers", "optimizers")
+LONG = ("changed_gradients", "loaded_optimizers", "optimizers", "penalties")
 
 
 @pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, full_on_two=LONG, few_on_four=("two_placements",)))
