@@ -6,11 +6,11 @@ every rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
@@ -65,6 +65,7 @@ class Captured:
         moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
+        digests: of inputs that all processes have to bring alike: the tensor last compared, its version, its digest.
     """
 
     graph: LayerGraph
@@ -77,6 +78,7 @@ class Captured:
     moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
+    digests: dict[str, tuple[Callable[[], Tensor | None], int, bytes]] = field(default_factory=dict)
 
     @cached_property
     def shared_inputs(self) -> frozenset[str]:

@@ -7,9 +7,10 @@ plan that moves values between processes takes some process's, so they have to b
 from __future__ import annotations
 
 import hashlib
+import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ def exchange_facts(transport: Transport, call: ModelCall, captured: Captured, wi
     graph, reads = captured.graph, captured.graph.reads
     given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
     shared = {str(n): leaf for n, leaf in given if n in captured.shared_inputs and isinstance(leaf, Tensor)}
-    checksum = _checksum(shared.values(), call, first=not captured.executors) if captured.moves else 0
+    checksum = _checksum(shared, call, captured) if captured.moves else 0
     agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
     captured.seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
@@ -92,17 +93,20 @@ def exchange_facts(transport: Transport, call: ModelCall, captured: Captured, wi
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
-def _checksum(shared: Iterable[Tensor], call: ModelCall, first: bool) -> int:
+def _checksum(shared: Mapping[str, Tensor], call: ModelCall, captured: Captured) -> int:
     """A checksum of inputs that have to be the same on all processes.
 
-    Of large tensors, and of those on another device, only at the first call: a copy to the host waits for the device.
+    Of a tensor that the last call had too, and that was not written since, it is known: a copy to the host would wait
+    for the device.
     """
     found = hashlib.blake2b(digest_size=7)
     found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
-    for tensor in shared:
-        if first or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES):
-            found.update(repr(tuple(tensor.shape)).encode() + content(tensor))
+    for name, tensor in shared.items():
+        known, version, digest = captured.digests.get(name, (lambda: None, -1, b""))
+        now = -1 if tensor.is_inference() else tensor._version
+        if known() is not tensor or now < 0 or now != version:
+            text = repr(tuple(tensor.shape)).encode() + content(tensor)
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            captured.digests[name] = weakref.ref(tensor), now, digest
+        found.update(digest)
     return int.from_bytes(found.digest(), "big")
-
-
-_SMALL_BYTES = 1 << 20

@@ -228,8 +228,24 @@ def shared(rank: int, ranks: int) -> None:
     with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and differs between processes"):
         cut(x, own)
     same(cut(x, both), net(x, both), "one scale for all, again")
+    both.mul_(2)
+    same(cut(x, both), net(x, both), "the same scale, written by all")
+    both.mul_(1 + rank)
+    with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and differs between processes"):
+        cut(x, both)
 
 
-@pytest.mark.parametrize("case", [merged, words, refused, shared])
+def large(rank: int, ranks: int) -> None:
+    """A table of 2 MiB that is another one on one process, only from the second call on."""
+    net = Does(lambda m, x, table: m.out(m.fc(x) * table.sum())).double()
+    x, cut = inputs(0, 3), Compiled(copy.deepcopy(net), planner(spread(ranks, "out-features"), ranks))
+    table = torch.full((1 << 18,), 1e-6, dtype=torch.float64)
+    for _ in range(2):
+        same(cut(x, table), net(x, table), "one table for all")
+    with pytest.raises(RuntimeFailure, match="'inputs_1' of Does has no samples and differs between processes"):
+        cut(x, table * (1 + rank))
+
+
+@pytest.mark.parametrize("case", [merged, words, refused, shared, large])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)
