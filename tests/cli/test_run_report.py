@@ -99,6 +99,7 @@ def test_a_plan_for_other_devices_is_refused(model: str, capsys: pytest.CaptureF
     assert "the plan is for 3 devices, here are 2" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_processes_are_started_and_their_figures_joined(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", model, "--devices", "2", "--steps", "2", "--processes", "--learn"]) == 0
     out = capsys.readouterr().out

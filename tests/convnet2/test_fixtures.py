@@ -72,6 +72,7 @@ def test_loads(name: str, parameters: int, devices: dict[str, tuple[int, ...]], 
     assert found.classes == 1000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "devices"), [pytest.param(p.values[0], p.values[2], id=p.id) for p in FIVE])
 def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     """At full size: the plan is the file's, and it has a price."""

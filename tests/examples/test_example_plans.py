@@ -24,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("example", "name", "devices"), CASES)
 def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
     module, inputs = import_module(f"examples.{example}").small()

@@ -48,11 +48,13 @@ def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) ->
     run_case(partial(read, cell, written), cell.target.processes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ALONE)
 def test_checkpoints_keep_their_promises(case: Case) -> None:
     run_case(case, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", WITH_FILES)
 def test_checkpoint_files_keep_their_promises(case: Callable[[Path, int, int], None], tmp_path: Path) -> None:
     run_case(partial(case, tmp_path), 2)

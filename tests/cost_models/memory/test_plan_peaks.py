@@ -28,7 +28,7 @@ def test_one_device(name: str, optimizer: str) -> None:
     check(name, "one device", optimizer)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "plan", "optimizer"),
     [

@@ -260,6 +260,7 @@ def test_all_else_is_whole_and_says_why(name: str) -> None:
         check(Plan(graph.model, graph.fingerprint, 8, 2, strategies), graph)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "sums", "towers", "solver"])
 def test_functions_on_samples_and_weights_keep_their_backward(plan: str) -> None:
     agrees(OwnBackwards(), plan)

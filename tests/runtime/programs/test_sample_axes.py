@@ -119,6 +119,7 @@ def test_samples_are_taken_out_of_a_flattened_dimension(outer: int, inner: int) 
     assert torch.equal(axis.take(flat, [Range(0, 1), Range(2, 4)]), picked.flatten(1, 4))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
     make, dim = MODELS[name]
@@ -246,6 +247,7 @@ def large(rank: int, ranks: int) -> None:
         cut(x, table * (1 + rank))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [merged, words, refused, shared, large])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)

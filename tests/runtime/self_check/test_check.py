@@ -318,6 +318,7 @@ SLICE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "precision"), SLICE.items())
 def test_sound_models_raise_no_alarm(name: str, precision: str) -> None:
     """A slice of `python -m benchmarks.self_check alarms`."""
@@ -378,6 +379,7 @@ def test_draws_that_cannot_be_replaced_are_named() -> None:
 # --- over processes --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_processes_check_together(case: str) -> None:
     run_case(CASES[case], 2)

@@ -22,8 +22,11 @@ from tests.runtime.ranks import on_two_and_four, run_case
 CASES = sharded_cases.CASES | sharded_op_cases.CASES | sharded_model_cases.CASES
 
 
-# These train one small model per placement and per optimizer, or per change of the gradients.
-LONG = ("changed_gradients", "loaded_optimizers", "optimizers", "penalties")
+# The longest: a small model trained for each placement, optimizer or change of the gradients.
+LONG = (
+    "accumulation", "averaged", "captured_before", "changed_gradients", "in_inference_mode", "loaded_optimizers",
+    "optimizers", "penalties",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, full_on_two=LONG, few_on_four=("two_placements",)))

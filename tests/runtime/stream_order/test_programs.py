@@ -15,7 +15,7 @@ from tests.runtime.stream_order.machine import Edge
 from tests.runtime.stream_order.programs import PROGRAMS, plain, run
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_ordered_and_right(name: str) -> None:
     found = run(name)
@@ -25,6 +25,7 @@ def test_programs_are_ordered_and_right(name: str) -> None:
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_every_wait_and_record_stream_is_needed() -> None:
     """Each is left out by itself, in every program that comes to it until one finds what that breaks."""
     seen: dict[Edge, list[str]] = defaultdict(list)
