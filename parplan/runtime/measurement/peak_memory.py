@@ -7,6 +7,7 @@ peak itself.
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -73,6 +74,7 @@ def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 def _cpu_rise(step: Callable[[], object]) -> int:
     """From the allocations that the profiler saw, in order of time."""
+    gc.collect()  # garbage of before, collected within the step, would count as memory that the step released
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     with tempfile.TemporaryDirectory() as folder:
