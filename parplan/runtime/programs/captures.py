@@ -219,9 +219,6 @@ class Captures:
     def _traced_at(
         self, call: ModelCall, training: bool, batch: int | None, numbers: Sequence[Number] = ()
     ) -> LayerGraph:
-        def as_it_is(tensor: Tensor) -> Tensor:
-            return tensor
-
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
