@@ -3,20 +3,14 @@
 Why apart: the solver can then be scored on public instances of the same form (IOPDDL), and a plan's time can be
 recomputed by `evaluate` without trusting any solver.
 
-The objective. Nodes 0..n-1 run forward in order, then backward from n-1 down to 0. While the backward pass goes on,
-the gradient of a node (`reduction_s` seconds) is reduced on the link as soon as the node's backward is done, in that
-order. The step therefore ends no earlier than, for every i,
+The objective. Costs of nodes and of pairs add up; what runs at the same time is the longest of several sums:
 
-    F + B_i + sum_{j<=i} reduction_j      F  = all `forward_s`
-                                          B_i = `backward_s` of the nodes j >= i and of the edges whose target is > i
+    T(x) = sum_v cost_v[x_v] + sum_e cost_e[x_u, x_w] + sum_m weight_m M_m(x)
+    M_m(x) = max over rows r of   constant + sum_v a_rv[x_v] + sum_e a_re[x_u, x_w] + sum_k factor_rk M_k(x)
 
-(the link may be idle until i's gradient is ready, and then has i's and all later reductions to do), nor earlier
-than F + B_0 + edges into 0 = F + B, and it ends at the largest of these. With B = all `backward_s`, that is
-
-    T = F + B + exposed,   exposed = max(0, max_i P_i),
-    P_i = sum_{j<=i} reduction_j - sum_{j<i} backward_j - sum_{edges with target <= i} backward_e.
-
-Each P_i is linear in the choice, so the overlap is exact in a linear program. T never falls when a cost rises.
+A row is linear in the choice and may use maxima before its own, with factors >= 0: maxima then describe the longest
+path through the step (a layer's backward is done; its gradient sum is done). T is the maximum of linear functions, one
+for each selection of a row per maximum, so it is exact in an integer program and convex in its relaxation.
 
 `Reduced` is the result of every reduction: a smaller problem with the way back.
 """
@@ -25,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from enum import Enum
 
 import numpy as np
@@ -33,25 +28,9 @@ from numpy.typing import ArrayLike, NDArray
 from parplan.errors import ParplanError
 
 __all__ = [
-    "Cause",
-    "Edge",
-    "Evaluation",
-    "FloatArray",
-    "Infeasibility",
-    "Linear",
-    "Mask",
-    "Node",
-    "Phases",
-    "Problem",
-    "Reduced",
-    "Solution",
-    "Status",
-    "Usage",
-    "evaluate",
-    "objective",
-    "phases",
-    "restrict",
-]
+    "Cause", "Edge", "Evaluation", "FloatArray", "Infeasibility", "Linear", "Mask", "Maximum", "Node", "Problem",
+    "Reduced", "Row", "Solution", "Status", "Usage", "evaluate", "objective", "restrict", "row_seconds",
+]  # fmt: skip
 
 FloatArray = NDArray[np.float64]
 
@@ -84,34 +63,27 @@ class Usage:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One decision: seconds per strategy, shape (strategies,), of the phases of the step (see the module).
-
-    inf forbids a strategy.
-    """
+    """One decision: seconds per strategy, shape (strategies,), that count whatever else is chosen; inf forbids one."""
 
     name: str
-    forward_s: FloatArray
-    backward_s: FloatArray
-    reduction_s: FloatArray
+    cost_s: FloatArray
     usages: tuple[Usage, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s", "reduction_s"):
-            object.__setattr__(self, field, _costs(getattr(self, field), f"node {self.name}", 1))
-        arrays = [self.forward_s, self.backward_s, self.reduction_s, *(usage.amounts for usage in self.usages)]
-        lengths = set(map(len, arrays))
+        object.__setattr__(self, "cost_s", _costs(self.cost_s, f"node {self.name}", 1))
+        lengths = {len(self.cost_s), *(len(usage.amounts) for usage in self.usages)}
         if len(lengths) != 1:
             raise ParplanError(f"node {self.name}: costs and usages for {sorted(lengths)} strategies; give one count")
 
     @property
     def size(self) -> int:
         """The number of strategies."""
-        return len(self.forward_s)
+        return len(self.cost_s)
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
         """Which strategies have finite costs, shape (size,)."""
-        return np.isfinite(self.forward_s + self.backward_s + self.reduction_s)
+        return np.isfinite(self.cost_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,15 +92,56 @@ class Edge:
 
     source: int
     target: int
-    forward_s: FloatArray
-    backward_s: FloatArray
+    cost_s: FloatArray
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s"):
-            value = _costs(getattr(self, field), f"edge {self.source}-{self.target}", 2)
-            object.__setattr__(self, field, value)
+        object.__setattr__(self, "cost_s", _costs(self.cost_s, f"edge {self.source}-{self.target}", 2))
         if not 0 <= self.source < self.target:
             raise ParplanError(f"edge {self.source}-{self.target}: the source must come before the target")
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Seconds that are linear in the choice: one of the sums that a maximum compares.
+
+    Args:
+        nodes: seconds per strategy of some nodes, shape (strategies,); finite, below 0 where they discount a strategy.
+        edges: seconds per pair of some edges, by place in `Problem.edges`, of the edge's shape; finite.
+        maxima: factors >= 0 of maxima before its own, by place in `Problem.maxima`.
+        constant_s: seconds whatever is chosen.
+    """
+
+    nodes: Mapping[int, FloatArray] = dataclass_field(default_factory=dict)
+    edges: Mapping[int, FloatArray] = dataclass_field(default_factory=dict)
+    maxima: Mapping[int, float] = dataclass_field(default_factory=dict)
+    constant_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "edges"):
+            terms = {key: np.array(value, dtype=np.float64) for key, value in sorted(getattr(self, name).items())}
+            if not all(np.isfinite(values).all() for values in terms.values()):
+                raise ParplanError(
+                    "a row of a maximum: seconds must be finite; forbid strategies in their node's costs"
+                )
+            object.__setattr__(self, name, terms)
+        if any(factor < 0 for factor in self.maxima.values()):
+            raise ParplanError("a row of a maximum: factors of other maxima must be >= 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Maximum:
+    """The longest of several sums of seconds; `weight` (>= 0) is its factor in T, 0 where only later maxima use it."""
+
+    name: str
+    rows: tuple[Row, ...]
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rows or self.weight < 0:
+            raise ParplanError(
+                f"maximum {self.name}: {len(self.rows)} rows and weight {self.weight}; it needs a row, "
+                "and a weight >= 0"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,27 +165,39 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Nodes in forward order, edges, one limit in bytes per memory, linear constraints; minimise T."""
+    """Nodes in forward order, edges, one limit in bytes per memory, linear constraints, maxima; minimise T."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...] = ()
     limits: tuple[float, ...] = ()
     linear: tuple[Linear, ...] = ()
     resource_names: tuple[str, ...] = ()
+    maxima: tuple[Maximum, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.sizes
         for edge in self.edges:
-            fits = edge.target < len(sizes) and edge.forward_s.shape == (sizes[edge.source], sizes[edge.target])
-            if not fits or edge.forward_s.shape != edge.backward_s.shape:
-                shapes = f"{edge.forward_s.shape} and {edge.backward_s.shape}"
-                raise ParplanError(f"edge {edge.source}-{edge.target}: costs of shape {shapes} do not fit its nodes")
+            if edge.target >= len(sizes) or edge.cost_s.shape != (sizes[edge.source], sizes[edge.target]):
+                raise ParplanError(
+                    f"edge {edge.source}-{edge.target}: costs of shape {edge.cost_s.shape} do not fit its nodes"
+                )
         for row in self.linear:
             if any(node >= len(sizes) or len(values) != sizes[node] for node, values in row.terms.items()):
                 raise ParplanError(f"constraint {row.name}: its coefficients do not fit its nodes' strategies")
         for node in self.nodes:
             if any(usage.resource >= len(self.limits) for usage in node.usages):
                 raise ParplanError(f"node {node.name}: uses a memory without a limit; {len(self.limits)} are given")
+        for place, maximum in enumerate(self.maxima):
+            for term in maximum.rows:
+                fits = all(v < len(sizes) and len(values) == sizes[v] for v, values in term.nodes.items())
+                fits &= all(
+                    e < len(self.edges) and values.shape == self.edges[e].cost_s.shape
+                    for e, values in term.edges.items()
+                )
+                if not fits or any(other >= place for other in term.maxima):
+                    raise ParplanError(
+                        f"maximum {maximum.name}: a row fits neither its nodes' strategies nor the maxima before its own"
+                    )
 
     @property
     def sizes(self) -> list[int]:
@@ -186,15 +211,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Costs of a choice: seconds (`objective` is the step), peak bytes per memory, broken constraints.
+    """Costs of a choice: seconds (`objective` is T, `maxima` the value of each), peak bytes per memory, broken limits.
 
     It is feasible if it breaks none.
     """
 
     objective: float
-    forward_s: float
-    backward_s: float
-    exposed_s: float
+    maxima: tuple[float, ...]
     peaks: tuple[float, ...]
     violations: tuple[str, ...]
 
@@ -266,48 +289,30 @@ class Solution:
     infeasibility: Infeasibility | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Phases:
-    """Seconds of one choice: of the whole forward, and per node (shape (nodes,)) of the phases that overlap.
-
-    `arriving_s` is the backward of the edges into a node. With a forbidden strategy or pair `forward_s` is inf, and its
-    other phases count 0.
-    """
-
-    forward_s: float
-    backward_s: FloatArray
-    arriving_s: FloatArray
-    reduction_s: FloatArray
-
-    @property
-    def rows(self) -> FloatArray:
-        """P_i of the module, in seconds: > 0 where reductions take longer than the backward pass that hides them."""
-        later = np.cumsum(self.backward_s) - self.backward_s
-        rows: FloatArray = np.cumsum(self.reduction_s) - later - np.cumsum(self.arriving_s)
-        return rows
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of gradient reductions that nothing hides; inf for a forbidden choice."""
-        return max(0.0, float(self.rows.max(initial=0.0))) if np.isfinite(self.forward_s) else np.inf
+def row_seconds(problem: Problem, row: Row, choice: Sequence[int], maxima: Sequence[float]) -> float:
+    """Seconds of a row at `choice`, given the values of the maxima before its own."""
+    seconds = row.constant_s + sum(float(values[choice[v]]) for v, values in row.nodes.items())
+    for index, values in row.edges.items():
+        seconds += float(values[choice[problem.edges[index].source], choice[problem.edges[index].target]])
+    return seconds + sum(factor * maxima[other] for other, factor in row.maxima.items())
 
 
-def phases(problem: Problem, choice: Sequence[int]) -> Phases:
-    """The seconds of `choice` (one strategy per node), whatever limits it breaks."""
+def objective(problem: Problem, choice: Sequence[int]) -> float:
+    """T of `choice` in seconds, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
+    return _seconds(problem, choice)[0]
+
+
+def _seconds(problem: Problem, choice: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+    """T, and the value of each maximum."""
     if len(choice) != len(problem.nodes):
         raise ParplanError(f"a choice for {len(choice)} nodes does not fit a problem of {len(problem.nodes)}")
-    chosen = zip(problem.nodes, choice, strict=True)
-    picked = [(node.forward_s[k], node.backward_s[k], node.reduction_s[k]) for node, k in chosen]
-    table = np.array(picked, dtype=np.float64).reshape(-1, 3)
-    allowed = np.isfinite(table).all(axis=1)
-    forward, backward, reduction = np.where(allowed, table.T, 0.0)
-    edges_s, arriving = 0.0 if allowed.all() else np.inf, np.zeros(len(picked))
-    for edge in problem.edges:
-        pair = choice[edge.source], choice[edge.target]
-        seconds = edge.forward_s[pair], edge.backward_s[pair]
-        edges_s += seconds[0] if np.isfinite(sum(seconds)) else np.inf
-        arriving[edge.target] += seconds[1] if np.isfinite(sum(seconds)) else 0.0
-    return Phases(float(forward.sum() + edges_s), backward, arriving, reduction)
+    total = sum(float(node.cost_s[k]) for node, k in zip(problem.nodes, choice, strict=True))
+    total += sum(float(edge.cost_s[choice[edge.source], choice[edge.target]]) for edge in problem.edges)
+    values: list[float] = []
+    for maximum in problem.maxima:
+        values.append(max(row_seconds(problem, row, choice, values) for row in maximum.rows))
+    total += sum(maximum.weight * value for maximum, value in zip(problem.maxima, values, strict=True))
+    return total, tuple(values)
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
@@ -315,12 +320,11 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 
     The peak of a memory is its largest sum over all time points, 0 if nothing is ever live.
     """
-    found, nodes = phases(problem, choice), problem.nodes
-    backward_s = float(found.backward_s.sum() + found.arriving_s.sum())
+    (step_s, maxima), nodes = _seconds(problem, choice), problem.nodes
     broken = [f"{n.name}: strategy {k} is forbidden" for n, k in zip(nodes, choice, strict=True) if not n.allowed[k]]
     for edge in problem.edges:
         pair = choice[edge.source], choice[edge.target]
-        if not np.isfinite(edge.forward_s[pair] + edge.backward_s[pair]):
+        if not np.isfinite(edge.cost_s[pair]):
             broken.append(f"{nodes[edge.source].name} -> {nodes[edge.target].name}: strategies {pair} cannot meet")
     for row in problem.linear:
         total = float(sum(values[choice[node]] for node, values in row.terms.items()))
@@ -337,14 +341,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     for resource, (peak, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if peak > limit:
             broken.append(f"{problem.resource_name(resource)}: {peak:.0f} bytes exceed {limit:.0f}")
-    step_s = found.forward_s + backward_s + found.exposed_s
-    return Evaluation(step_s, found.forward_s, backward_s, found.exposed_s, peaks, tuple(broken))
-
-
-def objective(problem: Problem, choice: Sequence[int]) -> float:
-    """Seconds of `choice`, whatever limits it breaks; inf where a strategy or a pair is forbidden."""
-    found = phases(problem, choice)
-    return found.forward_s + float(found.backward_s.sum() + found.arriving_s.sum()) + found.exposed_s
+    return Evaluation(step_s, maxima, peaks, tuple(broken))
 
 
 Mask = NDArray[np.bool_]
@@ -372,14 +369,28 @@ def restrict(problem: Problem, keep: Sequence[Mask]) -> Reduced:
         return Reduced(problem)
     index = [np.flatnonzero(mask) for mask in keep]
     nodes, edges = list(problem.nodes), list(problem.edges)
+    pairs = [np.ix_(index[edge.source], index[edge.target]) for edge in edges]
     for v, (node, kept) in enumerate(zip(nodes, index, strict=True)):
         if len(kept) < node.size:
             usages = tuple(Usage(u.resource, u.start, u.end, u.amounts[kept]) for u in node.usages)
-            nodes[v] = Node(node.name, node.forward_s[kept], node.backward_s[kept], node.reduction_s[kept], usages)
+            nodes[v] = Node(node.name, node.cost_s[kept], usages)
     for e, edge in enumerate(edges):
-        if (len(index[edge.source]), len(index[edge.target])) != edge.forward_s.shape:
-            pairs = np.ix_(index[edge.source], index[edge.target])
-            edges[e] = Edge(edge.source, edge.target, edge.forward_s[pairs], edge.backward_s[pairs])
+        if (len(index[edge.source]), len(index[edge.target])) != edge.cost_s.shape:
+            edges[e] = Edge(edge.source, edge.target, edge.cost_s[pairs[e]])
     linear = tuple(replace(row, terms={v: c[index[v]] for v, c in row.terms.items()}) for row in problem.linear)
-    smaller = replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=linear)
+    maxima = tuple(
+        replace(
+            maximum,
+            rows=tuple(
+                replace(
+                    row,
+                    nodes={v: c[index[v]] for v, c in row.nodes.items()},
+                    edges={e: c[pairs[e]] for e, c in row.edges.items()},
+                )
+                for row in maximum.rows
+            ),
+        )
+        for maximum in problem.maxima
+    )
+    smaller = replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=linear, maxima=maxima)
     return Reduced(smaller, lambda choice: [int(kept[k]) for kept, k in zip(index, choice, strict=True)])
