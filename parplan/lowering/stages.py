@@ -23,7 +23,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Range, split_evenly
 from parplan.plan import Scheme, Strategy
 
-__all__ = ["Stage", "Stages", "shares", "stages"]
+__all__ = ["Stage", "Stages", "keeps_apart", "shares", "stages"]
 
 
 class Stage(Enum):
@@ -61,7 +61,7 @@ def stages(graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme
         PlanError: passes are asked for and cannot be: replicas that do not divide, or a layer in them that mixes
             samples.
     """
-    counts = [strategies[name].replicas for name, layer in graph.layers.items() if _keeps_apart(layer)]
+    counts = [strategies[name].replicas for name, layer in graph.layers.items() if keeps_apart(layer)]
     most, fewest = max(counts, default=1), min(counts, default=1)
     if scheme is Scheme.GATHER or most == fewest:
         return Stages(1, most, fewest, dict.fromkeys(graph.layers, Stage.BEFORE))
@@ -81,7 +81,8 @@ def stages(graph: LayerGraph, strategies: Mapping[str, Strategy], scheme: Scheme
     return Stages(most // fewest, most, fewest, of)
 
 
-def _keeps_apart(layer: Layer) -> bool:
+def keeps_apart(layer: Layer) -> bool:
+    """Whether a layer works on each sample by itself, so that replicas and passes may divide them."""
     return layer.batch is not None and not layer.constant
 
 
@@ -89,7 +90,7 @@ def _stage(graph: LayerGraph, layer: Layer, narrow: bool, known: Mapping[str, St
     fed_by = {known[graph.producer[value]] for value in layer.inputs if value in graph.producer}
     if Stage.AFTER in fed_by:
         return Stage.AFTER
-    if not _keeps_apart(layer):
+    if not keeps_apart(layer):
         return Stage.AFTER if Stage.PASSES in fed_by else Stage.BEFORE
     return Stage.PASSES if narrow or Stage.PASSES in fed_by else Stage.BEFORE
 

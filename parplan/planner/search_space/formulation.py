@@ -12,26 +12,30 @@ others pay for the way from the maker, so a given plan is priced exactly. Reader
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
+from parplan.cost_models.communication.schemes import hops
+from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory, TransferMatrix
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Grid, Layout
-from parplan.plan import Plan, Strategy
+from parplan.lowering.stages import Stage, Stages
+from parplan.plan import Scheme, Strategy
+from parplan.planner.search_space.shape import ONE_PASS, Choice, Shape, choices, role_allowed, role_rows
+from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
 __all__ = [
     "Formulation",
+    "InfeasibleShape",
     "Option",
     "arrival_layout",
     "batch_norm_sync_s",
     "delivery_layout",
-    "extended",
     "formulate",
     "like_readers",
 ]  # fmt: skip
@@ -42,13 +46,17 @@ LikeReaders = Mapping[str, Mapping[str, str]]
 """Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
 
 
+class InfeasibleShape(Exception):
+    """A shape of plan in which the layer named has no option."""
+
+
 @dataclass(frozen=True)
 class Option:
-    """A strategy of one layer with its costs on each of its devices.
+    """A strategy of one layer, in a role, with its costs on each of its devices.
 
-    `batch_norm_sync_s` is one way of exchanging batch statistics, `compute_interference_s` the part of `reduce_s` that
-    holds up the backward pass beside it and `post_update_s` the part that comes after the update (see StepCost),
-    `arrival_s` the time of bringing the user's inputs.
+    `cost` is of one pass for a layer in passes. `batch_norm_sync_s` is one way of exchanging batch statistics,
+    `compute_interference_s` the part of `reduce_s` that holds up the backward pass beside it and `post_update_s` the
+    part that comes after the update (see StepCost), `arrival_s` the time of bringing the user's inputs (of one pass).
     """
 
     strategy: Strategy
@@ -59,28 +67,48 @@ class Option:
     compute_interference_s: float = 0.0
     arrival_s: float = 0.0
     post_update_s: float = 0.0
+    role: Stage = Stage.BEFORE
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that the layer adds at the moment when most is live."""
         return self.memory.resident_bytes + self.memory.saved_bytes
 
+    @property
+    def overlappable_s(self) -> float:
+        """The part of the gradient sum that runs beside the backward."""
+        return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
+
 
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The abstract problem and what its numbers stand for.
 
-    `options[i][k]` is strategy k of layer i; `names[i]` its layer, the delivery last.
+    `options[i][k]` is option k of layer i; `names[i]` its layer, the delivery last; `parts` the seconds of the step
+    that the problem's costs and maxima were made of.
     """
 
     problem: Problem
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
+    parts: StepParts
 
-    def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
-        """The choice that stands for these strategies (the delivery has one)."""
-        known = [[option.strategy for option in options] for options in self.options]
-        picked = [own.index(strategies[name]) for name, own in zip(self.names, known, strict=False)]
+    @property
+    def shape(self) -> Shape:
+        """The shape of plan that it is for."""
+        return self.parts.shape
+
+    def choice(self, strategies: Mapping[str, Strategy], roles: Mapping[str, Stage] | None = None) -> tuple[int, ...]:
+        """The choice that stands for these strategies, in these roles if given (the delivery has one).
+
+        Raises:
+            ValueError: a strategy, or its role, is not among the options.
+        """
+        known = [[(one.strategy, one.role if roles else None) for one in own] for own in self.options]
+        picked = [
+            own.index((strategies[name], roles[name] if roles else None))
+            for name, own in zip(self.names, known, strict=False)
+        ]
         return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
@@ -94,38 +122,64 @@ def formulate(
     costs: CostModel,
     candidates: Mapping[str, Sequence[Strategy]],
     *,
+    shape: Shape = ONE_PASS,
+    far_s: float = 0.0,
     strict: bool = False,
-    share: bool = True,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Formulation:
-    """Build the problem.
+    """Build the problem of one shape of plan.
 
     Args:
         candidates: legal strategies per layer.
-        share: price a value that like readers take in one layout once; false where they may lie on disjoint devices.
+        shape: scheme, passes, and devices that are followed one by one.
+        far_s: seconds that no step worth considering takes, where devices are followed (step_time.assembled).
         strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
         on_layer: told (done, total) while costs are computed.
+
+    Raises:
+        InfeasibleShape: some layer has no option in a plan of this shape.
     """
     names = tuple(graph.layers)
-    like = like_readers(graph) if share else {}
+    like = like_readers(graph) if shape.passes == 1 else {}
     options = []
     for done, name in enumerate(names):
-        options.append(
-            tuple(_option(graph, cluster, costs, like, graph.layers[name], strategy) for strategy in candidates[name])
-        )
+        layer = graph.layers[name]
+        own = choices(graph, layer, candidates[name], shape)
+        if not own:
+            raise InfeasibleShape(name)
+        options.append(tuple(_option(graph, cluster, costs, like, layer, one, shape) for one in own))
         if on_layer is not None:
             on_layer(done + 1, len(names))
-    nodes = [_node(name, own, cluster.count) for name, own in zip(names, options, strict=True)]
-    nodes.append(Node(DELIVERY, np.array([costs.step.overhead_s]), np.zeros(1), np.zeros(1)))
-    edges = _edges(graph, cluster, costs, like, names, options)
+    edges = _edges(graph, cluster, costs, like, names, options, shape)
+    if strict:
+        edges = [_r4(edge, graph, names, options) for edge in edges]
+    hidden = min(1.0, max(0.0, costs.step.overlap))
+    delivery = np.zeros(1)
+    own_parts = [_node_parts(own, shape) for own in options]
+    own_parts.append(
+        NodeParts(
+            np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery,
+            np.zeros((len(shape.lanes), 1)),
+        )
+    )  # fmt: skip
+    parts = StepParts(own_parts, edges, shape, hidden)
+    node_s, edge_s, maxima = assembled(parts, far_s)
+    nodes = [
+        Node(name, seconds, tuple(usage for device in range(cluster.count) for usage in _usages(own, device)))
+        for name, own, seconds in zip(names, options, node_s, strict=False)
+    ]
     problem = Problem(
-        nodes=tuple(nodes),
-        edges=tuple(_r4(edge, graph, names, options) if strict else edge for edge in edges),
+        nodes=(*nodes, Node(DELIVERY, node_s[-1])),
+        edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
         limits=tuple(float(device.memory_bytes) for device in cluster.devices),
-        linear=tuple(_strict_rules(graph, names, options)) if strict else (),
+        linear=(
+            *role_rows(graph, names, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),
+            *(_strict_rules(graph, names, options) if strict else ()),
+        ),
         resource_names=_device_names(cluster),
+        maxima=maxima,
     )
-    return Formulation(problem, (*names, DELIVERY), tuple(options))
+    return Formulation(problem, (*names, DELIVERY), tuple(options), parts)
 
 
 def _device_names(cluster: Cluster) -> tuple[str, ...]:
@@ -135,21 +189,57 @@ def _device_names(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _option(
-    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, strategy: Strategy
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, own: Choice, shape: Shape
 ) -> Option:
+    strategy, inside = own.strategy, own.role is Stage.PASSES
     statistics = batch_norm_sync_s(layer, strategy, costs, graph)
-    cost, memory = costs.layer(layer, strategy), costs.memory(layer, strategy)
+    cost = costs.layer(layer, strategy, shape.passes if inside else 1)
     reduce_s = costs.reduction(layer, strategy)
     post_update_s = costs.step.late * reduce_s
     compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
     # Bringing it what it takes of the user's inputs from where they are: each device has its own samples.
     arrivals = (
-        costs.transfer(graph.values[v], arrival_layout(graph, cluster.count, v), layer.layout(v, strategy))
+        costs.transfer(
+            _of_pass(graph, v, shape) if inside else graph.values[v],
+            arrival_layout(graph, cluster.count, v),
+            layer.layout(v, strategy),
+        )
         for v in layer.inputs
         if v in graph.user_inputs and layer.name not in like.get(v, {})
     )
     arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
-    return Option(strategy, cost, statistics, memory, reduce_s, compute_interference_s, arrival_s, post_update_s)
+    memory = costs.memory(layer, strategy)
+    return Option(
+        strategy, cost, statistics, memory, reduce_s, compute_interference_s, arrival_s, post_update_s, own.role
+    )
+
+
+def _of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
+    """A value as one pass has it; whole where it has no samples."""
+    spec, dim = graph.values[value], graph.batch_dims.get(value)
+    if dim is None or shape.passes == 1:
+        return spec
+    size = -(-spec.shape[dim] // shape.passes)
+    return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+
+def _node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
+    inside = np.array([float(one.role is Stage.PASSES) for one in options])
+    once = 1 - inside
+    forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
+    backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
+    interference = np.array([one.compute_interference_s for one in options])
+    arrival = np.array([one.arrival_s for one in options])
+    return NodeParts(
+        once_s=once * (forward + arrival),
+        backward_s=once * backward + interference,
+        pass_forward_s=inside * forward,
+        pass_backward_s=inside * backward,
+        samples_in_s=inside * arrival,
+        sum_s=np.array([one.overlappable_s for one in options]),
+        update_s=np.array([one.cost.update_s + one.post_update_s for one in options]),
+        lanes=np.array([[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]),
+    )
 
 
 def like_readers(graph: LayerGraph) -> LikeReaders:
@@ -183,24 +273,6 @@ def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph:
     return moved.forward_s
 
 
-def _node(name: str, options: Sequence[Option], devices: int) -> Node:
-    # The update comes after everything else, and what of the sums is late after that: nothing overlaps with them, as
-    # nothing does with the forward.
-    forward = [
-        o.arrival_s + o.cost.forward_s + o.batch_norm_sync_s + o.cost.update_s + o.post_update_s for o in options
-    ]
-    backward = [option.cost.backward_s + option.batch_norm_sync_s + option.compute_interference_s for option in options]
-    return Node(
-        name=name,
-        forward_s=np.array(forward),
-        backward_s=np.array(backward),
-        reduction_s=np.array(
-            [max(0.0, option.reduce_s - option.post_update_s - option.compute_interference_s) for option in options]
-        ),
-        usages=tuple(usage for device in range(devices) for usage in _usages(options, device)),
-    )
-
-
 def _usages(options: Sequence[Option], device: int) -> list[Usage]:
     """One for every interval in which some strategy holds something on `device`."""
     here = [option.memory.held if device in option.strategy.devices else () for option in options]
@@ -218,35 +290,94 @@ def _edges(
     like: LikeReaders,
     names: Sequence[str],
     options: Sequence[Sequence[Option]],
-) -> list[Edge]:
+    shape: Shape,
+) -> list[EdgeParts]:
     position = {name: index for index, name in enumerate(names)}
-    edges = {}
+    found: dict[tuple[int, int], EdgeParts] = {}
     for source, target, values in graph.digraph.edges(data="values"):
         a, b = position[source], position[target]
-        own = [value for value in values if target not in like.get(value, {})]
-        given = [[_layout(graph, source, value, o.strategy) for o in options[a]] for value in own]
-        wanted = [[_layout(graph, target, value, o.strategy) for o in options[b]] for value in own]
-        edges[a, b] = _edge(graph, costs, (a, b), own, (len(options[a]), len(options[b])), given, wanted)
+        own = {value for value in values if target not in like.get(value, {})}
+        wanted = {value: [graph.layers[target].layout(value, o.strategy) for o in options[b]] for value in own}
+        roles = [option.role for option in options[b]]
+        found[a, b] = _edge(graph, costs, (a, b), wanted, roles, source, options[a], shape)
     for value, leaders in like.items():
+        by_name = dict(zip(names, options, strict=False))
         for target, source in leaders.items():
             a, b = position[source], position[target]
-            forward, backward = _on_from(
-                graph, cluster, costs, leaders, value, target, dict(zip(names, options, strict=False))
-            )
-            known = edges.get((a, b), Edge(a, b, np.zeros_like(forward), np.zeros_like(backward)))
-            edges[a, b] = Edge(a, b, known.forward_s + forward, known.backward_s + backward)
-    delivered = [
-        value for value in dict.fromkeys(graph.user_outputs) if isinstance(value, str) and value in graph.producer
-    ]
-    by_layer: dict[str, list[str]] = {}
-    for value in delivered:
-        by_layer.setdefault(graph.producer[value], []).append(value)
-    for source, values in by_layer.items():
-        a, b = position[source], len(names)
-        given = [[_layout(graph, source, value, o.strategy) for o in options[a]] for value in values]
-        ends = [[delivery_layout(graph, cluster.count, value)] for value in values]
-        edges[a, b] = _edge(graph, costs, (a, b), values, (len(options[a]), 1), given, ends)
-    return list(edges.values())
+            forward, backward = _on_from(graph, cluster, costs, leaders, value, target, by_name)
+            known = found.get((a, b))
+            once = (forward, backward) if known is None else (known.once[0] + forward, known.once[1] + backward)
+            found[a, b] = EdgeParts(a, b, np.zeros_like(forward) if known is None else known.allowed, once)
+    delivered: dict[str, list[str]] = {}
+    for value in dict.fromkeys(graph.user_outputs):
+        if isinstance(value, str) and value in graph.producer:
+            delivered.setdefault(graph.producer[value], []).append(value)
+    for maker, results in delivered.items():
+        a, b = position[maker], len(names)
+        ends = {value: [delivery_layout(graph, cluster.count, value)] for value in results}
+        found[a, b] = _edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape)
+    return list(found.values())
+
+
+def _edge(
+    graph: LayerGraph,
+    costs: CostModel,
+    ends: tuple[int, int],
+    wanted: Mapping[str, Sequence[Layout]],
+    roles: Sequence[Stage],
+    source: str,
+    options: Sequence[Option],
+    shape: Shape,
+) -> EdgeParts:
+    """Seconds of the values on one edge, by how each pair of roles moves them (planner/simulation/step_work.py)."""
+    given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
+    wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
+    pairs = [[0.0 if role_allowed(one.role, other) else np.inf for other in roles] for one in options]
+    allowed = np.array(pairs, dtype=np.float64)
+    zero = np.zeros(allowed.shape)
+    once, within, inwards, outwards = [zero, zero], [zero, zero], [zero, zero], [zero, zero]
+    for value, layouts in wanted.items():
+        given = [graph.layers[source].layout(value, option.strategy) for option in options]
+        moved = costs.transfer_matrix(graph.values[value], given, layouts)
+        single = ~(given_in | wanted_in) | ((~given_in & wanted_in) if value not in graph.batch_dims else False)
+        kinds = [(once, single, moved)]
+        if shape.passes > 1:
+            part = pass_matrix(graph, costs, value, given, layouts, shape)
+            kinds += [
+                (within, given_in & wanted_in, costs.transfer_matrix(_of_pass(graph, value, shape), given, layouts)),
+                (inwards, ~given_in & wanted_in & ~single, part),
+                (outwards, given_in & ~wanted_in, part),
+            ]
+        for total, where, cost in kinds:
+            total[0] = total[0] + np.where(where, cost.forward_s, 0.0)
+            total[1] = total[1] + np.where(where, cost.backward_s, 0.0)
+    several = [(one[0], one[1]) if one[0].any() or one[1].any() else None for one in (within, inwards, outwards)]
+    return EdgeParts(*ends, allowed, (once[0], once[1]), *several)
+
+
+def pass_matrix(
+    graph: LayerGraph,
+    costs: CostModel,
+    value: str,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: Shape,
+) -> TransferMatrix:
+    """Seconds of one pass's samples over the boundary of the passes, the mean over the passes."""
+    spec = _of_pass(graph, value, shape)
+    if shape.scheme is not Scheme.BROADCAST:
+        return costs.transfer_matrix(spec, sources, targets)
+    when = Stages(shape.passes, shape.max_replicas, shape.min_replicas, {})
+    dim = graph.batch_dims.get(value)
+    forward, backward = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
+    for a, given in enumerate(sources):
+        for b, wanted in enumerate(targets):
+            for number in range(shape.passes):
+                for hop in hops(shape.scheme, when, given, wanted, number, dim):
+                    cost = costs.transfer(spec, hop.source, hop.target)
+                    forward[a, b] += cost.forward_s / shape.passes
+                    backward[a, b] += cost.backward_s / shape.passes
+    return TransferMatrix(forward, backward)
 
 
 def _on_from(
@@ -285,22 +416,6 @@ def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
     return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
 
 
-def _edge(
-    graph: LayerGraph,
-    costs: CostModel,
-    ends: tuple[int, int],
-    values: Sequence[str],
-    sizes: tuple[int, int],
-    sources: Sequence[Sequence[Layout]],
-    targets: Sequence[Sequence[Layout]],
-) -> Edge:
-    forward = backward = np.zeros(sizes)
-    for value, given, wanted in zip(values, sources, targets, strict=True):
-        moved = costs.transfer_matrix(graph.values[value], given, wanted)
-        forward, backward = forward + moved.forward_s, backward + moved.backward_s
-    return Edge(ends[0], ends[1], forward, backward)
-
-
 def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> list[Linear]:
     """R2 and R3 as equalities of replica counts between neighbours of one layer."""
     position = {name: index for index, name in enumerate(names)}
@@ -317,21 +432,10 @@ def _strict_rules(graph: LayerGraph, names: Sequence[str], options: Sequence[Seq
     return rows
 
 
-def _r4(edge: Edge, graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> Edge:
+def _r4(edge: EdgeParts, graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Option]]) -> EdgeParts:
     """R4: pairs of replica counts that do not divide are forbidden (not before the delivery, nor of like readers)."""
     if edge.target >= len(options) or not graph.digraph.has_edge(names[edge.source], names[edge.target]):
         return edge
     ends = [np.array([o.strategy.replicas for o in options[index]]) for index in (edge.source, edge.target)]
     broken = ends[0][:, None] % ends[1][None, :] != 0
-    return Edge(edge.source, edge.target, np.where(broken, np.inf, edge.forward_s), edge.backward_s)
-
-
-def extended(
-    formulation: Formulation, plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
-) -> Formulation:
-    """The formulation with the plan's strategies among the others."""
-    candidates = {
-        name: list(dict.fromkeys([*(option.strategy for option in own), plan.layers[name]]))
-        for name, own in zip(formulation.names, formulation.options, strict=False)
-    }
-    return formulate(graph, cluster, costs, candidates)
+    return replace(edge, allowed=np.where(broken, np.inf, edge.allowed))

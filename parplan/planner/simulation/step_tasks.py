@@ -87,6 +87,7 @@ class Parts:
         self.found: list[Part] = []
         self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
         self._held: list[list[int]] = [[] for _ in range(work.devices)]  # what a device computes and sums
+        self._computed: dict[int, Tasks] = {}  # the last task on its compute lane
         self.went: dict[tuple[str, int], Mapping[int, int]] = {}  # tasks of a layer's devices
         self.came: dict[tuple[str, int], Mapping[int, int]] = {}
         self.arrived: dict[tuple[int, int], Tasks] = {}  # the last task of a move's part
@@ -109,6 +110,8 @@ class Parts:
         for resource in exclusive:
             if resource.lane in (Lane.COMPUTE, Lane.SUMS):
                 self._held[resource.device].append(len(self.found))
+                if resource.lane is Lane.COMPUTE:
+                    self._computed[resource.device] = (len(self.found),)
         self.found.append(Part(seconds, exclusive, capacity, needed, low_priority, kind, what, number, devices))
         return len(self.found) - 1
 
@@ -148,6 +151,8 @@ class Parts:
     def _run(
         self, kind: Kind, layer: LayerWork, seconds: float, after: Mapping[int, Tasks], number: int | None
     ) -> dict[int, int]:
+        if layer.stage is Stage.PASSES and self.passes > 1:  # in the program's order, as a stream serves them
+            after = {device: (*tasks, *self._computed.get(device, ())) for device, tasks in after.items()}
         if layer.batch_norm_sync_s > 0:
             everything = [one for tasks in after.values() for one in tasks]
             exclusive, seconds_s = _lane(Lane.COMPUTE, layer.devices), layer.batch_norm_sync_s

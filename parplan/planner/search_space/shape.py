@@ -1,0 +1,124 @@
+"""Shapes of plans: scheme, passes and devices followed one by one, each an abstract problem of its own.
+
+Inside a shape the solver chooses a strategy and a role (before, in or behind the passes) for every layer. Between
+shapes the driver chooses (planner/search/shapes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.stages import Stage, keeps_apart
+from parplan.plan import Scheme, Strategy
+from parplan.planner.solver.problem import Linear
+
+__all__ = ["ONE_PASS", "Choice", "Shape", "choices", "role_allowed", "role_rows"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The parts of a plan that are fixed while the solver chooses strategies.
+
+    Args:
+        scheme: how samples get into the passes; with gather every layer runs once.
+        max_replicas, min_replicas: of the layers that keep samples apart, both in use, where layers run in passes.
+        lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
+            the first devices: the first device then has all of them.
+    """
+
+    scheme: Scheme = Scheme.GATHER
+    max_replicas: int = 1
+    min_replicas: int = 1
+    lanes: tuple[int, ...] = (0,)
+
+    @property
+    def passes(self) -> int:
+        """Trips through the layers in passes."""
+        return 1 if self.scheme is Scheme.GATHER else self.max_replicas // self.min_replicas
+
+    def describe(self) -> str:
+        """Words for a report: `interleave, 8 to 1 replicas`."""
+        passes = f", {self.max_replicas} to {self.min_replicas} replicas" if self.passes > 1 else ""
+        return f"{self.scheme.value}{passes}{', layers on any block of devices' if len(self.lanes) > 1 else ''}"
+
+
+ONE_PASS = Shape()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy of a layer in a role."""
+
+    strategy: Strategy
+    role: Stage = Stage.BEFORE
+
+
+def choices(graph: LayerGraph, layer: Layer, strategies: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
+    """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
+    if shape.passes == 1:
+        return tuple(Choice(strategy) for strategy in strategies)
+    found = []
+    for strategy in strategies:
+        apart = keeps_apart(layer)
+        if apart and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
+            continue
+        roles = [Stage.BEFORE] if not apart or strategy.replicas == shape.max_replicas else []
+        roles += [Stage.PASSES] if apart and not layer.mixes_batch else []
+        fed = any(value in graph.producer for value in layer.inputs)
+        roles += [Stage.AFTER] if fed else []
+        found += [Choice(strategy, role) for role in roles]
+    return tuple(found)
+
+
+def role_allowed(source: Stage, target: Stage) -> bool:
+    """Whether a layer in role `source` may feed one in role `target`."""
+    if target is Stage.AFTER:
+        return True
+    if target is Stage.PASSES:
+        return source is not Stage.AFTER
+    return source is Stage.BEFORE
+
+
+def role_rows(
+    graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Choice]], shape: Shape
+) -> list[Linear]:
+    """Rows that make roles those of lowering/stages.py, and the shape's replica counts appear.
+
+    A layer is in the passes because it has fewer replicas or is fed from there, behind them because it is fed from
+    behind them, or needs all samples and is fed from the passes.
+    """
+    if shape.passes == 1:
+        return []
+    position = {name: index for index, name in enumerate(names)}
+    counted = {
+        position[name]: np.array([one.strategy.replicas for one in options[position[name]]])
+        for name, layer in graph.layers.items()
+        if keeps_apart(layer)
+    }
+    rows = [
+        Linear(
+            f"some layer has {count} replicas",
+            {v: (replicas == count).astype(float) for v, replicas in counted.items()},
+            low=1.0,
+        )
+        for count in (shape.max_replicas, shape.min_replicas)
+    ]
+    for name, layer in graph.layers.items():
+        own = options[position[name]]
+        feeders = sorted({position[graph.producer[value]] for value in layer.inputs if value in graph.producer})
+        for role in (Stage.PASSES, Stage.AFTER):
+            wide = role is Stage.PASSES
+            needs = [one.role is role and (not wide or one.strategy.replicas == shape.max_replicas) for one in own]
+            if not any(needs):
+                continue
+            because = (role,) if keeps_apart(layer) else (Stage.PASSES, Stage.AFTER)
+            terms: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {
+                v: np.array([float(one.role in because) for one in options[v]]) for v in feeders
+            }
+            terms[position[name]] = -np.array(needs, dtype=np.float64)
+            rows.append(Linear(f"{name} runs {role.value} because of a layer that feeds it", terms, low=0.0))
+    return rows
