@@ -155,14 +155,34 @@ def formulate(
         edges = [_r4(edge, graph, names, options) for edge in edges]
     hidden = min(1.0, max(0.0, costs.step.overlap))
     delivery = np.zeros(1)
-    own_parts = [_node_parts(own, shape) for own in options]
+    own_parts = [_node_parts(own, shape, cluster.count) for own in options]
     own_parts.append(
         NodeParts(
             np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery,
             np.zeros((len(shape.lanes), 1)),
         )
     )  # fmt: skip
-    parts = StepParts(own_parts, edges, shape, hidden)
+    place = {name: index for index, name in enumerate(names)}
+    phases = []
+    for phase in shape.homes:
+        tracks: dict[tuple[int, ...], list[int]] = {}
+        for branch, block in phase:
+            tracks.setdefault(block, []).extend(place[name] for name in branch)
+        phases.append([sorted(track) for track in tracks.values()])
+    if shape.beside:
+        share = [
+            own.lanes[0] if own_name in shape.beside else 1.0 for own_name, own in zip(names, own_parts, strict=False)
+        ]
+        own_parts = [
+            replace(own, once_s=part * own.once_s, backward_s=part * own.backward_s)
+            for own, part in zip(own_parts, (*share, 1.0), strict=True)
+        ]
+        edges = [
+            replace(edge, once=(part * edge.once[0], part * edge.once[1]))
+            for edge in edges
+            for part in ((*share, 1.0)[edge.target],)
+        ]
+    parts = StepParts(own_parts, edges, shape, hidden, phases)
     node_s, edge_s, maxima = assembled(parts, far_s)
     nodes = [
         Node(name, seconds, tuple(usage for device in range(cluster.count) for usage in _usages(own, device)))
@@ -223,7 +243,10 @@ def _of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
     return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
 
 
-def _node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
+def _node_parts(options: Sequence[Option], shape: Shape, devices: int) -> NodeParts:
+    used = [[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]
+    if shape.average:
+        used = [[len(one.strategy.devices) / devices for one in options]]
     inside = np.array([float(one.role is Stage.PASSES) for one in options])
     once = 1 - inside
     forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
@@ -238,7 +261,7 @@ def _node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
         samples_in_s=inside * arrival,
         sum_s=np.array([one.overlappable_s for one in options]),
         update_s=np.array([one.cost.update_s + one.post_update_s for one in options]),
-        lanes=np.array([[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]),
+        lanes=np.array(used),
     )
 
 

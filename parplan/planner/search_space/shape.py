@@ -26,6 +26,10 @@ class Shape:
     Args:
         scheme: how samples get into the passes; with gather every layer runs once.
         max_replicas, min_replicas: of the layers that keep samples apart, both in use, where layers run in passes.
+        homes: branches that run at the same time, phase by phase: the layers of each and the block of devices that all
+            of them use. Blocks of a phase are equal or disjoint.
+        average: follow no device but the mean of all, which bounds the step of plans on any blocks from below; the
+            layers `beside` others count by their share of the devices, as if branches always ran at the same time.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
             the first devices: the first device then has all of them.
     """
@@ -34,6 +38,14 @@ class Shape:
     max_replicas: int = 1
     min_replicas: int = 1
     lanes: tuple[int, ...] = (0,)
+    homes: tuple[tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], ...] = ()
+    average: bool = False
+    beside: frozenset[str] = frozenset()
+
+    @property
+    def by_device(self) -> bool:
+        """Whether gradient sums and updates count on the devices that have them."""
+        return self.average or len(self.lanes) > 1
 
     @property
     def passes(self) -> int:
@@ -42,8 +54,12 @@ class Shape:
 
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
+        if self.homes:
+            return f"branches at the same time in {len(self.homes)} places"
+        if self.by_device:
+            return "layers on any block of devices"
         passes = f", {self.max_replicas} to {self.min_replicas} replicas" if self.passes > 1 else ""
-        return f"{self.scheme.value}{passes}{', layers on any block of devices' if len(self.lanes) > 1 else ''}"
+        return f"{self.scheme.value}{passes}"
 
 
 ONE_PASS = Shape()
@@ -59,8 +75,9 @@ class Choice:
 
 def choices(graph: LayerGraph, layer: Layer, strategies: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
+    home = next((block for phase in shape.homes for branch, block in phase if layer.name in branch), None)
     if shape.passes == 1:
-        return tuple(Choice(strategy) for strategy in strategies)
+        return tuple(Choice(strategy) for strategy in strategies if home is None or strategy.devices == home)
     found = []
     for strategy in strategies:
         apart = keeps_apart(layer)

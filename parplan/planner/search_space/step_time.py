@@ -14,7 +14,11 @@ i's backward is done, and E_i that when its sum and those of all layers behind i
 
     E_i = max(E_i+1, D_i) + sum_i          T = forward + max(D_0, E_0 + updates)
 
-for every device that is followed, where D_i counts in E_i on the devices that layer i uses only.
+for every device that is followed, where D_i counts in E_i on the devices that layer i uses only. A device also sends
+back the gradients of what it read before it updates.
+
+Branches that run at the same time on disjoint devices are tracks of a phase: its forward is the longest of the tracks'
+own, and so is its backward.
 """
 
 from __future__ import annotations
@@ -74,12 +78,18 @@ class EdgeParts:
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """All parts of a step. `hidden` is the share of transfers over the boundary that takes nothing from compute."""
+    """All parts of a step.
+
+    Args:
+        hidden: the share of transfers over the boundary of passes that takes nothing from compute.
+        phases: tracks that run at the same time, each of nodes in forward order.
+    """
 
     nodes: Sequence[NodeParts]
     edges: Sequence[EdgeParts]
     shape: Shape
     hidden: float
+    phases: Sequence[Sequence[Sequence[int]]] = ()
 
 
 @dataclass(eq=False)
@@ -110,26 +120,36 @@ def assembled(parts: StepParts, far_s: float = 0.0) -> tuple[list[FloatArray], l
             that it does not use. T is exact below it.
     """
     shape = parts.shape
-    nodes = [part.once_s + part.pass_forward_s for part in parts.nodes]
-    edges = []
     again = (shape.passes - 1) * (1 - parts.hidden)
-    for part in parts.edges:
-        cost = part.allowed + part.once[0]
+    track_of = {v: track for phase in parts.phases for track in phase for v in track}
+    forward = {id(track): _Sum() for phase in parts.phases for track in phase}
+    nodes, edges = [], []
+    for v, own in enumerate(parts.nodes):
+        once, rest = own.once_s + own.pass_forward_s, (1 + again) * own.samples_in_s
+        rest = rest + (0.0 if shape.by_device else own.update_s)
+        if v in track_of:
+            forward[id(track_of[v])].node(v, once)
+        nodes.append(rest if v in track_of else once + rest)
+    for e, part in enumerate(parts.edges):
+        cost = part.allowed
+        if part.target in track_of:
+            forward[id(track_of[part.target])].edge(e, part.once[0])
+        else:
+            cost = cost + part.once[0]
         cost = cost + part.within[0] if part.within is not None else cost
         for moved in (part.inwards, part.outwards):
             cost = cost + (1 + again) * moved[0] + again * moved[1] if moved is not None else cost
         # The gradients of results come before any backward.
         edges.append(cost + part.outwards[1] if part.outwards is not None else cost)
-    for v, own in enumerate(parts.nodes):
-        nodes[v] = nodes[v] + (1 + again) * own.samples_in_s
-        if len(shape.lanes) == 1:
-            nodes[v] = nodes[v] + own.update_s
-    maxima: list[Maximum] = []
+    maxima = [
+        Maximum("forward of branches", tuple(forward[id(track)].row() for track in phase), 1.0)
+        for phase in parts.phases
+    ]
     if shape.passes > 1:
         for backward in (False, True):
             rows = _pass_rows(parts, backward)
             maxima.append(Maximum("backward in passes" if backward else "forward in passes", rows, shape.passes - 1.0))
-    _backward(parts, far_s, maxima)
+    _Backward(parts, far_s, maxima).build()
     return nodes, edges, tuple(maxima)
 
 
@@ -155,59 +175,75 @@ def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
     return tuple(row.row() for row in ((compute, both) if shared else (compute, inwards, outwards)))
 
 
-def _backward(parts: StepParts, far_s: float, maxima: list[Maximum]) -> None:
-    """The backward of the last pass with the gradient sums beside it, then the updates."""
-    count, lanes = len(parts.nodes), parts.shape.lanes
-    into: list[list[int]] = [[] for _ in range(count)]
-    for e, edge in enumerate(parts.edges):
-        into[edge.target].append(e)
-    many = len(lanes) > 1
-    done = _Sum()  # the backward since the last maximum
-    before: int | None = None
-    ends: list[int | None] = [None] * len(lanes)
-    for v in range(count - 1, -1, -1):
-        own = parts.nodes[v]
-        # A device updates when it has also sent back the gradients of the layer behind: `done` holds their edges.
-        sent = _Sum(dict(done.nodes), dict(done.edges), {before: 1.0}) if many and before is not None else None
+class _Backward:
+    """The backward of the last pass with the gradient sums beside it, then the updates, as maxima."""
+
+    def __init__(self, parts: StepParts, far_s: float, maxima: list[Maximum]) -> None:
+        self.parts, self.far_s, self.maxima = parts, far_s, maxima
+        self.many = parts.shape.by_device
+        self.into: list[list[int]] = [[] for _ in parts.nodes]
+        for e, edge in enumerate(parts.edges):
+            self.into[edge.target].append(e)
+        self.ends: list[int | None] = [None] * len(parts.shape.lanes)
+
+    def build(self) -> None:
+        """List the maxima, the last of them with weight 1."""
+        phase_of = {v: index for index, phase in enumerate(self.parts.phases) for track in phase for v in track}
+        done, open_phases = _Sum(), set(range(len(self.parts.phases)))
+        for v in range(len(self.parts.nodes) - 1, -1, -1):
+            if v not in phase_of:
+                done = self.node(v, done)
+            elif phase_of[v] in open_phases:
+                open_phases.discard(phase_of[v])
+                begin = self.add("branches begin to go back", done.row())
+                ends = []
+                for track in self.parts.phases[phase_of[v]]:
+                    own = _Sum(maxima={begin: 1.0})
+                    for member in reversed(track):
+                        own = self.node(member, own)
+                    ends.append(own.row())
+                done = _Sum(maxima={self.add("backward of branches", *ends): 1.0})
+        rows = [done.row()]
+        for place, end in enumerate(self.ends):
+            if end is not None:
+                row = _Sum(maxima={end: 1.0})
+                for v, own_parts in enumerate(self.parts.nodes if self.many else ()):
+                    row.node(v, own_parts.lanes[place] * own_parts.update_s)
+                rows.append(row.row())
+        self.maxima.append(Maximum("backward", tuple(rows), 1.0))
+
+    def add(self, name: str, *rows: Row) -> int:
+        """A maximum for later ones to use; gives its place."""
+        self.maxima.append(Maximum(name, rows))
+        return len(self.maxima) - 1
+
+    def node(self, v: int, done: _Sum) -> _Sum:
+        """Node v goes back after what is `done`; gives what is done then, the gradients that it sends back included."""
+        own = self.parts.nodes[v]
         done.node(v, own.backward_s + own.pass_backward_s)
-        if many or own.sum_s.any():
-            if before is not None:
-                done.maxima[before] = 1.0
-            maxima.append(Maximum(f"backward of {v}", (done.row(),)))
-            before, done = len(maxima) - 1, _Sum()
-            for place in range(len(lanes)):
+        if self.many or own.sum_s.any():
+            before = self.add(f"backward of {v}", done.row())
+            done = _Sum(maxima={before: 1.0})
+            for place, end in enumerate(self.ends):
                 used = own.lanes[place]
                 rows = []
-                if used.any():
-                    row = _Sum(maxima={before: 1.0})
-                    row.node(v, used * own.sum_s - far_s * (1 - used))
-                    rows.append(row.row())
-                if (earlier := ends[place]) is not None:
-                    row = _Sum(maxima={earlier: 1.0})
-                    row.node(v, used * own.sum_s)
-                    rows.append(row.row())
-                if sent is not None and sent.edges:
-                    behind = parts.nodes[v + 1].lanes[place]
-                    row = _Sum(dict(sent.nodes), dict(sent.edges), dict(sent.maxima))
-                    row.node(v + 1, -far_s * (1 - behind))
-                    rows.append(row.row())
-                if rows:
-                    maxima.append(Maximum(f"gradient sums of {v}", tuple(rows)))
-                    ends[place] = len(maxima) - 1
-        for e in into[v]:
-            edge = parts.edges[e]
+                for earlier, far in ((before, self.far_s), (end, 0.0)):
+                    if earlier is not None and (used.any() or earlier == end):
+                        row = _Sum(maxima={earlier: 1.0})
+                        row.node(v, used * own.sum_s - far * (used < 1))
+                        rows.append(row.row())
+                if rows and (used.any() or self.many):
+                    self.ends[place] = self.add(f"gradient sums of {v}", *rows)
+        for e in self.into[v]:
+            edge = self.parts.edges[e]
             done.edge(e, edge.once[1])
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])
-    if before is not None:
-        done.maxima[before] = 1.0
-    rows = [done.row()]
-    for place, end in enumerate(ends):
-        if end is not None:
-            row = _Sum(maxima={end: 1.0})
-            if many:
-                for v, own in enumerate(parts.nodes):
-                    row.node(v, own.lanes[place] * own.update_s)
-            rows.append(row.row())
-    maxima.append(Maximum("the rest of the step", tuple(rows), 1.0))
+        if self.many and done.edges:  # a device updates when it has sent these, too
+            for place, end in enumerate(self.ends):
+                if end is not None and own.lanes[place].any():
+                    row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))
+                    row.node(v, -self.far_s * (own.lanes[place] < 1))
+                    self.ends[place] = self.add(f"gradients of {v} are back", _Sum(maxima={end: 1.0}).row(), row.row())
+        return done

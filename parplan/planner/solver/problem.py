@@ -29,7 +29,7 @@ from parplan.errors import ParplanError
 
 __all__ = [
     "Cause", "Edge", "Evaluation", "FloatArray", "Infeasibility", "Linear", "Mask", "Maximum", "Node", "Problem",
-    "Reduced", "Row", "Solution", "Status", "Usage", "evaluate", "objective", "restrict", "row_seconds",
+    "Reduced", "Row", "Solution", "Status", "Usage", "changed_objectives", "evaluate", "objective", "restrict", "row_seconds",
 ]  # fmt: skip
 
 FloatArray = NDArray[np.float64]
@@ -313,6 +313,41 @@ def _seconds(problem: Problem, choice: Sequence[int]) -> tuple[float, tuple[floa
         values.append(max(row_seconds(problem, row, choice, values) for row in maximum.rows))
     total += sum(maximum.weight * value for maximum, value in zip(problem.maxima, values, strict=True))
     return total, tuple(values)
+
+
+def changed_objectives(problem: Problem, choice: Sequence[int], node: int) -> FloatArray:
+    """T with each strategy of `node` and `choice` otherwise, shape (strategies,), whatever limits that breaks."""
+    costs: FloatArray = problem.nodes[node].cost_s.copy()
+    constant = sum(float(other.cost_s[choice[v]]) for v, other in enumerate(problem.nodes) if v != node)
+    for edge in problem.edges:
+        costs = costs + _at(edge.cost_s, edge, choice, node)
+    values: list[FloatArray | float] = []
+    for maximum in problem.maxima:
+        sums = []
+        for row in maximum.rows:
+            seconds: FloatArray | float = row.constant_s
+            for v, own in row.nodes.items():
+                seconds = seconds + (own if v == node else float(own[choice[v]]))
+            for index, pairs in row.edges.items():
+                seconds = seconds + _at(pairs, problem.edges[index], choice, node)
+            for other, factor in row.maxima.items():
+                seconds = seconds + factor * values[other]
+            sums.append(seconds)
+        longest = sums[0]
+        for seconds in sums[1:]:
+            longest = np.maximum(longest, seconds)
+        values.append(longest)
+        costs = costs + maximum.weight * longest if maximum.weight else costs
+    return costs + constant
+
+
+def _at(pairs: FloatArray, edge: Edge, choice: Sequence[int], node: int) -> FloatArray | float:
+    """The seconds of an edge at `choice`; of every strategy of `node` where that is one of its ends."""
+    if node == edge.source:
+        return pairs[:, choice[edge.target]]
+    if node == edge.target:
+        return pairs[choice[edge.source]]
+    return float(pairs[choice[edge.source], choice[edge.target]])
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
