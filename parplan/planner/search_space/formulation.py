@@ -166,12 +166,12 @@ def formulate(
     phases = []
     for phase in shape.homes:
         tracks: dict[tuple[int, ...], list[int]] = {}
-        for branch, block in phase:
-            tracks.setdefault(block, []).extend(place[name] for name in branch)
+        for number, (branch, block) in enumerate(phase):
+            tracks.setdefault((number,) if shape.average else block, []).extend(place[name] for name in branch)
         phases.append([sorted(track) for track in tracks.values()])
-    if shape.beside:
+    if shape.inside:
         share = [
-            own.lanes[0] if own_name in shape.beside else 1.0 for own_name, own in zip(names, own_parts, strict=False)
+            own.lanes[0] if own_name in shape.inside else 1.0 for own_name, own in zip(names, own_parts, strict=False)
         ]
         own_parts = [
             replace(own, once_s=part * own.once_s, backward_s=part * own.backward_s)

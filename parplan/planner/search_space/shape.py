@@ -28,8 +28,9 @@ class Shape:
         max_replicas, min_replicas: of the layers that keep samples apart, both in use, where layers run in passes.
         homes: branches that run at the same time, phase by phase: the layers of each and the block of devices that all
             of them use. Blocks of a phase are equal or disjoint.
-        average: follow no device but the mean of all, which bounds the step of plans on any blocks from below; the
-            layers `beside` others count by their share of the devices, as if branches always ran at the same time.
+        average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
+            the branches in `homes` on any blocks at the same time.
+        inside: layers of branches inside those of `homes`, counted by their share of the devices only.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
             the first devices: the first device then has all of them.
     """
@@ -40,7 +41,7 @@ class Shape:
     lanes: tuple[int, ...] = (0,)
     homes: tuple[tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], ...] = ()
     average: bool = False
-    beside: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
 
     @property
     def by_device(self) -> bool:
@@ -54,7 +55,7 @@ class Shape:
 
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
-        if self.homes:
+        if self.homes and not self.average:
             return f"branches at the same time in {len(self.homes)} places"
         if self.by_device:
             return "layers on any block of devices"
@@ -75,7 +76,8 @@ class Choice:
 
 def choices(graph: LayerGraph, layer: Layer, strategies: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
-    home = next((block for phase in shape.homes for branch, block in phase if layer.name in branch), None)
+    homes = () if shape.average else shape.homes
+    home = next((block for phase in homes for branch, block in phase if layer.name in branch), None)
     if shape.passes == 1:
         return tuple(Choice(strategy) for strategy in strategies if home is None or strategy.devices == home)
     found = []

@@ -153,6 +153,20 @@ def assembled(parts: StepParts, far_s: float = 0.0) -> tuple[list[FloatArray], l
     return nodes, edges, tuple(maxima)
 
 
+def _shared(parts: StepParts, rows: Sequence[Row]) -> list[Row]:
+    """The sum of rows with each option counted by its share of the devices: disjoint blocks are no more than all."""
+    if not parts.shape.average:
+        return []
+    whole = _Sum()
+    for row in rows:
+        whole.maxima.update(row.maxima)
+        for v, values in row.nodes.items():
+            whole.node(v, parts.nodes[v].lanes[0] * values)
+        for e, values in row.edges.items():
+            whole.edge(e, parts.nodes[parts.edges[e].target].lanes[0] * values)
+    return [whole.row()]
+
+
 def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
     """What one pass takes at least: compute, what goes in, what comes out, and both where they share lanes."""
     compute, inwards, outwards, both = _Sum(), _Sum(), _Sum(), _Sum()
@@ -202,6 +216,8 @@ class _Backward:
                     for member in reversed(track):
                         own = self.node(member, own)
                     ends.append(own.row())
+                members = [member for track in self.parts.phases[phase_of[v]] for member in track]
+                ends += self.shared(begin, members)
                 done = _Sum(maxima={self.add("backward of branches", *ends): 1.0})
         rows = [done.row()]
         for place, end in enumerate(self.ends):
@@ -216,6 +232,17 @@ class _Backward:
         """A maximum for later ones to use; gives its place."""
         self.maxima.append(Maximum(name, rows))
         return len(self.maxima) - 1
+
+    def shared(self, begin: int, members: Sequence[int]) -> list[Row]:
+        """The backward of branches by their shares of the devices, where no device is followed."""
+        if not self.parts.shape.average:
+            return []
+        whole = _Sum(maxima={begin: 1.0})
+        for v in members:
+            whole.node(v, self.parts.nodes[v].backward_s)
+            for e in self.into[v]:
+                whole.edge(e, self.parts.edges[e].once[1])
+        return _shared(self.parts, [whole.row()])
 
     def node(self, v: int, done: _Sum) -> _Sum:
         """Node v goes back after what is `done`; gives what is done then, the gradients that it sends back included."""
