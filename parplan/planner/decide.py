@@ -1,15 +1,14 @@
 """The driver: how a plan is chosen, from priced strategies to the decision that a person reviews.
 
 1. Prices: every layer's legal strategies and the transfers between them      search_space/formulation.py
-2. Solve: the fastest plan in one pass, with a proof                          search/select.py, solver/solve.py
+2. Solve: every shape of plan bounded or solved, with a proof                 search/select.py, solver/solve.py
 3. Baselines: the plans people write by hand, under the same costs            search/baselines.py
-4. Search: plans in passes, and with branches at the same time, simulated     search/select.py
+4. Simulate: the plan's step, device by device                                simulation/timeline.py
 5. Explain: the step by parts, and for every layer its best alternative       explain/
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,34 +20,30 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
 from parplan.planner.explain.advice import advice
-from parplan.planner.explain.branch_report import concurrent_branches, search_notes, with_concurrency
+from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.pin_prices import with_pins
-from parplan.planner.explain.reasons import reasons_in_one_pass
-from parplan.planner.explain.simulated_reasons import simulated_reasons
+from parplan.planner.explain.reasons import layer_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, plain
+from parplan.planner.search.context import Case, plain, shape_of
 from parplan.planner.search.schemes import (
-    clocked,
-    clocked_facts,
-    clocked_proof,
-    needs_clock,
+    needs_simulation,
     rival_in_passes,
-    scheduled,
     scheme_prices,
     schemes_of,
+    simulated_prediction,
+    simulated_reports,
 )
-from parplan.planner.search.select import Solved, Taken, solved, taken
+from parplan.planner.search.select import Found, ShapeSearch
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import pin_questions
 from parplan.planner.search_space.verifier import check, mismatches
-from parplan.planner.simulation.simulator import EFFORT, Effort
 from parplan.planner.simulation.timeline import simulate
-from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
-from parplan.planner.solver.solve import solve
+from parplan.planner.solver.problem import Problem, Solution, Status
+from parplan.planner.solver.solve import GAP, solve
 
 __all__ = ["Listener", "PlanRequest", "decide", "estimate", "predict"]
 
@@ -79,14 +74,14 @@ def decide(
         limit_s = case.deadline.part_s(BASELINE_TIME)
         return case.deadline.watched(solve(problem, limit_s), limit_s)
 
-    one_pass = solved(case, pins)
-    by_hand = baselines(graph, cluster, costs, one_pass.formulation, one_pass.plan, solve_baseline)
-    found = taken(case, one_pass, pins.whole, by_hand)
+    search = ShapeSearch(case, pins)
+    found = search.best(pins.whole)
+    by_hand = baselines(graph, cluster, costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
-    decision = _explained(case, one_pass, found, simulated, pins.whole, begin)
+    decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
     if request.plan is None and memory_excess(cluster, decision.prediction):
         raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction))
-    return with_pins(case, decision, one_pass, pins) if request.pins else decision
+    return with_pins(case, decision, search, pins) if request.pins else decision
 
 
 def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Prediction:
@@ -99,11 +94,13 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     candidates = {name: (strategy,) for name, strategy in plain(reviewed).items()}
     formulation = formulate(graph, cluster, costs, candidates)
     step = prediction(formulation, (0,) * len(formulation.problem.nodes), costs)
-    return clocked(step, simulate(graph, cluster, costs, reviewed)) if needs_clock(plan, graph) else step
+    if not needs_simulation(plan, graph):
+        return step
+    return simulated_prediction(step, simulate(graph, cluster, costs, reviewed))
 
 
 def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest) -> Prediction:
-    """The predicted step of the solver's plan under its fastest scheme (or of `request.plan`), to compare graphs with.
+    """The predicted step of the fastest plan (or of `request.plan`), to compare graphs with.
 
     Raises:
         InfeasiblePlan, PinError, PlanError: as for `decide`.
@@ -112,12 +109,16 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
     pins = pin_questions(request.pins, graph, cluster)
-    one_pass = solved(case, pins)
-    plan = one_pass.plan
-    with contextlib.suppress(PinError, PlanError):  # it cannot have the scheme that is asked for; others may
-        plan = case.player.fastest(scheduled(case, pins.whole, plan, ())) or plan
-    step = prediction(one_pass.formulation, one_pass.choice, costs)
-    return clocked(step, case.player.timeline(plan)) if needs_clock(plan, graph) else step
+    found = ShapeSearch(case, pins).best(pins.whole)
+    return _predicted(case, found)
+
+
+def _predicted(case: Case, found: Found) -> Prediction:
+    """The step of a plan by the objective; simulated where its layers do not run one after another."""
+    step = prediction(found.formulation, found.choice, case.costs)
+    if not needs_simulation(found.plan, case.graph):
+        return step
+    return simulated_prediction(step, case.player.timeline(found.plan))
 
 
 def _case(
@@ -155,29 +156,22 @@ def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
 
 
 def _explained(
-    case: Case, one_pass: Solved, found: Taken, by_hand: tuple[Baseline, ...], pinned: Pinned, begin: float
+    case: Case, found: Found, costs_s: float, by_hand: tuple[Baseline, ...], pinned: Pinned, begin: float
 ) -> Decision:
     """The decision on a plan that was found: its prediction, proof, reasons and notes."""
     plan, request = found.plan, case.request
-    step = prediction(found.formulation, found.choice, case.costs)
-    proof = _proof(found, one_pass.solution, request.plan is not None)
+    step = _predicted(case, found)
     layers = layer_reports(case.graph, found.formulation, found.choice, plan)
-    simulated = needs_clock(plan, case.graph)
-    if simulated:
-        step = clocked(step, case.player.timeline(plan))
-        layers = clocked_facts(layers, case.graph, case.cluster, case.costs, plan)
-        proof = clocked_proof(proof, step.step_s)
-    branches = concurrent_branches(case.graph, plan, layers, found.towers)
+    if needs_simulation(plan, case.graph):
+        layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)
+    branches = concurrent_branches(case.graph, plan, layers, found)
     layers = with_concurrency(layers, branches)
-    if simulated:
-        known = [layer.name for layer in layers if layer.why]
-        reasons = simulated_reasons(case, found, pinned, Effort(EFFORT), known)
-    else:
-        reasons = reasons_in_one_pass(case.graph, found.formulation, found.choice, plan)
+    reasons = layer_reasons(case.graph, found.formulation, found.choice, plan)
     layers = tuple(replace(layer, why=layer.why or reasons.get(layer.name, "")) for layer in layers)
     several = case.cluster.count > 1
-    notes = (*request.notes, *_notes(case, found, step))
+    notes = (*request.notes, *_notes(case, step))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
+    status = Status.OPTIMAL if found.gap <= GAP else Status.FEASIBLE
     now = time.perf_counter()
     return Decision(
         parameters=case.graph.parameter_count,
@@ -189,33 +183,28 @@ def _explained(
         prediction=step,
         baselines=by_hand,
         advice=advice(step.step_s, by_hand),
-        proof=proof,
-        seconds=Seconds(request.capture_s, one_pass.costs_s, now - begin - one_pass.costs_s, now - request.started),
+        proof=Proof(
+            status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
+            tuple(found.covered),
+        ),
+        seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,
         times_from=request.times_from,
         links=case.costs.step.links,
         passes=schemes,
         branches=branches,
-    )
+    )  # fmt: skip
 
 
-def _notes(case: Case, found: Taken, step: Prediction) -> Sequence[str]:
+def _notes(case: Case, step: Prediction) -> Sequence[str]:
     """Sentences on a model that was captured at one batch size only, on searches cut short, and on too much memory."""
     graph, notes = case.graph, list[str]()
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")
-    notes += search_notes(found.towers)
     if case.request.plan is None and case.deadline.hit:
         notes.append(
             f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, "
             "or on another machine, there may be another one."
         )
     return [*notes, *memory_excess(case.cluster, step)]
-
-
-def _proof(found: Taken, solution: Solution, given: bool) -> Proof:
-    objective = evaluate(found.formulation.problem, found.choice).objective
-    gap = max(0.0, (objective - solution.bound) / objective) if objective > 0 else 0.0
-    status = solution.status.value if gap <= 1e-6 or solution.status is not Status.OPTIMAL else Status.FEASIBLE.value
-    return Proof(status, objective, solution.bound, gap, solution.seconds, given)

@@ -108,10 +108,9 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Proof:
-    """The solver's proof. `objective` and `bound` in seconds; `gap` is relative.
+    """The proof over all shapes of plans. `objective` (T) and `bound` in seconds; `gap` is relative.
 
-    `given`: the plan is a reviewed one, not what the solver found. `one_pass`: the bound is of plans that run in one
-    pass, and this one, which does not, is faster than it may be.
+    `given`: the plan is a reviewed one, not what the solver found. `covered`: the shapes that the bound is of.
     """
 
     status: str
@@ -120,7 +119,7 @@ class Proof:
     gap: float
     seconds: float
     given: bool = False
-    one_pass: bool = False
+    covered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,26 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import ConcurrentBranches, DeviceTrack, LayerReport, Phase
 from parplan.planner.explain.reasons import time_text
-from parplan.planner.search.branch_search import Towers
 from parplan.planner.search.branches import Branch, beside
+from parplan.planner.search.select import Found
 
-__all__ = ["concurrent_branches", "search_notes", "with_concurrency"]
+__all__ = ["concurrent_branches", "with_concurrency"]
 
 
 def concurrent_branches(
-    graph: LayerGraph, plan: Plan, layers: Iterable[LayerReport], found: Towers | None = None
+    graph: LayerGraph, plan: Plan, layers: Iterable[LayerReport], found: Found | None = None
 ) -> ConcurrentBranches | None:
     """The branches that run at the same time under `plan`; None where none do and none were tried.
 
     Args:
         layers: the plan's layers, for times.
-        found: the end of the search for such branches, if there was one.
+        found: the search for plans, if there was one.
     """
     seconds = {layer.name: layer.forward_s + layer.backward_s for layer in layers}
     devices = {name: strategy.devices for name, strategy in plan.layers.items()}
     every = [_phase(phase, devices, seconds) for section in beside(graph, devices) for phase in section.phases]
     phases = tuple(phase for phase in every if len(phase.tracks) > 1)
-    if found is None:
+    if found is None or not found.tried:
         return ConcurrentBranches(phases) if phases else None
     return ConcurrentBranches(phases, found.without_s, found.tried)
 
@@ -57,13 +57,3 @@ def with_concurrency(layers: Sequence[LayerReport], found: ConcurrentBranches | 
             others = " and ".join(other.describe() for other in phase.tracks if other is not track)
             words.update(dict.fromkeys(track.layers, f"beside {others}: {time_text(-phase.saved_s)}"))
     return tuple(replace(layer, why=words.get(layer.name, layer.why)) for layer in layers)
-
-
-def search_notes(found: Towers | None) -> tuple[str, ...]:
-    """A sentence on a search for concurrent branches that was cut off."""
-    if found is None or not found.left:
-        return ()
-    where = f"Branches at the same time: {found.left} of the places where the model branches were not tried"
-    if found.timed_out:
-        return (f"{where} in {found.seconds:.0f} s; a longer --time-limit may find a faster plan.",)
-    return (f"{where}, after {found.tried} plans for the others.",)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.stages import Stage
 from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerReport, Prediction
 from parplan.planner.search_space.formulation import Formulation, Option
 from parplan.planner.search_space.infeasible_message import size_text
+from parplan.planner.search_space.step_time import edge_totals
 from parplan.planner.search_space.verifier import bends
 from parplan.planner.solver.problem import evaluate
 
@@ -18,23 +20,31 @@ __all__ = ["layer_reports", "memory_excess", "prediction"]
 
 
 def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel) -> Prediction:
-    """The step of a choice by the objective: seconds by part, and peak bytes of every device."""
-    step, found = costs.step, evaluate(formulation.problem, choice)
+    """The step of a choice by the objective: seconds by part, and peak bytes of every device.
+
+    The parts add up to the step where all layers run once and one after another; of other plans the simulated step has
+    them (search/schemes.py).
+    """
+    step, found, parts = costs.step, evaluate(formulation.problem, choice), formulation.parts
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
-    forward = sum(option.cost.forward_s for option in chosen)
-    backward = sum(option.cost.backward_s for option in chosen)
+    times = [parts.shape.passes if option.role is Stage.PASSES else 1 for option in chosen]
+    forward = sum(many * option.cost.forward_s for option, many in zip(chosen, times, strict=True))
+    backward = sum(many * option.cost.backward_s for option, many in zip(chosen, times, strict=True))
     update = sum(option.cost.update_s for option in chosen)
     unhidden = sum(option.compute_interference_s + option.post_update_s for option in chosen)
-    transfer = max(0.0, found.forward_s + found.backward_s - forward - backward - update - unhidden - step.overhead_s)
+    transfer = sum(
+        float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
+    ) + sum(many * (one.arrival_s + 2 * one.batch_norm_sync_s) for one, many in zip(chosen, times, strict=True))
+    exposed = max(0.0, found.objective - forward - backward - update - unhidden - transfer - step.overhead_s)
     doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
-    doubt += step.spread * (transfer + found.exposed_s + unhidden)
+    doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
         step_s=found.objective,
         forward_s=forward,
         backward_s=backward,
         transfer_s=transfer,
         reduce_s=sum(option.reduce_s for option in chosen),
-        exposed_reduce_s=found.exposed_s + unhidden,
+        exposed_reduce_s=exposed + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or tuple(int(peak) for peak in found.peaks),
         update_s=update,
         overhead_s=step.overhead_s,
@@ -49,9 +59,8 @@ def layer_reports(
 ) -> tuple[LayerReport, ...]:
     """The predicted figures of every layer; the reasons are added later."""
     moved = [0.0] * len(formulation.problem.nodes)
-    for edge in formulation.problem.edges:
-        pair = choice[edge.source], choice[edge.target]
-        moved[edge.target] += float(edge.forward_s[pair] + edge.backward_s[pair])
+    for edge in formulation.parts.edges:
+        moved[edge.target] += float(edge_totals(formulation.parts, edge)[choice[edge.source], choice[edge.target]])
 
     def report(name: str, option: Option, moved_s: float) -> LayerReport:
         layer, strategy = graph.layers[name], plan.layers[name]

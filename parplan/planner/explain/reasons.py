@@ -12,14 +12,14 @@ from parplan.planner.explain.what_if import Change, WhatIf
 from parplan.planner.search_space.formulation import Formulation, Option
 from parplan.planner.solver.problem import evaluate
 
-__all__ = ["against", "alternatives", "followed", "only_way", "reasons_in_one_pass", "time_text"]
+__all__ = ["against", "alternatives", "followed", "layer_reasons", "only_way", "time_text"]
 
 
-def reasons_in_one_pass(
+def layer_reasons(
     graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
 ) -> dict[str, str]:
     """The reason for every layer's strategy, by the objective: the cost of its best alternative."""
-    problem, what_if = formulation.problem, WhatIf(formulation.problem, choice)
+    problem, what_if = formulation.problem, WhatIf(formulation, choice)
 
     def fits(index: int, change: Change) -> bool:
         tried = [*choice]

@@ -1,24 +1,22 @@
-"""Changes of the step by one layer's other strategies, every other layer left as it is.
-
-Each alternative changes one node and its edges, so the objective is recomputed from the parts of the
-chosen plan instead of from scratch: a report for hundreds of layers asks thousands of times.
-"""
+"""Changes of the step by one layer's other options, every other layer left as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.solver.problem import Edge, Problem, phases
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.step_time import edge_totals, node_totals
+from parplan.planner.solver.problem import changed_objectives, objective
 
 __all__ = ["Change", "WhatIf"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """Seconds the step would take longer (negative: less) with another strategy, by part."""
+    """Seconds the step would take longer (negative: less) with another option, by part."""
 
     strategy: int
     compute_s: float
@@ -32,40 +30,28 @@ class Change:
 
 
 class WhatIf:
-    """Alternatives to one choice of a problem."""
+    """Alternatives to one choice of a formulation."""
 
-    def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
-        self._problem = problem
+    def __init__(self, formulation: Formulation, choice: Sequence[int]) -> None:
+        self._problem, self._parts = formulation.problem, formulation.parts
         self._choice = tuple(choice)
-        self._touching: list[list[Edge]] = [[] for _ in problem.nodes]
-        for edge in problem.edges:
-            self._touching[edge.source].append(edge)
-            self._touching[edge.target].append(edge)
-        self._phases = phases(problem, choice)
+        self._now_s = objective(self._problem, choice)
 
     def changes(self, index: int) -> list[Change]:
-        """Every other allowed strategy of node `index`, the best first."""
-        node, now = self._problem.nodes[index], self._choice[index]
-        found = []
-        for strategy in range(node.size):
-            if strategy == now or not node.allowed[strategy]:
-                continue
-            known = self._phases
-            backward, arriving, reduction = known.backward_s.copy(), known.arriving_s.copy(), known.reduction_s.copy()
-            backward[index], reduction[index] = node.backward_s[strategy], node.reduction_s[strategy]
-            moved = 0.0
-            for edge in self._touching[index]:
-                old, new = self._pair(edge), self._pair(edge, index, strategy)
-                moved += float(edge.forward_s[new] + edge.backward_s[new] - edge.forward_s[old] - edge.backward_s[old])
-                arriving[edge.target] += edge.backward_s[new] - edge.backward_s[old]
-            if np.isfinite(moved):
-                compute = node.forward_s[strategy] + node.backward_s[strategy] - node.forward_s[now]
-                compute -= node.backward_s[now]
-                other = replace(known, backward_s=backward, arriving_s=arriving, reduction_s=reduction)
-                found.append(Change(strategy, float(compute), moved, other.exposed_s - known.exposed_s))
-        return sorted((c for c in found if np.isfinite(c.total_s)), key=lambda c: (c.total_s, c.strategy))
-
-    def _pair(self, edge: Edge, index: int = -1, strategy: int = 0) -> tuple[int, int]:
-        source = strategy if edge.source == index else self._choice[edge.source]
-        target = strategy if edge.target == index else self._choice[edge.target]
-        return source, target
+        """Every other allowed option of node `index`, the best first; what is neither compute nor moved is exposed."""
+        now = self._choice[index]
+        total_s = changed_objectives(self._problem, self._choice, index) - self._now_s
+        compute_s = node_totals(self._parts, index)
+        moved_s = np.zeros(len(compute_s))
+        for edge in self._parts.edges:
+            if edge.source == index:
+                moved_s = moved_s + edge_totals(self._parts, edge)[:, self._choice[edge.target]]
+            elif edge.target == index:
+                moved_s = moved_s + edge_totals(self._parts, edge)[self._choice[edge.source]]
+        compute_s, moved_s = compute_s - compute_s[now], moved_s - moved_s[now]
+        found = [
+            Change(k, float(compute_s[k]), float(moved_s[k]), float(total_s[k] - compute_s[k] - moved_s[k]))
+            for k in range(len(total_s))
+            if k != now and np.isfinite(total_s[k])
+        ]
+        return sorted(found, key=lambda change: (change.total_s, change.strategy))

@@ -13,8 +13,8 @@ from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
-from parplan.planner.search_space.formulation import Formulation, Option
-from parplan.planner.solver.problem import Edge, Node, Problem, Solution, evaluate
+from parplan.planner.search_space.formulation import Formulation, Option, reassembled
+from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
 __all__ = ["baselines"]
 
@@ -167,28 +167,17 @@ def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
 
 def _alone(formulation: Formulation) -> Problem:
     """The problem where inputs are at hand and results stay where they are."""
-    problem, delivery = formulation.problem, len(formulation.options)
+    parts, delivery = formulation.parts, len(formulation.options)
     nodes = [
-        replace(node, forward_s=node.forward_s - np.array([option.arrival_s for option in options]))
-        for node, options in zip(problem.nodes, formulation.options, strict=False)
+        replace(own, once_s=own.once_s - np.array([option.arrival_s for option in options]))
+        for own, options in zip(parts.nodes, formulation.options, strict=False)
     ]
-    edges = tuple(edge for edge in problem.edges if edge.target != delivery)
-    return replace(problem, nodes=(*nodes, problem.nodes[delivery]), edges=edges)
+    edges = [edge for edge in parts.edges if edge.target != delivery]
+    return reassembled(formulation, replace(parts, nodes=[*nodes, parts.nodes[delivery]], edges=edges))
 
 
 def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:
     """The problem with fewer strategies per node, no rules and no memory limit."""
-    nodes = tuple(
-        Node(node.name, node.forward_s[own], node.backward_s[own], node.reduction_s[own])
-        for node, own in zip(problem.nodes, (list(k) for k in kept), strict=True)
-    )
-    edges = tuple(
-        Edge(
-            e.source,
-            e.target,
-            e.forward_s[kept[e.source]][:, kept[e.target]],
-            e.backward_s[kept[e.source]][:, kept[e.target]],
-        )
-        for e in problem.edges
-    )
-    return Problem(nodes, edges)
+    free = replace(problem, nodes=tuple(replace(node, usages=()) for node in problem.nodes), limits=(), linear=())
+    masks = [np.isin(np.arange(node.size), own) for node, own in zip(problem.nodes, kept, strict=True)]
+    return restrict(free, masks).problem

@@ -19,7 +19,7 @@ import networkx as nx
 
 from parplan.graph.layer_graph import LayerGraph
 
-__all__ = ["Branch", "Section", "beside", "sections", "sections_of"]
+__all__ = ["Branch", "Section", "beside", "homes_of", "sections", "sections_of"]
 
 Branch = tuple[str, ...]
 """Layers in forward order."""
@@ -166,6 +166,27 @@ def beside(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[S
         devices: of every layer.
     """
     return tuple(section for section in sections(graph) if any(_disjoint(p, devices) for p in section.phases))
+
+
+def homes_of(
+    graph: LayerGraph, devices: Mapping[str, Collection[int]]
+) -> tuple[tuple[tuple[Branch, tuple[int, ...]], ...], ...]:
+    """Phases whose branches each have one block of devices for all their layers, equal or disjoint ones: with blocks.
+
+    Args:
+        devices: of every layer.
+    """
+    found: list[tuple[tuple[Branch, tuple[int, ...]], ...]] = []
+    for section in sections(graph):
+        for phase in section.phases:
+            blocks = [{tuple(sorted(devices[name])) for name in branch} for branch in phase]
+            taken = {name for one in found for branch, _ in one for name in branch}
+            own = {next(iter(block)) for block in blocks if len(block) == 1}
+            apart = sum(map(len, own)) == len({device for block in own for device in block})
+            if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart:
+                if not any(name in taken for branch in phase for name in branch):
+                    found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
+    return tuple(found)
 
 
 def _disjoint(phase: Sequence[Branch], devices: Mapping[str, Collection[int]]) -> bool:

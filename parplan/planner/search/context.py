@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic as now_s
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.stages import stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search_space.formulation import formulate
-from parplan.planner.simulation.simulator import Effort, Layers, SimulatedStep, StepSimulator
+from parplan.planner.search.branches import homes_of
+from parplan.planner.search_space.shape import ONE_PASS, Shape
+from parplan.planner.simulation.simulator import Layers, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, evaluate
 
-__all__ = ["Case", "Deadline", "fits", "plain", "without_period"]
+__all__ = ["Case", "Deadline", "fits", "first_lanes", "plain", "shape_of", "without_period"]
 
 
 class Deadline:
@@ -80,19 +83,9 @@ class Case:
         request: PlanRequest,
         progress: Listener | None = None,
     ) -> Case:
-        """A case with its whole time limit and effort left."""
+        """A case with its whole time limit left."""
         player = StepSimulator(graph, cluster, costs)
         return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
-
-    def within(self, plan: Plan, effort: Effort) -> SimulatedStep | None:
-        """A plan's step; None where the effort is spent, or the time is over, which ends searches on slow machines."""
-        return None if self.spent(effort) else self.player.within(plan, effort)
-
-    def spent(self, effort: Effort) -> bool:
-        """Whether nothing more is to be tried."""
-        over = self.deadline.left_s() == 0
-        self.deadline.hit = self.deadline.hit or (over and effort.left > 0)
-        return over or effort.left <= 0
 
     def phase(self, name: str) -> None:
         """Tell the listener that a phase begins."""
@@ -117,3 +110,27 @@ def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Layers) 
         alone = formulate(graph, cluster, costs, {name: (own,) for name, own in layers.items()})
         peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
     return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))
+
+
+def first_lanes(cluster: Cluster) -> tuple[int, ...]:
+    """The first device of each kind: blocks of the first devices have it if they have any of its kind."""
+    return tuple(sorted(group.members[0] for group in cluster.groups))
+
+
+def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
+    """The shape of a plan: its passes, the branches that it runs at the same time, and the devices to follow.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    when = stages(graph, plain(plan), plan.scheme)
+    shape = Shape(plan.scheme, when.max_replicas, when.min_replicas) if when.passes > 1 else ONE_PASS
+    homes = homes_of(graph, {name: own.devices for name, own in plan.layers.items()}) if when.passes == 1 else ()
+    placed = {name for phase in homes for branch, _ in phase for name in branch}
+    lanes = {*first_lanes(cluster), *(min(block) for phase in homes for _, block in phase)}
+    for name, own in plan.layers.items():
+        if name not in placed:
+            for group in cluster.groups:
+                used = set(own.devices) & set(group.members)
+                lanes |= set() if group.members[0] in used else used
+    return replace(shape, lanes=tuple(sorted(lanes)), homes=homes)

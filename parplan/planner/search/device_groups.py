@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Strategy
+from parplan.planner.search.branches import Branch
 
-__all__ = ["Group", "Share", "balance", "blocks_of", "groupings"]
+__all__ = ["Group", "Share", "balance", "groupings", "placements"]
 
 Group = tuple[int, ...]
 """Devices, ascending."""
@@ -111,8 +115,24 @@ def balance(shares: Sequence[Share], speeds: Sequence[float], backwards: bool = 
     return tuple(chosen)
 
 
-def blocks_of(cluster: Cluster, group: Group) -> tuple[Group, ...]:
-    """Blocks of devices that a layer placed on `group` may use: its first 1, 2, ..., of each kind alone, and all."""
-    kinds = [tuple(number for number in group if number in kind.members) for kind in cluster.groups]
-    alone = [own[:size] for own in kinds for size in range(1, len(own) + 1)]
-    return tuple(dict.fromkeys((*alone, group)))
+def placements(
+    phase: Sequence[Branch], graph: LayerGraph, cluster: Cluster, costs: CostModel
+) -> Iterator[tuple[tuple[Branch, Group], ...]]:
+    """Branches of a phase spread over disjoint groups of devices: a group for each branch."""
+    alone = [Strategy(devices=(group.members[0],)) for group in cluster.groups]
+
+    def work_s(branch: Branch, on: Strategy) -> float:
+        own = [costs.layer(graph.layers[name], on) for name in branch]
+        return sum(cost.forward_s + cost.backward_s for cost in own)
+
+    works = [work_s(branch, alone[0]) for branch in phase]
+    fastest = [sum(works) / max(sum(work_s(branch, one) for branch in phase), 1e-300) for one in alone]
+    speed = {device: fast for group, fast in zip(cluster.groups, fastest, strict=True) for device in group.members}
+    seen = set()
+    for count in range(2, min(len(phase), cluster.count) + 1):
+        for groups in groupings(cluster, range(cluster.count), count, works):
+            chosen = balance([Share(own, {}) for own in works], [sum(speed[d] for d in group) for group in groups])
+            placed = tuple((branch, groups[index]) for branch, index in zip(phase, chosen, strict=True))
+            if placed not in seen:
+                seen.add(placed)
+                yield placed

@@ -1,10 +1,4 @@
-"""A plan under all three schemes, each played through, and the best of some plans and schemes.
-
-The solver's objective knows plans that run in one pass. What passes save, and what they cost, is on the clock
-(timeline.py): so the solver's plan is priced under every scheme, and with it the plan that it would choose if most of
-what crosses from many replicas to fewer were hidden; planner/search/refine.py goes on from the best. Nothing is proven
-here.
-"""
+"""A plan under the three schemes, each simulated, and the prediction of a plan from its simulated step."""
 
 from __future__ import annotations
 
@@ -17,46 +11,18 @@ from parplan.errors import PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme
-from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, Proof, SchemePrice
+from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, SchemePrice
 from parplan.planner.search.context import Case
 from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.step_work import Work, work_of
 from parplan.planner.simulation.timeline import Kind, Lane, Timeline
-from parplan.planner.solver.problem import Status
 
 __all__ = [
-    "IN_PASSES", "clocked", "clocked_facts", "clocked_proof", "needs_clock", "rival_in_passes", "scheduled",
-    "scheme_prices", "schemes_of", "under", "updates_lost",
+    "IN_PASSES", "simulated_prediction", "simulated_reports", "needs_simulation", "no_updates", "rival_in_passes", "scheme_prices", "schemes_of", "under", "updates_lost",
 ]  # fmt: skip
 
 IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
-
-
-def scheduled(case: Case, pinned: Pinned, draft: Plan, others: Sequence[Plan]) -> list[Plan]:
-    """The solver's plan under every scheme that is asked for and possible, and other plans in passes.
-
-    Where weights are pinned to be updated between passes, there have to be passes.
-
-    Args:
-        others: further plans to try, in passes only.
-
-    Raises:
-        PlanError: the scheme that is asked for is not possible.
-        PinError: weights pinned to be updated between passes need a scheme that is not possible, or not asked for.
-    """
-    graph, asked = case.graph, schemes_of(case.request.scheme)
-    tries = [under(draft, graph, one) for one in asked]
-    more = [under(other, graph, one) for one in asked for other in others]
-    tries += [plan for plan in more if plan is not None and plan.scheme in IN_PASSES]
-    possible = [plan for plan in tries if plan is not None]
-    found = [plan for plan in possible if not updates_lost(plan, graph, pinned)]
-    if not found and updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned):
-        raise _no_updates(draft, graph, pinned, asked)
-    if not found:
-        check(replace(draft, scheme=asked[0]), graph)
-        raise PlanError(f"{draft.model}: no plan was found that is legal with {asked[0].value}")
-    return found
 
 
 def updates_lost(plan: Plan, graph: LayerGraph, pinned: Pinned) -> list[str]:
@@ -81,7 +47,8 @@ def passes_of(plan: Plan, graph: LayerGraph) -> int:
     return gathered.max_replicas // gathered.min_replicas
 
 
-def _no_updates(draft: Plan, graph: LayerGraph, pinned: Pinned, asked: Sequence[Scheme]) -> PinError:
+def no_updates(draft: Plan, graph: LayerGraph, pinned: Pinned, asked: Sequence[Scheme]) -> PinError:
+    """The error on weights pinned to be updated between passes, where there can be none or none are asked for."""
     layer = updates_lost(replace(draft, scheme=Scheme.GATHER), graph, pinned)[0]
     pin = pinned.layers[layer].by["update_period"]
     passes = f"{passes_of(draft, graph)} passes"
@@ -170,10 +137,10 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
     return SchemePrice(plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, memory_bytes, samples)
 
 
-# ---- the clock in place of the sum -----------------------------------------------------------------------------------
+# ---- the simulated step in place of the sum --------------------------------------------------------------------------
 
 
-def needs_clock(plan: Plan, graph: LayerGraph) -> bool:
+def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
     """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
     if stages(graph, plan.layers, plan.scheme).passes > 1:
         return True
@@ -181,8 +148,8 @@ def needs_clock(plan: Plan, graph: LayerGraph) -> bool:
     return any(one.isdisjoint(other) for one in places for other in places)
 
 
-def clocked(prediction: Prediction, timeline: Timeline) -> Prediction:
-    """A prediction with its step and parts from the clock: where the time goes of the device that is done last."""
+def simulated_prediction(prediction: Prediction, timeline: Timeline) -> Prediction:
+    """A prediction with its step and parts from the simulation: where the time goes of the device that is done last."""
     spent, doubt_s = timeline.critical, prediction.high_s - prediction.step_s
     sums_s = _sums_s(timeline)
     return replace(
@@ -200,13 +167,6 @@ def clocked(prediction: Prediction, timeline: Timeline) -> Prediction:
     )
 
 
-def clocked_proof(proof: Proof, step_s: float) -> Proof:
-    """What is proven is proven of the objective: of plans in one pass whose layers run one after another."""
-    gap = max(0.0, (step_s - proof.bound) / step_s) if step_s > 0 else 0.0
-    status = Status.FEASIBLE.value if proof.status == Status.OPTIMAL.value else proof.status
-    return replace(proof, status=status, objective=step_s, gap=gap, one_pass=True)
-
-
 def _sums_s(timeline: Timeline) -> float:
     """Seconds that gradient sums take, each counted once, however many devices take part."""
     found: dict[tuple[str, int | None, frozenset[Lane]], float] = {}
@@ -216,7 +176,7 @@ def _sums_s(timeline: Timeline) -> float:
     return sum(found.values())
 
 
-def clocked_facts(
+def simulated_reports(
     facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
 ) -> tuple[LayerReport, ...]:
     """Facts of layers with what they take in all their passes together."""

@@ -1,239 +1,380 @@
-"""From a case to the plan that is proven, and from there to the one that is taken.
+"""The search over shapes of plans: every shape's problem bounded or solved, the fastest plan kept with its proof.
 
-The solver's plan is the best in one pass whose layers run one after another. Plans in passes and with branches at the
-same time are sought from there, judged by the clock (planner/simulation/timeline.py).
+A shape fixes scheme, passes and the devices that branches have for themselves (search_space/shape.py); inside, the
+solver proves the best strategies. Each further shape has to beat the best step so far, so most are refuted by their
+bound. OPTIMAL is said where every shape that is legal was solved or refuted.
+
+    one pass                  layers on the first devices
+    passes                    for every pair of replica counts that divide, under every scheme asked for
+    any block of devices      first bounded by the mean of all devices, which also bounds branches at the same time
+    branches                  every phase of branches on disjoint blocks, those first that the bound leaves most room
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
-from parplan.errors import InfeasiblePlan
-from parplan.plan import Plan, Strategy
-from parplan.planner.decision import Baseline
-from parplan.planner.search.branch_search import SHARE, Ground, Towers, search
-from parplan.planner.search.context import Case, fits, plain
-from parplan.planner.search.refine import hidden_boundaries, polished
-from parplan.planner.search.schemes import IN_PASSES, scheduled, under
-from parplan.planner.search_space.formulation import Formulation, extended, formulate
+from parplan.errors import InfeasiblePlan, PlanError
+from parplan.lowering.stages import keeps_apart, stages
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.search.branches import Branch, sections
+from parplan.planner.search.context import Case, first_lanes, plain, shape_of
+from parplan.planner.search.device_groups import placements
+from parplan.planner.search.schemes import no_updates, schemes_of, under, updates_lost
+from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import Questions, candidates, fastest, no_plan
-from parplan.planner.simulation.simulator import EFFORT, Effort
-from parplan.planner.solver.problem import Problem, Solution, Status
+from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
+from parplan.planner.search_space.shape import Shape
+from parplan.planner.search_space.strategies import strategies
+from parplan.planner.search_space.verifier import check
+from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Solved", "Taken", "choice_of", "solved", "solver", "taken"]
+__all__ = ["Found", "ShapeSearch"]
 
-MAIN, AGAIN, HIDDEN = 0.7, 0.5, 0.5
-"""Parts of the time left for the proof, for each solve after one whose plan did not fit, and for plans in passes."""
+MAIN, AGAIN, SHARE = 0.5, 0.5, 0.5
+"""Parts of the time left for the first proof, for each solve after one whose plan did not fit, and for other shapes."""
 
 ATTEMPTS = 4
 """How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
 
-NEAR = 1.03
-"""A plan in passes up to this much slower than the best is improved, too: it may become the best."""
+ANYWHERE = 8
+"""Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
+
+BETTER = 1e-6
+"""A plan has to be faster by more than this, relative."""
 
 Solve = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True)
-class Solved:
-    """What the solver says: its plan in one pass, and the prices it was found with.
+class Found:
+    """The fastest plan of all shapes with its proof.
 
-    `costs_s` is how long the prices took.
+    Args:
+        formulation: the problem of the plan's shape; `choice` is the plan in it.
+        objective: T in seconds; `bound`: no plan of any shape that is `covered` takes less.
+        covered: the shapes that the bound is of, in words.
+        tried: shapes with branches at the same time that were solved or refuted.
+        without_s: T of the best plan in which no branches run at the same time; None where none were tried.
     """
 
+    plan: Plan
     formulation: Formulation
-    solution: Solution
     choice: tuple[int, ...]
-    plan: Plan
-    costs_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The plan that is taken, with prices of its strategies; `towers` is how that search ended, if there was one."""
-
-    plan: Plan
-    formulation: Formulation
-    towers: Towers | None = None
+    objective: float
+    bound: float
+    seconds: float
+    covered: tuple[str, ...] = ()
+    tried: int = 0
+    without_s: float | None = None
 
     @property
-    def choice(self) -> tuple[int, ...]:
-        """The plan among the strategies that were priced."""
-        return choice_of(self.formulation, self.plan)
+    def gap(self) -> float:
+        """(objective - bound) / objective."""
+        return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
 
 
-def choice_of(formulation: Formulation, plan: Plan) -> tuple[int, ...]:
-    """A plan among the strategies that were priced, which know no update periods."""
-    return formulation.choice(plain(plan))
+class ShapeSearch:
+    """The shapes of one case, each formulated once for all questions about pins."""
+
+    def __init__(self, case: Case, asked: Questions) -> None:
+        self.case, self.asked = case, asked
+        self.costs_s = 0.0
+        self._formulations: dict[tuple[Shape, bool, bool], Formulation | None] = {}
+        self._infeasible: tuple[Formulation, Solution] | None = None
+
+    # ---- problems ----
+
+    def one_pass(self) -> Formulation:
+        """The problem of plans in one pass on the first devices."""
+        found = self.formulation(Shape(lanes=first_lanes(self.case.cluster)))
+        assert found is not None  # every layer has a strategy: whole, on one device
+        return found
+
+    def formulation(self, shape: Shape, everywhere: bool = False, far_s: float = 0.0) -> Formulation | None:
+        """The problem of a shape with all strategies that some question allows; None where a layer has none."""
+        key = (shape, everywhere, far_s > 0)
+        if key not in self._formulations:
+            begin = time.perf_counter()
+            self._formulations[key] = self._formulated(shape, everywhere, far_s)
+            self.costs_s += time.perf_counter() - begin
+            self.case.deadline.extend(time.perf_counter() - begin)
+        return self._formulations[key]
+
+    def _formulated(self, shape: Shape, everywhere: bool, far_s: float) -> Formulation | None:
+        case = self.case
+        if not self._formulations:
+            case.phase("costs")
+        options: dict[str, Sequence[Strategy]] = candidates(self.asked, case.graph, case.cluster, everywhere)
+        given = plain(case.request.plan) if case.request.plan is not None else {}
+        for name, strategy in given.items():
+            options[name] = tuple(dict.fromkeys((*options[name], strategy)))
+        for branch, block in (track for phase in shape.homes for track in phase if not shape.average):
+            for name in branch:
+                options[name] = strategies(case.graph.layers[name], case.graph.batch or 1, [block])
+        on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
+        strict = case.request.rules == "strict"
+        far_s = far_s or self._far_s(options, shape)
+        try:
+            return formulate(
+                case.graph, case.cluster, case.costs, options, shape=shape, far_s=far_s, strict=strict,
+                on_layer=on_layer,
+            )  # fmt: skip
+        except InfeasibleShape:
+            return None
+
+    def _far_s(self, options: dict[str, Sequence[Strategy]], shape: Shape) -> float:
+        """Seconds of a step on one device after the other, twice: where several kinds of devices are followed."""
+        if not shape.by_device:
+            return 0.0
+        first = {name: own[:1] for name, own in options.items()}
+        alone = formulate(self.case.graph, self.case.cluster, self.case.costs, first)
+        return 2 * evaluate(alone.problem, [0] * len(alone.problem.nodes)).objective
+
+    # ---- the search ----
+
+    def best(self, pinned: Pinned, part: float = 1.0) -> Found:
+        """The fastest plan that keeps some pins, or the given one, with the proof over all shapes.
+
+        Args:
+            part: of the time left.
+
+        Raises:
+            InfeasiblePlan: no plan fits; the text names the limit, or the pins.
+            PinError, PlanError: the scheme asked for, or updates between passes, are not possible.
+        """
+        case, begin = self.case, time.perf_counter()
+        case.phase("solve")
+        run = _Run(self, pinned, part)
+        schemes = schemes_of(case.request.scheme)
+        for shape, everywhere in self._shapes(schemes, pinned):
+            run.attempt(shape, everywhere)
+        if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
+            run.any_block()
+        return run.found(time.perf_counter() - begin)
+
+    def _shapes(self, schemes: Sequence[Scheme], pinned: Pinned) -> Iterator[tuple[Shape, bool]]:
+        """One pass, then passes: most replicas by fewest, fewer passes first."""
+        graph, count = self.case.graph, self.case.cluster.count
+        periods = set(pinned.periods.values())
+        lanes = first_lanes(self.case.cluster)
+        known = {
+            one.replicas
+            for name, own in candidates(self.asked, graph, self.case.cluster, False).items()
+            if keeps_apart(graph.layers[name])
+            for one in own
+        }
+        if Scheme.GATHER in schemes and periods <= {1}:
+            yield Shape(lanes=lanes), False
+        given = self.case.request.plan
+        for scheme in (Scheme.INTERLEAVE, Scheme.BROADCAST) if count > 1 or given is not None else ():
+            if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
+                continue
+            if Scheme.GATHER not in schemes:
+                for replicas in sorted(known, reverse=True):
+                    yield Shape(scheme, replicas, replicas, lanes), False
+            pairs = [(most, few) for most in known for few in known if most > few and most % few == 0]
+            for most, few in sorted(pairs, key=lambda pair: (pair[0] // pair[1], -pair[0])):
+                if not any((most // few) % period for period in periods):
+                    yield Shape(scheme, most, few, lanes), False
 
 
-# ---- the solver's plan -----------------------------------------------------------------------------------------------
+class _Run:
+    """One search: the best plan so far, and what the bound covers."""
 
+    def __init__(self, search: ShapeSearch, pinned: Pinned, part: float) -> None:
+        self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
+        self.best: tuple[float, Plan, Formulation, tuple[int, ...]] | None = None
+        self.bound = inf
+        self.covered: list[str] = []
+        self.tried = 0
+        self.without_s: float | None = None
+        self.first: tuple[Formulation, Solution] | None = None
 
-def solved(case: Case, asked: Questions) -> Solved:
-    """The fastest plan in one pass that keeps all pins, or the given one, with the solver's proof.
+    @property
+    def cutoff(self) -> float:
+        """Seconds that another plan has to stay below."""
+        return self.best[0] * (1 - BETTER) if self.best is not None else inf
 
-    Raises:
-        InfeasiblePlan: no plan fits; the text names the limit, or the pins.
-    """
-    begin = time.perf_counter()
-    formulation = _formulated(case, asked, everywhere=False)
-    costs_s = time.perf_counter() - begin
-    case.deadline.extend(costs_s)
-    case.phase("solve")
-    solution = fastest(formulation, asked.whole, solver(case, formulation, MAIN))
-    if solution.status is Status.INFEASIBLE and case.cluster.count > 1:
-        # Other blocks of devices than the first ones only ever help to spread memory.
-        begin = time.perf_counter()
-        formulation = _formulated(case, asked, everywhere=True)
-        case.deadline.extend(time.perf_counter() - begin)
-        solution = fastest(formulation, asked.whole, solver(case, formulation, MAIN))
-    choice = _choice(case, formulation, solution, asked)
-    return Solved(formulation, solution, choice, plan_of(case, formulation, choice, asked.whole), costs_s)
+    def attempt(self, shape: Shape, everywhere: bool = False, far_s: float = 0.0) -> float:
+        """Solve or refute a shape; gives the bound of its plans, inf where there are none."""
+        formulation = self.search.formulation(shape, everywhere, far_s)
+        if formulation is None:
+            return inf
+        problem = masked(formulation, self.pinned)
+        solution = self.fitting(formulation, problem)
+        if self.first is None:
+            self.first = formulation, solution
+        if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
+            plan = self.plan_of(formulation, solution.choice)
+            self.best = solution.objective, plan, formulation, solution.choice
+        bound = self.cutoff / (1 - BETTER) if solution.status is Status.INFEASIBLE and self.best else solution.bound
+        if not shape.average:
+            self.bound = min(self.bound, bound)
+            self.covered.append(shape.describe())
+        return bound
 
+    def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
+        """The plan that a choice stands for, with pinned update periods."""
+        graph, periods, shape = self.case.graph, self.pinned.periods, formulation.shape
+        chosen = formulation.strategies(choice)
+        layers = {name: replace(own, update_period=periods.get(name)) for name, own in chosen.items()}
+        scheme = shape.scheme if shape.passes > 1 else Scheme.GATHER
+        count, rules = self.case.cluster.count, self.case.request.rules
+        return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, layers, rules, scheme)
 
-def _formulated(case: Case, asked: Questions, everywhere: bool) -> Formulation:
-    case.phase("costs")
-    options: dict[str, Sequence[Strategy]] = candidates(asked, case.graph, case.cluster, everywhere)
-    given = plain(case.request.plan) if case.request.plan is not None else {}
-    for name, strategy in given.items():
-        options[name] = tuple(dict.fromkeys((*options[name], strategy)))
-    on_layer = case.progress.advance if case.progress is not None else None
-    strict = case.request.rules == "strict"
-    return formulate(case.graph, case.cluster, case.costs, options, strict=strict, on_layer=on_layer)
+    def fitting(self, formulation: Formulation, problem: Problem) -> Solution:
+        """A solution that fits with its transfers, which the solver only estimates: again with so much less memory.
 
+        The bound stays that of the first one, which nothing beats. Where no attempt finds a plan that fits, the first
+        solution is returned: another search may still find one, and `decide` refuses a plan that does not fit.
+        """
+        case = self.case
+        tell = case.progress.solver if case.progress is not None else None
 
-def solver(case: Case, formulation: Formulation, part: float) -> Solve:
-    """Solves a problem with the strategies of `formulation`, some of them forbidden perhaps; plans really fit.
+        def once(problem: Problem, part: float) -> Solution:
+            limit_s = case.deadline.part_s(part * self.part)
+            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell)
+            return case.deadline.watched(found, limit_s)
 
-    Args:
-        part: of the time left, for the first solve.
-    """
-    tell = case.progress.solver if case.progress is not None else None
-
-    def once(problem: Problem, part: float) -> Solution:
-        limit_s = case.deadline.part_s(part)
-        return case.deadline.watched(solve(problem, limit_s, on_progress=tell), limit_s)
-
-    def fitting(problem: Problem) -> Solution:
-        first = once(problem, part)
+        first = found = once(problem, MAIN if self.best is None else SHARE)
         if case.request.plan is not None:
             return first
-        return _fitting(case, formulation, problem, first, lambda less: once(less, AGAIN))
+        lowered = limits = problem.limits
+        for _ in range(ATTEMPTS):
+            peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
+            if peaks is None:
+                break
+            over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
+            if not any(over):
+                return found if found is first else replace(found, bound=first.bound)
+            lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
+            found = once(replace(problem, limits=lowered), AGAIN)
+        return first
 
-    return fitting
+    # ---- any block of devices, and branches at the same time ----
+
+    def any_block(self) -> None:
+        """Plans with layers on any block, and with branches at the same time, where the bound does not refute them."""
+        case = self.case
+        every = tuple(range(case.cluster.count))
+        if len(every) > ANYWHERE:
+            if self.best is None:
+                self.attempt(Shape(lanes=every), everywhere=True)
+            return
+        phases = self.phases()
+        if self.best is not None and self.refuted(phases):
+            self.covered += [Shape(lanes=every).describe(), *(["branches at the same time"] if phases else [])]
+            return
+        if self.best is None or not self.refuted(()):
+            self.attempt(Shape(lanes=every), everywhere=True, far_s=self.cutoff if self.best is not None else 0.0)
+        self.branches(phases)
+
+    def phases(self) -> list[tuple[Branch, ...]]:
+        """Phases of branches that could run at the same time, where layers are free to be moved."""
+        request = self.case.request
+        if request.rules == "strict" or self.pinned.layers:
+            return []
+        return [phase for section in sections(self.case.graph) for phase in section.phases if len(phase) > 1]
+
+    def refuted(self, phases: Sequence[tuple[Branch, ...]]) -> bool:
+        """Whether no plan on any blocks, with branches of `phases` at the same time, beats the best."""
+        outer: list[tuple[Branch, ...]] = []
+        taken: set[str] = set()
+        inside: set[str] = set()
+        for phase in phases:
+            members = {name for branch in phase for name in branch}
+            (inside if members & taken else taken).update(members)
+            outer += [] if members & (taken - members) or members & inside else [phase]
+        homes = tuple(tuple((branch, ()) for branch in phase) for phase in outer)
+        shape = Shape(average=True, homes=homes, inside=frozenset(inside))
+        bound = self.attempt(shape, everywhere=True, far_s=self.cutoff)
+        if self.best is not None and bound < self.best[0]:
+            self.bound = min(self.bound, bound)
+        return self.best is not None and bound >= self.cutoff
+
+    def branches(self, phases: Sequence[tuple[Branch, ...]]) -> None:
+        """Branches of one phase after the other on disjoint blocks, kept where that is faster."""
+        if not phases or self.best is None:
+            return
+        self.without_s = self.best[0]
+        homes: tuple[tuple[tuple[Branch, tuple[int, ...]], ...], ...] = ()
+        for phase in phases:
+            members = {name for branch in phase for name in branch}
+            if any(members & {*branch} for home in homes for branch, _ in home):
+                continue
+            best = homes
+            for home in placements(phase, self.case.graph, self.case.cluster, self.case.costs):
+                tried = (*homes, home)
+                first = {min(block) for one in tried for _, block in one}
+                shape = Shape(lanes=tuple(sorted({*first_lanes(self.case.cluster), *first})), homes=tried)
+                before = self.best[0]
+                self.tried += 1
+                self.attempt(shape, far_s=self.cutoff)
+                best = tried if self.best[0] < before else best
+            homes = best
+
+    # ---- the answer ----
+
+    def found(self, seconds: float) -> Found:
+        """The best plan and its proof.
+
+        Raises:
+            InfeasiblePlan, PinError, PlanError: there is none.
+        """
+        case, given = self.case, self.case.request.plan
+        if given is not None:
+            return self._given(given, seconds)
+        if self.best is None:
+            raise self._none()
+        objective, plan, formulation, choice = self.best
+        return Found(
+            plan, formulation, choice, objective, min(self.bound, objective), seconds, tuple(self.covered),
+            self.tried, self.without_s,
+        )  # fmt: skip
+
+    def _given(self, plan: Plan, seconds: float) -> Found:
+        case = self.case
+        shape = shape_of(plan, case.graph, case.cluster)
+        own = {name: (strategy,) for name, strategy in plain(plan).items()}
+        far_s = self.search._far_s(own, shape)
+        formulation = formulate(case.graph, case.cluster, case.costs, own, shape=shape, far_s=far_s)
+        choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
+        objective = evaluate(formulation.problem, choice).objective
+        return Found(plan, formulation, choice, objective, min(self.bound, objective), seconds, tuple(self.covered))
+
+    def _none(self) -> Exception:
+        """The error that says why there is no plan."""
+        case, asked = self.case, self.search.asked
+        formulation, solution = self.first or (self.search.one_pass(), None)
+        draft = None
+        if solution is None or solution.choice is None:
+            one_pass = self.search.one_pass()
+            alone = solve(masked(one_pass, self.pinned), case.deadline.part_s(AGAIN))
+            if alone.choice is not None:
+                draft = self.plan_of(one_pass, alone.choice)
+            elif case.request.pins:
+                return no_plan(one_pass, asked, alone, lambda problem: solve(problem, case.deadline.part_s(AGAIN)))
+            else:
+                return InfeasiblePlan(why_not(one_pass, alone))
+        schemes = schemes_of(case.request.scheme)
+        if draft is None:
+            return InfeasiblePlan(why_not(formulation, solution))  # type: ignore[arg-type]
+        if updates_lost(replace(draft, scheme=Scheme.GATHER), case.graph, self.pinned):
+            return no_updates(draft, case.graph, self.pinned, schemes)
+        try:
+            check(replace(draft, scheme=schemes[0]), case.graph)
+        except PlanError as error:
+            return error
+        return PlanError(f"{draft.model}: no plan was found that is legal with {schemes[0].value}")
 
 
-def _fitting(case: Case, formulation: Formulation, problem: Problem, solution: Solution, again: Solve) -> Solution:
-    """A solution that fits with its transfers, which the solver only estimates: again with so much less memory.
-
-    The bound stays that of the first one, which nothing beats. Where no attempt finds a plan that fits, the first
-    solution is returned: another search may still find one, and `decide` refuses a plan that does not fit.
-    """
-    lowered = limits = problem.limits
-    found = solution
-    for _ in range(ATTEMPTS):
-        peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
-        if peaks is None:
-            break
-        over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
-        if not any(over):
-            return found if found is solution else replace(found, bound=solution.bound)
-        lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
-        found = again(replace(problem, limits=lowered))
-    return solution
-
-
-def _choice(case: Case, formulation: Formulation, solution: Solution, asked: Questions) -> tuple[int, ...]:
-    if case.request.plan is not None:
-        return choice_of(formulation, case.request.plan)
-    if solution.choice is None and case.request.pins:
-        each = 1 / (1 + len(asked.parts))
-        raise no_plan(formulation, asked, solution, solver(case, formulation, each))
-    if solution.choice is None:
-        raise InfeasiblePlan(why_not(formulation, solution))
-    return solution.choice
-
-
-def plan_of(case: Case, formulation: Formulation, choice: Sequence[int], pinned: Pinned) -> Plan:
-    """The plan that a choice stands for, with pinned update periods; the given plan where there is one."""
-    if case.request.plan is not None:
-        return case.request.plan
-    graph, periods = case.graph, pinned.periods
-    chosen = formulation.strategies(choice)
-    layers = {name: replace(own, update_period=periods.get(name)) for name, own in chosen.items()}
-    return Plan(graph.model, graph.fingerprint, graph.batch or 1, case.cluster.count, layers, case.request.rules)
-
-
-# ---- the plan that is taken ------------------------------------------------------------------------------------------
-
-
-def taken(case: Case, one_pass: Solved, pinned: Pinned, rivals: Sequence[Baseline], share: float = 1.0) -> Taken:
-    """The solver's plan, or a faster one by the clock: in passes, or with branches at the same time.
-
-    Args:
-        rivals: the usual plans.
-        share: of the usual effort and time.
-    """
-    plan, formulation = one_pass.plan, one_pass.formulation
-    if case.request.plan is None and case.cluster.count > 1:
-        plan = _on_the_clock(case, one_pass, pinned, rivals, share)
-    found = None if pinned.layers else _towers(case, formulation, plan, share)
-    if found is not None and found.plan is not None:
-        plan = found.plan
-        formulation = extended(formulation, plan, case.graph, case.cluster, case.costs)
-    return Taken(plan, formulation, found)
-
-
-def _on_the_clock(case: Case, one_pass: Solved, pinned: Pinned, rivals: Sequence[Baseline], share: float) -> Plan:
-    """The fastest scheme of the fastest plan known; what runs in passes is improved by the clock."""
-    usual = [rival.plan for rival in rivals if rival.fits and rival.plan is not None and not pinned.layers]
-    habits = [replace(plan, rules=case.request.rules) for plan in usual]
-    others = [*_hidden(case, one_pass, pinned, share * HIDDEN), *habits]
-    tries = scheduled(case, pinned, one_pass.plan, others)
-    own = [plan for plan in tries if plan.layers == one_pass.plan.layers]
-    best = _fastest(case, tries) or case.player.fastest(own or tries) or one_pass.plan
-    in_passes = _fastest(case, [plan for plan in tries if plan.scheme in IN_PASSES])
-    near = in_passes is not None and case.player.step_s(in_passes) <= NEAR * case.player.step_s(best)
-    start = in_passes if in_passes is not None and near else best
-    better = polished(case, one_pass.formulation, start, pinned, Effort(int(share * EFFORT)))
-    schemes = {plan.scheme for plan in tries}
-    same = [under(better, case.graph, scheme) for scheme in IN_PASSES if scheme in schemes]
-    return case.player.fastest([best, better, *same]) or best
-
-
-def _fastest(case: Case, plans: Sequence[Plan]) -> Plan | None:
-    """The fastest of these that fits with its transfers, which the solver and the prices of usual plans know little of;
-    None where none does."""
-    left = list(plans)
-    while (best := case.player.fastest(left)) is not None:
-        if fits(case.graph, case.cluster, case.costs, plain(best)):
-            return best
-        left = [plan for plan in left if plan.layers != best.layers]
-    return None
-
-
-def _hidden(case: Case, one_pass: Solved, pinned: Pinned, part: float) -> list[Plan]:
-    """What the solver would choose if passes hid most of what crosses to fewer replicas."""
-    problem = hidden_boundaries(one_pass.formulation) if case.request.scheme != "gather" else None
-    if problem is None:
-        return []
-    formulation = replace(one_pass.formulation, problem=problem)
-    found = fastest(formulation, pinned, solver(case, formulation, part)).choice
-    return [] if found is None else [plan_of(case, formulation, found, pinned)]
-
-
-def _towers(case: Case, formulation: Formulation, draft: Plan, share: float) -> Towers | None:
-    """A faster plan with branches at the same time; not sought where the layers or their order are decided by hand."""
-    request = case.request
-    if request.plan is not None or request.scheme not in ("auto", "gather") or request.rules == "strict":
-        return None
-    limit_s = case.deadline.part_s(share * SHARE)
-    found = search(Ground(case.graph, case.cluster, case.costs, case.player.step_s), draft, formulation, limit_s, share)
-    case.deadline.hit = case.deadline.hit or (found is not None and found.timed_out)
-    return found
+def faster_scheme(case: Case, plan: Plan) -> Plan:
+    """The plan under broadcast, where its simulated step is shorter than with interleaved passes."""
+    other = under(plan, case.graph, Scheme.BROADCAST) if plan.scheme is Scheme.INTERLEAVE else None
+    return case.player.fastest([plan, other]) or plan

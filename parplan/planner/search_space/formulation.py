@@ -38,6 +38,7 @@ __all__ = [
     "delivery_layout",
     "formulate",
     "like_readers",
+    "reassembled",
 ]  # fmt: skip
 
 DELIVERY = "(delivery)"
@@ -132,7 +133,7 @@ def formulate(
     Args:
         candidates: legal strategies per layer.
         shape: scheme, passes, and devices that are followed one by one.
-        far_s: seconds that no step worth considering takes, where devices are followed (step_time.assembled).
+        far_s: seconds that no step worth considering takes, where devices are followed (step_time.StepParts).
         strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
         on_layer: told (done, total) while costs are computed.
 
@@ -182,8 +183,8 @@ def formulate(
             for edge in edges
             for part in ((*share, 1.0)[edge.target],)
         ]
-    parts = StepParts(own_parts, edges, shape, hidden, phases)
-    node_s, edge_s, maxima = assembled(parts, far_s)
+    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s)
+    node_s, edge_s, maxima = assembled(parts)
     nodes = [
         Node(name, seconds, tuple(usage for device in range(cluster.count) for usage in _usages(own, device)))
         for name, own, seconds in zip(names, options, node_s, strict=False)
@@ -200,6 +201,15 @@ def formulate(
         maxima=maxima,
     )
     return Formulation(problem, (*names, DELIVERY), tuple(options), parts)
+
+
+def reassembled(formulation: Formulation, parts: StepParts) -> Problem:
+    """The problem with other seconds, and everything else as it is."""
+    node_s, edge_s, maxima = assembled(parts)
+    known = formulation.problem
+    nodes = tuple(replace(node, cost_s=seconds) for node, seconds in zip(known.nodes, node_s, strict=True))
+    edges = tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(parts.edges, edge_s, strict=True))
+    return replace(known, nodes=nodes, edges=edges, maxima=maxima)
 
 
 def _device_names(cluster: Cluster) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ __all__ = [
     "Question",
     "Questions",
     "candidates",
-    "fastest",
     "grouped",
+    "masked",
     "no_plan",
     "pin_questions",
     "prices",
@@ -79,7 +79,6 @@ def _place(pin: Pin) -> str:
 
 
 Solve = Callable[[Problem], Solution]
-GAP = 1e-6  # as in solve.py
 
 
 @dataclass(frozen=True)
@@ -143,69 +142,15 @@ def candidates(
     }
 
 
-def fastest(formulation: Formulation, pins: Pinned, solve: Solve) -> Solution:
-    """The fastest plan that keeps these pins, with its proof."""
-    periods = sorted(set(pins.periods.values()) - {1})
-    # Layers in `allowed` have these strategies only; numbers of strategies stay.
-    allowed = pins.allowed
+def masked(formulation: Formulation, pins: Pinned) -> Problem:
+    """The problem where layers have the strategies that these pins allow."""
     nodes = list(formulation.problem.nodes)
     for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
-        if name in allowed:
-            own = set(allowed[name])
-            nodes[index] = _masked(nodes[index], [option.strategy in own for option in options])
-    problem = replace(formulation.problem, nodes=tuple(nodes))
-    first = solve(problem)
-    if first.choice is None or not periods:
-        return first
-    counts = {
-        index: [option.strategy.replicas for option in options]
-        for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False))
-        if name in pins.samples
-    }
-    chosen = [own[first.choice[index]] for index, own in counts.items()]
-    if not _broken(max(chosen), min(chosen), periods):
-        return first
-    known = sorted({count for own in counts.values() for count in own})
-    pairs = [(low, high) for high in known for low in known if low < high and not _broken(high, low, periods)]
-    return _best(first, [solve(_between(problem, counts, low, high)) for low, high in pairs])
-
-
-def _masked(node: Node, keep: Sequence[bool]) -> Node:
-    return replace(node, forward_s=np.where(keep, node.forward_s, np.inf))
-
-
-def _broken(max_replicas: int, min_replicas: int, periods: Sequence[int]) -> bool:
-    return bool(max_replicas % min_replicas) or any((max_replicas // min_replicas) % period for period in periods)
-
-
-def _between(problem: Problem, counts: Mapping[int, Sequence[int]], low: int, high: int) -> Problem:
-    """The problem with replicas from `low` to `high`, both of them in use."""
-    nodes = list(problem.nodes)
-    for index, own in counts.items():
-        nodes[index] = _masked(nodes[index], [low <= count <= high for count in own])
-    rows = tuple(
-        Linear(
-            f"R8: some layer has {ends} replicas",
-            {index: np.array([float(count == ends) for count in own]) for index, own in counts.items()},
-            low=1.0,
-        )
-        for ends in (low, high)
-    )
-    return replace(problem, nodes=tuple(nodes), linear=(*problem.linear, *rows))
-
-
-def _best(first: Solution, tried: Sequence[Solution]) -> Solution:
-    """The best of several solutions, of which one is the answer; `first` is what nothing beats."""
-    seconds = first.seconds + sum(one.seconds for one in tried)
-    open_ = [one for one in tried if one.status is not Status.INFEASIBLE]
-    if not open_:
-        return replace(first, status=Status.INFEASIBLE, choice=None, objective=math.inf, seconds=seconds)
-    best = min(open_, key=lambda one: one.objective)
-    bound = max(first.bound, min(one.bound for one in open_))
-    gap = (best.objective - bound) / best.objective if math.isfinite(best.objective) and best.objective > 0 else 0.0
-    found = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
-    status = best.status if best.choice is None else found
-    return replace(best, status=status, bound=bound, gap=gap, seconds=seconds)
+        if name in pins.allowed:
+            own = set(pins.allowed[name])
+            keep = [option.strategy in own for option in options]
+            nodes[index] = replace(nodes[index], cost_s=np.where(keep, nodes[index].cost_s, np.inf))
+    return replace(formulation.problem, nodes=tuple(nodes))
 
 
 def no_plan(formulation: Formulation, questions: Questions, solution: Solution, solve: Solve) -> InfeasiblePlan:
@@ -215,9 +160,9 @@ def no_plan(formulation: Formulation, questions: Questions, solution: Solution, 
     listed = ", ".join(map(str, periods))
     no_passes = f"no plan has a number of passes that is divisible by the update period {listed} (R8)"
     why = why_not(formulation, solution) if solution.infeasibility or not questions.whole.periods else no_passes
-    if fastest(formulation, Pinned((), {}, {}), solve).choice is None:
+    if solve(masked(formulation, Pinned((), {}, {}))).choice is None:
         return InfeasiblePlan(why_not(formulation, solution))
-    enough = [one.without for one in questions.parts if fastest(formulation, one.pinned, solve).choice is not None]
+    enough = [one.without for one in questions.parts if solve(masked(formulation, one.pinned)).choice is not None]
     together = "together " if len(pins) > 1 else ""
     hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
     return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")

@@ -30,7 +30,7 @@ from parplan.plan import Scheme
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import FloatArray, Maximum, Row
 
-__all__ = ["EdgeParts", "NodeParts", "StepParts", "assembled"]
+__all__ = ["EdgeParts", "NodeParts", "StepParts", "assembled", "edge_totals", "node_totals"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +83,8 @@ class StepParts:
     Args:
         hidden: the share of transfers over the boundary of passes that takes nothing from compute.
         phases: tracks that run at the same time, each of nodes in forward order.
+        far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
+            that it does not use. T is exact below it.
     """
 
     nodes: Sequence[NodeParts]
@@ -90,6 +92,20 @@ class StepParts:
     shape: Shape
     hidden: float
     phases: Sequence[Sequence[Sequence[int]]] = ()
+    far_s: float = 0.0
+
+
+def node_totals(parts: StepParts, v: int) -> FloatArray:
+    """Seconds of compute of a layer in all its passes, hidden or not, per option; updates and arrivals included."""
+    own, passes = parts.nodes[v], parts.shape.passes
+    inside = own.pass_forward_s + own.pass_backward_s + own.samples_in_s
+    return own.once_s + own.backward_s + own.update_s + passes * inside
+
+
+def edge_totals(parts: StepParts, edge: EdgeParts) -> FloatArray:
+    """Seconds that the values of an edge move in all passes, hidden or not, per pair of options."""
+    several = (moved for moved in (edge.within, edge.inwards, edge.outwards) if moved is not None)
+    return edge.once[0] + edge.once[1] + parts.shape.passes * sum((one[0] + one[1] for one in several), 0.0)
 
 
 @dataclass(eq=False)
@@ -112,13 +128,8 @@ class _Sum:
         return Row(self.nodes, self.edges, self.maxima)
 
 
-def assembled(parts: StepParts, far_s: float = 0.0) -> tuple[list[FloatArray], list[FloatArray], tuple[Maximum, ...]]:
-    """Costs per node and per edge, and the maxima, of T.
-
-    Args:
-        far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
-            that it does not use. T is exact below it.
-    """
+def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tuple[Maximum, ...]]:
+    """Costs per node and per edge, and the maxima, of T."""
     shape = parts.shape
     again = (shape.passes - 1) * (1 - parts.hidden)
     track_of = {v: track for phase in parts.phases for track in phase for v in track}
@@ -149,7 +160,7 @@ def assembled(parts: StepParts, far_s: float = 0.0) -> tuple[list[FloatArray], l
         for backward in (False, True):
             rows = _pass_rows(parts, backward)
             maxima.append(Maximum("backward in passes" if backward else "forward in passes", rows, shape.passes - 1.0))
-    _Backward(parts, far_s, maxima).build()
+    _Backward(parts, maxima).build()
     return nodes, edges, tuple(maxima)
 
 
@@ -192,8 +203,8 @@ def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
 class _Backward:
     """The backward of the last pass with the gradient sums beside it, then the updates, as maxima."""
 
-    def __init__(self, parts: StepParts, far_s: float, maxima: list[Maximum]) -> None:
-        self.parts, self.far_s, self.maxima = parts, far_s, maxima
+    def __init__(self, parts: StepParts, maxima: list[Maximum]) -> None:
+        self.parts, self.far_s, self.maxima = parts, parts.far_s, maxima
         self.many = parts.shape.by_device
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
