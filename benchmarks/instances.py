@@ -7,14 +7,15 @@ weights are reduced over the batch cut; weights live throughout, activations fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
+from parplan.planner.solver.problem import Edge, FloatArray, Linear, Maximum, Node, Problem, Row, Usage
 
-__all__ = ["Layout", "Shape", "chain", "network", "random_problem", "residual"]
+__all__ = ["EdgePhases", "Layout", "NodePhases", "Shape", "chain", "network", "one_pass", "random_problem", "residual"]
 
 LATENCY_S = 10e-6
 FLOPS = 8e12
@@ -38,6 +39,72 @@ class Shape:
     weights: FloatArray
     activations: FloatArray
     operations: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class NodePhases:
+    """Seconds per strategy of a node in one pass: its forward, its backward, and the reduction of its gradient."""
+
+    name: str
+    forward_s: FloatArray
+    backward_s: FloatArray
+    reduction_s: FloatArray
+    usages: tuple[Usage, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class EdgePhases:
+    """Seconds per pair of strategies of an edge in one pass, forward and backward."""
+
+    source: int
+    target: int
+    forward_s: FloatArray
+    backward_s: FloatArray
+
+
+def one_pass(
+    nodes: Sequence[NodePhases],
+    edges: Sequence[EdgePhases] = (),
+    limits: tuple[float, ...] = (),
+    linear: tuple[Linear, ...] = (),
+    names: tuple[str, ...] = (),
+) -> Problem:
+    """Layers that run forward in order and backward in reverse, beside a link that reduces gradients in that order.
+
+    D_i is when layer i's backward is done, E_i when its gradient is reduced too; forbidden where any phase is inf.
+    """
+    finite = [np.isfinite(n.forward_s + n.backward_s + n.reduction_s) for n in nodes]
+    pairs = [np.isfinite(e.forward_s + e.backward_s) for e in edges]
+    parts = tuple(
+        Node(n.name, np.where(ok, n.forward_s, np.inf), n.usages) for n, ok in zip(nodes, finite, strict=True)
+    )
+    joints = tuple(
+        Edge(e.source, e.target, np.where(ok, e.forward_s, np.inf)) for e, ok in zip(edges, pairs, strict=True)
+    )
+    maxima: list[Maximum] = []
+    for v in range(len(nodes) - 1, -1, -1):
+        # The layer behind, at 2 and 1 places before: D, E, D, E, ...
+        behind, later = len(maxima) - 2, len(maxima) - 1
+        reduction = {v: np.where(finite[v], nodes[v].reduction_s, 0.0)}
+        arriving = {
+            e: np.where(ok, edge.backward_s, 0.0)
+            for e, (edge, ok) in enumerate(zip(edges, pairs, strict=True))
+            if edge.target == v + 1
+        }
+        done = Row({v: np.where(finite[v], nodes[v].backward_s, 0.0)}, arriving, {behind: 1.0} if maxima else {})
+        ends = [Row(reduction, {}, {len(maxima): 1.0}), *([Row(reduction, {}, {later: 1.0})] if maxima else [])]
+        maxima += [
+            Maximum(f"backward of {nodes[v].name}", (done,)),
+            Maximum(f"reduction of {nodes[v].name}", tuple(ends)),
+        ]
+    into = {
+        e: np.where(ok, edge.backward_s, 0.0)
+        for e, (edge, ok) in enumerate(zip(edges, pairs, strict=True))
+        if edge.target == 0
+    }
+    count = len(maxima)
+    maxima.append(Maximum("step", (Row({}, into, {count - 2: 1.0}), Row({}, {}, {count - 1: 1.0})), 1.0))
+    return Problem(parts, joints, limits, linear, names, tuple(maxima))
 
 
 @dataclass(frozen=True)
@@ -86,7 +153,7 @@ def network(shape: Shape, devices: int, seed: int, limit: float = 0.7, bandwidth
     nodes = tuple(_node(v, shape, options[v], bandwidth, rng) for v in range(count))
     edges = tuple(_edge(a, b, shape.activations[a] / bandwidth, options[a], options[b]) for a, b in shape.edges)
     total = 3 * shape.weights.sum() + shape.activations.sum()
-    return Problem(nodes, edges, (float(total) * limit,))
+    return one_pass(nodes, edges, (float(total) * limit,))
 
 
 def _layouts(devices: int) -> list[Layout]:
@@ -103,7 +170,7 @@ def _options(layouts: list[Layout], weighted: bool, rng: np.random.Generator) ->
     return options
 
 
-def _node(v: int, shape: Shape, options: list[_Strategy], bandwidth: float, rng: np.random.Generator) -> Node:
+def _node(v: int, shape: Shape, options: list[_Strategy], bandwidth: float, rng: np.random.Generator) -> NodePhases:
     used = np.array([max(o.source.batch * o.source.channel, o.target.batch * o.target.channel) for o in options])
     copies = np.array([min(o.source.batch, o.target.batch) for o in options])
     noise = rng.uniform(0.95, 1.15, len(options))
@@ -112,12 +179,12 @@ def _node(v: int, shape: Shape, options: list[_Strategy], bandwidth: float, rng:
     tail = np.where((copies > 1) & (held > 0), LATENCY_S + 2 * (copies - 1) / copies * held / bandwidth, 0.0)
     last = 2 * len(shape.weights)
     usages = (Usage(0, 0, last, 3 * held), Usage(0, v, last - v, shape.activations[v] / used))
-    return Node(f"layer{v}", ahead, 2 * ahead, tail, usages)
+    return NodePhases(f"layer{v}", ahead, 2 * ahead, tail, usages)
 
 
-def _edge(a: int, b: int, whole_s: float, first: list[_Strategy], second: list[_Strategy]) -> Edge:
+def _edge(a: int, b: int, whole_s: float, first: list[_Strategy], second: list[_Strategy]) -> EdgePhases:
     cost = np.array([[_transfer(p.target, q.source, whole_s) for q in second] for p in first])
-    return Edge(a, b, cost, cost)
+    return EdgePhases(a, b, cost, cost)
 
 
 def _transfer(given: Layout, wanted: Layout, whole_s: float) -> float:
@@ -139,7 +206,30 @@ def random_problem(rng: np.random.Generator, most: int = 6) -> Problem:
     edges = tuple(_random_edge(rng, a, b, (int(sizes[a]), int(sizes[b])), levels) for a, b in pairs)
     linear = tuple(_random_linear(rng, sizes, i) for i in range(int(rng.integers(0, 3))))
     limits = (float(rng.integers(5, 25)), float(rng.integers(5, 40)))
-    return Problem(nodes, edges, limits, linear)
+    problem = one_pass(nodes, edges, limits, linear)
+    return replace(problem, maxima=_random_maxima(rng, problem, levels)) if rng.random() < 0.5 else problem
+
+
+def _random_maxima(rng: np.random.Generator, problem: Problem, levels: int) -> tuple[Maximum, ...]:
+    """Maxima with terms of any nodes and edges, also below 0, factors, constants and weights."""
+    maxima: list[Maximum] = []
+    for m in range(int(rng.integers(0, 6))):
+        rows = []
+        for _ in range(int(rng.integers(1, 4))):
+            nodes = {
+                v: rng.integers(-levels // 2, levels, n.size) / levels * rng.choice([1, 3])
+                for v, n in enumerate(problem.nodes)
+                if rng.random() < 0.5
+            }
+            edges = {
+                e: rng.integers(-levels // 3, levels, edge.cost_s.shape) / levels
+                for e, edge in enumerate(problem.edges)
+                if rng.random() < 0.3
+            }
+            used = {k: float(rng.choice([0.0, 0.5, 1.0, 1.0, 1.0, 3.0])) for k in range(m) if rng.random() < 0.6}
+            rows.append(Row(nodes, edges, used, float(rng.choice([0, 0, 0.5, -1]))))
+        maxima.append(Maximum(f"m{m}", tuple(rows), float(rng.choice([0.0, 0.0, 1.0, 7.0]))))
+    return tuple(maxima)
 
 
 def _random_costs(rng: np.random.Generator, shape: tuple[int, ...], levels: int, forbid: float) -> FloatArray:
@@ -147,7 +237,7 @@ def _random_costs(rng: np.random.Generator, shape: tuple[int, ...], levels: int,
     return np.where(rng.random(shape) < forbid, np.inf, cost)
 
 
-def _random_node(rng: np.random.Generator, v: int, size: int, levels: int, count: int) -> Node:
+def _random_node(rng: np.random.Generator, v: int, size: int, levels: int, count: int) -> NodePhases:
     parts = [_random_costs(rng, (size,), levels, 0.03) for _ in range(3)]
     if rng.random() < 0.5:
         parts[2] = np.zeros(size)
@@ -156,12 +246,14 @@ def _random_node(rng: np.random.Generator, v: int, size: int, levels: int, count
         start = int(rng.integers(0, count))
         end = start + int(rng.integers(0, count + 1))
         usages.append(Usage(int(rng.integers(0, 2)), start, end, rng.integers(0, 8, size).astype(float)))
-    return Node(f"n{v}", parts[0], parts[1], parts[2], tuple(usages))
+    return NodePhases(f"n{v}", parts[0], parts[1], parts[2], tuple(usages))
 
 
-def _random_edge(rng: np.random.Generator, a: int, b: int, shape: tuple[int, int], levels: int) -> Edge:
+def _random_edge(rng: np.random.Generator, a: int, b: int, shape: tuple[int, int], levels: int) -> EdgePhases:
     lines = rng.integers(0, shape[0], shape[0]) if rng.random() < 0.3 else np.arange(shape[0])
-    return Edge(a, b, _random_costs(rng, shape, levels, 0.1)[lines], _random_costs(rng, shape, levels, 0.0)[lines])
+    return EdgePhases(
+        a, b, _random_costs(rng, shape, levels, 0.1)[lines], _random_costs(rng, shape, levels, 0.0)[lines]
+    )
 
 
 def _random_linear(rng: np.random.Generator, sizes: np.ndarray[tuple[int], np.dtype[np.int64]], index: int) -> Linear:

@@ -42,7 +42,7 @@ KNOWN = {
 
 
 def read(path: Path) -> Problem:
-    """The problem in a file of the contest's format: all costs are `ahead`, one memory, no tails."""
+    """The problem in a file of the contest's format: one memory, no maxima."""
     raw = path.read_bytes()
     data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["problem"]
     parts = data["nodes"]
@@ -59,15 +59,14 @@ def _costs(values: list[float]) -> FloatArray:
 
 
 def _node(v: int, interval: list[int], costs: list[float], usages: list[float]) -> Node:
-    zeros = np.zeros(len(costs))
     usage = (Usage(0, interval[0], interval[1], np.array(usages)),) if interval[0] < interval[1] else ()
-    return Node(f"node{v}", _costs(costs), zeros, zeros, usage)
+    return Node(f"node{v}", _costs(costs), usage)
 
 
 def _edge(nodes: tuple[Node, ...], a: int, b: int, values: list[float]) -> Edge:
     costs = _costs(values).reshape(nodes[a].size, nodes[b].size)
     costs = costs if a < b else costs.T
-    return Edge(min(a, b), max(a, b), costs, np.zeros_like(costs))
+    return Edge(min(a, b), max(a, b), costs)
 
 
 def _letter(path: Path) -> str:

@@ -24,7 +24,7 @@ class Optimum:
 def brute_force(problem: Problem) -> Optimum:
     """The optimum of a problem of some ten thousand choices at most."""
     found = objectives(problem)
-    near = np.flatnonzero(np.isfinite(found) & (found <= found.min() * (1 + 1e-9) + 1e-15))
+    near = np.flatnonzero(np.isfinite(found) & (found <= found.min() + 1e-9 * abs(found.min()) + 1e-15))
     best = Optimum(np.inf, None)
     for choice in (_choice(problem, index) for index in near):
         exactly = evaluate(problem, choice)
@@ -50,18 +50,25 @@ def _choice(problem: Problem, index: np.intp) -> tuple[int, ...]:
 def objectives(problem: Problem) -> FloatArray:
     """The objective of every choice, in the order of itertools.product; inf where it is not feasible."""
     picked = np.indices(problem.sizes).reshape(len(problem.sizes), prod(problem.sizes))
-    ahead, backs, tails, into = np.zeros(picked.shape[1]), *np.zeros((3, *picked.shape))
-    for number, (node, k) in enumerate(zip(problem.nodes, picked, strict=True)):
-        ahead += node.forward_s[k]
-        backs[number], tails[number] = node.backward_s[k], node.reduction_s[k]
+    total = np.zeros(picked.shape[1])
+    for node, k in zip(problem.nodes, picked, strict=True):
+        total += node.cost_s[k]
     for edge in problem.edges:
-        pair = picked[edge.source], picked[edge.target]
-        ahead += edge.forward_s[pair]
-        into[edge.target] += edge.backward_s[pair]
-    with np.errstate(invalid="ignore"):
-        exposed = (tails.cumsum(0) - (backs.cumsum(0) - backs) - into.cumsum(0)).max(0, initial=0.0)
-        total = ahead + backs.sum(0) + into.sum(0) + exposed
-    allowed = np.isfinite(ahead + backs.sum(0) + into.sum(0) + tails.sum(0))
+        total += edge.cost_s[picked[edge.source], picked[edge.target]]
+    values: list[FloatArray] = []
+    for maximum in problem.maxima:
+        sums = []
+        for term in maximum.rows:
+            sums.append(np.full(picked.shape[1], term.constant_s))
+            for v, seconds in term.nodes.items():
+                sums[-1] += seconds[picked[v]]
+            for e, seconds in term.edges.items():
+                sums[-1] += seconds[picked[problem.edges[e].source], picked[problem.edges[e].target]]
+            for other, factor in term.maxima.items():
+                sums[-1] += factor * values[other]
+        values.append(np.max(sums, axis=0))
+        total += maximum.weight * values[-1]
+    allowed = np.isfinite(total)
     for row in problem.linear:
         terms = sum((values[picked[node]] for node, values in row.terms.items()), np.zeros(picked.shape[1]))
         allowed &= (row.low <= terms) & (terms <= row.high)

@@ -2,13 +2,13 @@
 
 The only file that imports ortools, and only inside functions. x[v, k] says that node v takes strategy k; y[p, q] that
 an edge joins class p of its source and class q of its target, where a class holds the strategies whose lines of the
-edge matrix are equal. Row sums of y are x of the source's classes, column sums of the target's: the linear relaxation
-is then tight on trees. The overlap is Lindley's recursion between consecutive nodes that reduce, so that every cost is
-in one row: waiting[k] >= waiting[k+1] + reduction_s - (backward time in between), waiting >= 0.
+edge matrices are equal. Row sums of y are x of the source's classes, column sums of the target's: the linear relaxation
+is then tight on trees. A maximum is an integer that is at least each of its rows; one that is used with several factors
+is an integer per factor (of the factor times its rows), so that all coefficients of integers are 1.
 
-Seconds become whole numbers. T moves by at most the sum of the changes of the chosen costs (each is counted at most
-once in every overlap row), so rounding shifts T by at most half a unit per chosen cost. The unit keeps that below 1e-8
-of T; the returned bound has it subtracted. Whole-number costs (up to 2^50) are not rounded at all.
+Seconds become whole numbers: each chosen cost is rounded once in T and once per row on the way to T, which shifts T by
+at most half a unit each. The unit keeps the sum of that, over the longest selection of rows, below 1e-8 of T; the
+returned bound has it subtracted. Whole-number costs and factors (costs up to 2^50) are not rounded at all.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parplan.errors import ParplanError
-from parplan.planner.solver.elimination import edge_costs, group_lines
-from parplan.planner.solver.limits import Row
-from parplan.planner.solver.problem import FloatArray, Problem, Status
+from parplan.planner.solver.elimination import group_lines
+from parplan.planner.solver.limits import LimitRow
+from parplan.planner.solver.problem import FloatArray, Problem, Row, Status
+from parplan.planner.solver.rows import Terms, row_table
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -63,6 +64,15 @@ class Found:
     bound: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Flow:
+    """The literals of an edge, and the first strategies of source and target of the classes that each stands for."""
+
+    literals: list[object]
+    source: NDArray[np.intp]
+    target: NDArray[np.intp]
+
+
 @dataclass(eq=False)
 class _Build:
     """A model while it is built."""
@@ -72,26 +82,42 @@ class _Build:
     unit: Resolution
     x: list[list[cp_model.IntVar]] = field(default_factory=list)
     cost: list[tuple[object, int]] = field(default_factory=list)
-    node_backward: list[list[tuple[object, int]]] = field(default_factory=list)
-    edge_backward: list[list[tuple[object, int]]] = field(default_factory=list)
-    overlap: list[object] = field(default_factory=list)
+    flow: list[_Flow] = field(default_factory=list)
+    maxima: list[object] = field(default_factory=list)
 
 
 def resolution(problem: Problem, target: float) -> Resolution:
     """The integer unit for a problem whose optimum is about `target` seconds."""
-    costs = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
-    costs += [part for edge in problem.edges for part in edge_costs(edge)]
-    finite = [part[np.isfinite(part)] for part in costs]
-    if all((part == np.rint(part)).all() for part in finite) and sum(float(p.max(initial=0)) for p in finite) < 2**50:
+    costs = [node.cost_s for node in problem.nodes] + [edge.cost_s for edge in problem.edges]
+    base = [part[np.isfinite(part)] for part in costs]
+    rounded, size = sum(bool(part.any()) for part in base), sum(float(part.max(initial=0)) for part in base)
+    whole = all((part == np.rint(part)).all() for part in base)
+    # Per maximum: the most costs that a selection of rows takes from it, and the largest absolute value.
+    counts: list[int] = []
+    sizes: list[float] = []
+    for maximum in problem.maxima:
+        of_rows = []
+        for row in maximum.rows:
+            terms = [*row.nodes.values(), *row.edges.values(), np.array([row.constant_s])]
+            whole &= all((part == np.rint(part)).all() for part in (*terms, np.array(list(row.maxima.values()))))
+            count = sum(bool(part.any()) for part in terms) + sum(counts[m] for m, f in row.maxima.items() if f > 0)
+            largest = sum(float(abs(part).max(initial=0)) for part in terms)
+            of_rows.append((count, largest + sum(f * sizes[m] for m, f in row.maxima.items())))
+        counts.append(max(count for count, _ in of_rows))
+        sizes.append(max(largest for _, largest in of_rows))
+        whole &= maximum.weight == round(maximum.weight)
+        rounded += counts[-1] * (maximum.weight > 0)
+        size += maximum.weight * sizes[-1]
+    if whole and size < 2**50:
         return Resolution(1.0, 0.0)
-    rounded = sum(bool(part.any()) for part in finite)
-    error = RESOLUTION * max(target, 1e-300)
-    return Resolution(2 * error / max(rounded, 1), error)
+    # Not finer than what sums of these sizes keep in 64 bits.
+    unit = max(2 * RESOLUTION * target / max(rounded, 1), size * 2.0**-50)
+    return Resolution(unit, unit * rounded / 2)
 
 
 def search(
     problem: Problem,
-    rows: Sequence[Row],
+    rows: Sequence[LimitRow],
     time_limit_s: float,
     workers: int,
     target: float,
@@ -106,14 +132,14 @@ def search(
     """
     build = _model(problem, rows, resolution(problem, target))
     if np.isfinite(cutoff):
-        build.model.add(_sum(build.cost, build.overlap) <= int(np.floor((cutoff + build.unit.error) / build.unit.unit)))
-    build.model.minimize(_sum(build.cost, build.overlap))
+        build.model.add(_sum(build.cost, build.maxima) <= int(np.floor((cutoff + build.unit.error) / build.unit.unit)))
+    build.model.minimize(_sum(build.cost, build.maxima))
     _hint(build, hint or ())
     return _run(build, time_limit_s, workers, on_progress)
 
 
 def least_excess(
-    problem: Problem, rows: Sequence[Row], time_limit_s: float, workers: int, hint: Sequence[int] = ()
+    problem: Problem, rows: Sequence[LimitRow], time_limit_s: float, workers: int, hint: Sequence[int] = ()
 ) -> Found:
     """The choice that exceeds the memory limits by the least bytes, summed over the memories; costs do not count.
 
@@ -136,7 +162,7 @@ def _sum(terms: Sequence[tuple[object, int]], more: Sequence[object] = ()) -> cp
     return cp_model.LinearExpr.weighted_sum(literals, [weight for _, weight in terms] + [1] * len(more))
 
 
-def _model(problem: Problem, rows: Sequence[Row], unit: Resolution) -> _Build:
+def _model(problem: Problem, rows: Sequence[LimitRow], unit: Resolution) -> _Build:
     """Everything but the objective."""
     from ortools.sat.python import cp_model
 
@@ -146,12 +172,10 @@ def _model(problem: Problem, rows: Sequence[Row], unit: Resolution) -> _Build:
         literals = [build.model.new_bool_var(f"x{v}_{k}") for k in range(node.size)]
         build.model.add_exactly_one(literals)
         build.x.append(literals)
-        build.cost += _weighted(literals, build.unit.whole(node.forward_s) + build.unit.whole(node.backward_s))
-        build.node_backward.append(_weighted(literals, build.unit.whole(node.backward_s)))
-        build.edge_backward.append([])
-    for edge in range(len(problem.edges)):
-        _add_edge(build, edge)
-    _add_overlap(build)
+        build.cost += _weighted(literals, build.unit.whole(node.cost_s))
+    for edge, terms in enumerate(row_table(problem).edges):
+        _add_edge(build, edge, terms)
+    _add_maxima(build)
     for row in rows:
         _add_row(build, row)
     return build
@@ -161,16 +185,17 @@ def _weighted(literals: Sequence[object], weights: Ints) -> list[tuple[object, i
     return [(literal, int(weight)) for literal, weight in zip(literals, weights, strict=True) if weight]
 
 
-def _add_edge(build: _Build, index: int) -> None:
+def _add_edge(build: _Build, index: int, terms: Terms) -> None:
     edge = build.problem.edges[index]
-    forward, backward = edge_costs(edge)
-    if np.isfinite(forward).all() and not forward.any() and not backward.any():
+    if not edge.cost_s.any() and not len(terms.rows):
+        build.flow.append(_Flow([], np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.intp)))
         return
-    sources = _class_literals(build, edge.source, np.hstack([forward, backward]))
-    targets = _class_literals(build, edge.target, np.hstack([forward.T, backward.T]))
-    place = np.ix_([k for k, _ in sources], [k for k, _ in targets])
-    forward, backward = forward[place], backward[place]
-    allowed = np.argwhere(np.isfinite(forward))
+    matrices = (edge.cost_s, *np.where(np.isfinite(edge.cost_s), terms.seconds, 0.0))
+    sources = _class_literals(build, edge.source, np.hstack(matrices))
+    targets = _class_literals(build, edge.target, np.hstack([matrix.T for matrix in matrices]))
+    first, second = np.array([k for k, _ in sources]), np.array([k for k, _ in targets])
+    cost = edge.cost_s[np.ix_(first, second)]
+    allowed = np.argwhere(np.isfinite(cost))
     # One literal per allowed pair, tied to both ends.
     outgoing: list[list[object]] = [[] for _ in sources]
     incoming: list[list[object]] = [[] for _ in targets]
@@ -183,10 +208,8 @@ def _add_edge(build: _Build, index: int) -> None:
         incoming[q].append(literal)
     for (_, literal), group in [*zip(sources, outgoing, strict=True), *zip(targets, incoming, strict=True)]:
         build.model.add_exactly_one([*group, literal.negated()])  # type: ignore[list-item]
-    costs = [(forward[p, q], backward[p, q]) for p, q in allowed]
-    whole = build.unit.whole(np.array(costs).reshape(-1, 2))
-    build.cost += _weighted(flow, whole.sum(axis=1))
-    build.edge_backward[edge.target] += _weighted(flow, whole[:, 1])
+    build.flow.append(_Flow(flow, first[allowed[:, 0]], second[allowed[:, 1]]))
+    build.cost += _weighted(flow, build.unit.whole(cost[allowed[:, 0], allowed[:, 1]]))
 
 
 def _class_literals(build: _Build, v: int, lines: FloatArray) -> list[tuple[int, cp_model.IntVar]]:
@@ -203,23 +226,54 @@ def _class_literals(build: _Build, v: int, lines: FloatArray) -> list[tuple[int,
     return result
 
 
-def _add_overlap(build: _Build) -> None:
-    nodes = build.problem.nodes
-    reduced = [v for v, node in enumerate(nodes) if node.reduction_s.any()]
-    most = int(build.unit.whole(np.array([node.reduction_s.max() for node in nodes])).sum()) + len(nodes)
-    waiting = [build.model.new_int_var(0, most, f"waiting{v}") for v in reduced]
-    for place, v in enumerate(reduced):
-        first = reduced[place - 1] if place else 0
-        terms = _weighted(build.x[v], build.unit.whole(nodes[v].reduction_s))
-        hidden = [t for u in range(first, v) for t in build.node_backward[u]]
-        hidden += [t for u in range(first + 1, v + 1) for t in build.edge_backward[u]]
-        terms += [(literal, -weight) for literal, weight in hidden]
-        later = waiting[place + 1 : place + 2]
-        build.model.add(waiting[place] >= _sum(terms, later))
-    build.overlap = list(waiting[:1])
+def _add_maxima(build: _Build) -> None:
+    """An integer for every maximum and every product of weight and factors that it enters T with."""
+    maxima = build.problem.maxima
+    factors: list[set[float]] = [{maximum.weight} if maximum.weight > 0 else set() for maximum in maxima]
+    for place in range(len(maxima) - 1, -1, -1):
+        for row in maxima[place].rows:
+            for other, factor in row.maxima.items():
+                factors[other] |= {scale * factor for scale in factors[place] if factor > 0}
+    known: dict[tuple[int, float], tuple[cp_model.IntVar, int, int]] = {}
+    for place, maximum in enumerate(maxima):
+        for scale in sorted(factors[place]):
+            sums = [_scaled(build, row, scale) for row in maximum.rows]
+            used = [[known[m, scale * f] for m, f in row.maxima.items() if f > 0] for row in maximum.rows]
+            low = max(s.low + sum(least for _, least, _ in below) for s, below in zip(sums, used, strict=True))
+            high = max(s.high + sum(most for _, _, most in below) for s, below in zip(sums, used, strict=True))
+            variable = build.model.new_int_var(low, high, f"maximum{place}")
+            for found, below in zip(sums, used, strict=True):
+                build.model.add(variable >= _sum(found.terms, [other for other, _, _ in below]) + found.constant)
+            known[place, scale] = variable, low, high
+    build.maxima = [known[place, maximum.weight][0] for place, maximum in enumerate(maxima) if maximum.weight > 0]
 
 
-def _add_row(build: _Build, row: Row, more: Sequence[tuple[object, int]] = ()) -> None:
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """A row's own seconds times a scale, in units: weighted literals and a constant; their least and largest sum."""
+
+    terms: list[tuple[object, int]]
+    constant: int
+    low: int
+    high: int
+
+
+def _scaled(build: _Build, row: Row, scale: float) -> _Scaled:
+    constant = low = high = int(build.unit.whole(np.array(scale * row.constant_s)))
+    literals: list[tuple[Sequence[object], FloatArray]] = [(build.x[v], seconds) for v, seconds in row.nodes.items()]
+    for e, seconds in row.edges.items():
+        if seconds.any():
+            flow = build.flow[e]
+            literals.append((flow.literals, seconds[flow.source, flow.target]))
+    terms: list[tuple[object, int]] = []
+    for of_term, seconds in literals:
+        whole = build.unit.whole(scale * seconds)
+        terms += _weighted(of_term, whole)
+        low, high = low + int(whole.min()), high + int(whole.max())
+    return _Scaled(terms, constant, low, high)
+
+
+def _add_row(build: _Build, row: LimitRow, more: Sequence[tuple[object, int]] = ()) -> None:
     """A limit; the least amount of every node goes into the right-hand side, `more` into the sum."""
     base = {v: float(values.min()) for v, values in row.terms.items()}
     terms = [*more]
@@ -282,7 +336,7 @@ def _found(build: _Build, solver: cp_model.CpSolver, on_progress: Progress | Non
     status = names.get(code, Status.UNKNOWN)
     if status is Status.INFEASIBLE:
         return Found(status, None, np.inf)
-    bound = max(solver.best_objective_bound * build.unit.unit - build.unit.error, 0.0)
+    bound = solver.best_objective_bound * build.unit.unit - build.unit.error
     if status is Status.UNKNOWN:
         return Found(status, None, bound)
     return Found(status, tuple(next(k for k, x in enumerate(row) if solver.boolean_value(x)) for row in build.x), bound)

@@ -1,7 +1,7 @@
 """The exact optimum of node and edge costs alone, by eliminating one node at a time (bucket elimination).
 
 Networks are nearly chains: a node and what is still open around it (skip edges) are two or three nodes wide, so the
-tables stay small and one pass takes milliseconds. Without overlap rows and limits this is the answer; with them it
+tables stay small and one pass takes milliseconds. Without maxima and limits this is the answer; with them it
 prices a Lagrangian relaxation (relaxation.py). A second pass gives, for every strategy, the best cost of all choices
 that use it.
 
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.problem import Edge, FloatArray, Problem
+from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.rows import RowTable
 
-__all__ = ["Classes", "Tree", "classes_of", "edge_costs", "group_lines", "plant"]
+__all__ = ["Classes", "Tree", "classes_of", "group_lines", "plant"]
 
 MAX_TABLE = 1_000_000
 MAX_TOTAL = 10_000_000
@@ -49,19 +50,13 @@ class Classes:
         return int(np.where(self.of == which, cost, np.inf).argmin())
 
 
-def edge_costs(edge: Edge) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward seconds of an edge with forbidden pairs inf in `forward_s` and 0 in `backward_s`."""
-    finite = np.isfinite(edge.forward_s + edge.backward_s)
-    return np.where(finite, edge.forward_s, np.inf), np.where(finite, edge.backward_s, 0.0)
-
-
-def classes_of(problem: Problem) -> list[Classes]:
-    """The classes of every node."""
-    lines: list[list[FloatArray]] = [[np.zeros((node.size, 1))] for node in problem.nodes]
-    for edge in problem.edges:
-        forward, backward = edge_costs(edge)
-        lines[edge.source] += [forward, backward]
-        lines[edge.target] += [forward.T, backward.T]
+def classes_of(table: RowTable) -> list[Classes]:
+    """The classes of every node of a problem: equal in edge costs and in what rows add to the edges."""
+    lines: list[list[FloatArray]] = [[np.zeros((terms.seconds.shape[1], 1))] for terms in table.nodes]
+    for edge, terms in zip(table.problem.edges, table.edges, strict=True):
+        for matrix in (edge.cost_s, *terms.seconds):
+            lines[edge.source].append(matrix)
+            lines[edge.target].append(matrix.T)
     return [group_lines(np.hstack(parts)) for parts in lines]
 
 

@@ -1,9 +1,7 @@
 """Fold away nodes that only add: a node with at most two neighbours leaves its best cost per pair of them.
 
-Exact because a folded node holds no memory, is in no linear constraint, has no gradient reduction, and comes after the
-last node that has one: every overlap row P_i that can be the largest has i before it, so its `backward_s` and that of
-its edges is in B_i of all of them, exactly as `forward_s` is in F. One number then stands for both, and the minimum
-over its strategies is the cost.
+Exact because a folded node holds no memory, is in no linear constraint, and neither it nor an edge of it is in a row of
+a maximum: its best cost per pair of neighbours is then all that the rest of the problem sees of it.
 """
 
 from __future__ import annotations
@@ -33,9 +31,13 @@ class _Fold:
 
 def foldable(problem: Problem) -> set[int]:
     """The nodes that only add (see the module), whatever their degree."""
-    last_reduced = max((v for v, node in enumerate(problem.nodes) if node.reduction_s[node.allowed].any()), default=-1)
     bound = {v for row in problem.linear for v in row.terms}
-    return {v for v, node in enumerate(problem.nodes) if v > last_reduced and v not in bound and not node.usages}
+    for maximum in problem.maxima:
+        for row in maximum.rows:
+            bound.update(row.nodes)
+            for e in row.edges:
+                bound |= {problem.edges[e].source, problem.edges[e].target}
+    return {v for v, node in enumerate(problem.nodes) if v not in bound and not node.usages}
 
 
 def fold(problem: Problem) -> Reduced:
@@ -48,14 +50,15 @@ def fold(problem: Problem) -> Reduced:
 
 
 class _Graph:
-    """The problem while nodes are taken out of it; edges carry one matrix where a fold made them."""
+    """The problem while nodes are taken out of it; `index` is the place of an edge that rows may have terms of."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.free = foldable(problem)
         self.nodes = dict(enumerate(problem.nodes))
-        self.edges: dict[tuple[int, int], Edge] = {}
+        self.edges: dict[tuple[int, int], list[int]] = {}
         self.near: dict[int, set[int]] = {v: set() for v in self.nodes}
+        self.costs: list[Edge | None] = []
         self.folds: list[_Fold] = []
         for edge in problem.edges:
             self._add_edge(edge)
@@ -69,32 +72,29 @@ class _Graph:
         if self.nodes[v].size * int(np.prod(sizes)) > MAX_PRODUCT:
             return []
         node = self.nodes[v]
-        table: FloatArray = (node.forward_s + node.backward_s).reshape(-1, *[1] * len(near))
+        table: FloatArray = node.cost_s.reshape(-1, *[1] * len(near))
         for axis, u in enumerate(near):
-            edge = self.edges[min(u, v), max(u, v)]
-            cost = edge.forward_s + edge.backward_s
             shape = [node.size, *[1] * len(near)]
             shape[axis + 1] = self.nodes[u].size
-            table = table + (cost if u > v else cost.T).reshape(shape)
-        self.folds.append(_Fold(v, near, table.argmin(axis=0)))
-        del self.nodes[v]
-        for u in self.near.pop(v):
+            for index in self.edges.pop((min(u, v), max(u, v))):
+                edge = self.costs[index]
+                assert edge is not None
+                table = table + (edge.cost_s if u > v else edge.cost_s.T).reshape(shape)
+                self.costs[index] = None
             self.near[u].discard(v)
-            del self.edges[min(u, v), max(u, v)]
+        self.folds.append(_Fold(v, near, table.argmin(axis=0)))
+        del self.nodes[v], self.near[v]
         cost = table.min(axis=0)
         if len(near) == 2:
-            self._add_edge(Edge(near[0], near[1], cost, np.zeros_like(cost)))
+            self._add_edge(Edge(near[0], near[1], cost))
         else:
             u = near[0] if near else min(self.nodes)
-            self.nodes[u] = replace(self.nodes[u], forward_s=self.nodes[u].forward_s + cost)
+            self.nodes[u] = replace(self.nodes[u], cost_s=self.nodes[u].cost_s + cost)
         return sorted(set(near) & self.free, reverse=True)
 
     def _add_edge(self, edge: Edge) -> None:
-        key = edge.source, edge.target
-        other = self.edges.get(key)
-        self.edges[key] = (
-            edge if other is None else Edge(*key, other.forward_s + edge.forward_s, other.backward_s + edge.backward_s)
-        )
+        self.edges.setdefault((edge.source, edge.target), []).append(len(self.costs))
+        self.costs.append(edge)
         self.near[edge.source].add(edge.target)
         self.near[edge.target].add(edge.source)
 
@@ -102,11 +102,25 @@ class _Graph:
         """The problem of the nodes left, renumbered in order."""
         order, folds, count = sorted(self.nodes), self.folds, len(self.problem.nodes)
         place = {old: new for new, old in enumerate(order)}
-        edges = tuple(
-            Edge(place[e.source], place[e.target], e.forward_s, e.backward_s) for _, e in sorted(self.edges.items())
-        )
+        left = {index: edge for index, edge in enumerate(self.costs) if edge is not None}
+        new = {index: e for e, index in enumerate(left)}
+        edges = tuple(Edge(place[edge.source], place[edge.target], edge.cost_s) for edge in left.values())
         linear = tuple(
             replace(row, terms={place[v]: values for v, values in row.terms.items()}) for row in self.problem.linear
+        )
+        maxima = tuple(
+            replace(
+                maximum,
+                rows=tuple(
+                    replace(
+                        row,
+                        nodes={place[v]: values for v, values in row.nodes.items()},
+                        edges={new[e]: values for e, values in row.edges.items()},
+                    )
+                    for row in maximum.rows
+                ),
+            )
+            for maximum in self.problem.maxima
         )
 
         def lift(choice: Sequence[int]) -> list[int]:
@@ -116,4 +130,4 @@ class _Graph:
             return [picked[v] for v in range(count)]
 
         nodes = tuple(self.nodes[v] for v in order)
-        return Reduced(replace(self.problem, nodes=nodes, edges=edges, linear=linear), lift)
+        return Reduced(replace(self.problem, nodes=nodes, edges=edges, linear=linear, maxima=maxima), lift)

@@ -53,20 +53,9 @@ class Crowd:
 
 def without_costs(problem: Problem) -> Problem:
     """The same choices, all free."""
-    nodes = tuple(
-        replace(
-            n,
-            forward_s=_barrier(n.forward_s + n.backward_s + n.reduction_s),
-            backward_s=np.zeros(n.size),
-            reduction_s=np.zeros(n.size),
-        )
-        for n in problem.nodes
-    )
-    edges = tuple(
-        Edge(e.source, e.target, _barrier(e.forward_s + e.backward_s), np.zeros(e.forward_s.shape))
-        for e in problem.edges
-    )
-    return replace(problem, nodes=nodes, edges=edges)
+    nodes = tuple(replace(n, cost_s=_barrier(n.cost_s)) for n in problem.nodes)
+    edges = tuple(replace(e, cost_s=_barrier(e.cost_s)) for e in problem.edges)
+    return replace(problem, nodes=nodes, edges=edges, maxima=())
 
 
 def _barrier(costs: FloatArray) -> FloatArray:
@@ -101,13 +90,13 @@ def overfull(problem: Problem, deadline: float, offer: Callable[[list[int]], obj
 def _priced(relaxation: Relaxation, weights: FloatArray, deadline: float) -> Priced:
     """The best prices found from `weights` (price times limit, per row): their sum stays 1, as only ratios matter."""
     limits = np.array([row.high for row in relaxation.rows])
-    none = np.zeros(len(relaxation.reduced))
+    none = np.zeros(0)
     best = relaxation.at(Prices(none, weights / weights.sum() / limits))
     point = best
     for step in range(STEPS):
         if best.value > 1e-9 or time.monotonic() > deadline:
             break
-        climbed = np.maximum(point.prices.limits * limits + 0.2 / (1 + step) * point.slope.limits / limits, 0.0)
+        climbed = np.maximum(point.prices.limits * limits + 0.2 / (1 + step) * point.excess / limits, 0.0)
         if not climbed.any():
             break
         point = relaxation.at(Prices(none, climbed / climbed.sum() / limits))
@@ -174,7 +163,7 @@ def _nothing_allowed(problem: Problem) -> Infeasibility | None:
             return Infeasibility(Cause.STRATEGY, (node.name,), text)
     for edge in problem.edges:
         first, second = problem.nodes[edge.source], problem.nodes[edge.target]
-        if not np.isfinite(edge.forward_s + edge.backward_s)[np.ix_(first.allowed, second.allowed)].any():
+        if not np.isfinite(edge.cost_s)[np.ix_(first.allowed, second.allowed)].any():
             text = f"{first.name} -> {second.name}: every pair of strategies is forbidden; allow one that can meet"
             return Infeasibility(Cause.EDGE, (first.name, second.name), text)
     return None
@@ -182,13 +171,13 @@ def _nothing_allowed(problem: Problem) -> Infeasibility | None:
 
 def _conflict(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:
     """The fewest edges whose forbidden pairs would have to be used."""
-    counted = [Edge(e.source, e.target, np.isinf(e.forward_s).astype(float), e.backward_s) for e in problem.edges]
+    counted = [Edge(e.source, e.target, np.isinf(e.cost_s).astype(float)) for e in problem.edges]
     reduced = presolve(replace(problem, edges=tuple(counted)))
     found = reduced and search(reduced.problem, [], deadline - time.monotonic(), workers, target=1.0)
     if reduced is None or not found or found.choice is None:
         return None
     choice = reduced.lift(found.choice)
-    broken = [e for e in problem.edges if np.isinf(e.forward_s[choice[e.source], choice[e.target]])]
+    broken = [e for e in problem.edges if np.isinf(e.cost_s[choice[e.source], choice[e.target]])]
     names = [problem.nodes[v].name for e in broken for v in (e.source, e.target)]
     listed = ", ".join(f"{a} -> {b}" for a, b in zip(names[::2], names[1::2], strict=True))
     text = f"{listed}: their forbidden pairs of strategies rule out every choice; allow more strategies there"

@@ -16,13 +16,13 @@ import numpy as np
 from parplan.planner.solver.problem import FloatArray, Mask, Problem
 
 __all__ = [
-    "Live", "Row", "Timeline", "broken_rows", "count_terms", "drop_loose_linear", "drop_loose_memory", "limit_allowed",
-    "memory_rows", "peak_rows", "rows_at", "some_rows", "timeline",
+    "LimitRow", "Live", "Timeline", "broken_rows", "count_terms", "drop_loose_linear", "drop_loose_memory",
+    "limit_allowed", "memory_rows", "peak_rows", "rows_at", "some_rows", "timeline",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class LimitRow:
     """`low <= sum of terms[node][strategy] <= high`; memory rows also say which memory and when."""
 
     name: str
@@ -127,7 +127,7 @@ def drop_loose_linear(problem: Problem) -> Problem:
     return problem if len(kept) == len(problem.linear) else replace(problem, linear=tuple(kept))
 
 
-def memory_rows(problem: Problem) -> list[Row]:
+def memory_rows(problem: Problem) -> list[LimitRow]:
     """One row per maximal live set that can exceed its limit."""
     rows = []
     for resource, limit in enumerate(problem.limits):
@@ -139,41 +139,43 @@ def memory_rows(problem: Problem) -> list[Row]:
     return rows
 
 
-def some_rows(problem: Problem, most_terms: int) -> list[Row]:
+def some_rows(problem: Problem, most_terms: int) -> list[LimitRow]:
     """The linear constraints, and all memory rows that can bind if they have at most `most_terms` terms together."""
-    linear = [Row(row.name, dict(row.terms), row.low, row.high) for row in problem.linear]
+    linear = [LimitRow(row.name, dict(row.terms), row.low, row.high) for row in problem.linear]
     return (memory_rows(problem) if count_terms(problem) <= most_terms else []) + linear
 
 
-def broken_rows(problem: Problem, choice: Sequence[int], have: Sequence[Row]) -> list[Row]:
+def broken_rows(problem: Problem, choice: Sequence[int], have: Sequence[LimitRow]) -> list[LimitRow]:
     """Per memory, the row at its peak if `choice` exceeds the limit there and `have` lacks the row."""
     known = {(row.resource, row.time) for row in have}
     peaks = [row for row in peak_rows(problem, choice) if (row.resource, row.time) not in known]
     return [row for row in peaks if sum(values[choice[v]] for v, values in row.terms.items()) > row.high]
 
 
-def peak_rows(problem: Problem, choice: Sequence[int]) -> list[Row]:
+def peak_rows(problem: Problem, choice: Sequence[int]) -> list[LimitRow]:
     """Per memory in use, the row at the moment when `choice` holds most of it."""
     lines = [line for resource in range(len(problem.limits)) if (line := timeline(problem, resource)).times]
     loads = (line.loads(lambda item: float(item.amounts[choice[item.node]])) for line in lines)
     return [_row(problem, line, int(load.argmax())) for line, load in zip(lines, loads, strict=True)]
 
 
-def rows_at(problem: Problem, time: int) -> list[Row]:
+def rows_at(problem: Problem, time: int) -> list[LimitRow]:
     """Per memory in use at `time`, the row of that moment."""
     lines = [timeline(problem, resource) for resource in range(len(problem.limits))]
     points = [(line, bisect_right(line.times, time) - 1) for line in lines]
     return [_row(problem, line, point) for line, point in points if point >= 0]
 
 
-def _row(problem: Problem, line: Timeline, point: int) -> Row:
+def _row(problem: Problem, line: Timeline, point: int) -> LimitRow:
     """The limit of a memory at one of its time points, as a row over the nodes that hold some of it then."""
     terms: dict[int, FloatArray] = {}
     for item in line.live:
         if item.first <= point < item.last:
             terms[item.node] = terms[item.node] + item.amounts if item.node in terms else item.amounts
     resource = line.resource
-    return Row(problem.resource_name(resource), terms, -np.inf, problem.limits[resource], resource, line.times[point])
+    return LimitRow(
+        problem.resource_name(resource), terms, -np.inf, problem.limits[resource], resource, line.times[point]
+    )
 
 
 def count_terms(problem: Problem) -> int:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from parplan.planner.solver.elimination import edge_costs
 from parplan.planner.solver.limits import Live, Timeline, timeline
-from parplan.planner.solver.problem import FloatArray, Problem, phases
+from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.rows import row_table
 
 __all__ = ["BRIEF", "descend", "first_choice", "leanest_choice", "settle"]
 
@@ -25,10 +26,15 @@ FORBIDDEN = 1e30
 
 
 def first_choice(problem: Problem) -> list[int]:
-    """Per node, the strategy that is cheapest with every edge at its best."""
-    cost = [np.where(node.allowed, node.forward_s + node.backward_s, FORBIDDEN) for node in problem.nodes]
-    for edge in problem.edges:
-        both = edge_costs(edge)[0] + edge_costs(edge)[1]
+    """Per node, the strategy that is cheapest with every edge at its best, all rows counting alike in their maximum."""
+    table = row_table(problem)
+    shares = np.repeat(1 / np.diff(table.first), np.diff(table.first))
+    cost = [
+        np.where(node.allowed, node.cost_s + np.maximum(terms.weighted(shares), 0.0), FORBIDDEN)
+        for node, terms in zip(problem.nodes, table.nodes, strict=True)
+    ]
+    for edge, terms in zip(problem.edges, table.edges, strict=True):
+        both = np.where(np.isfinite(edge.cost_s), edge.cost_s + np.maximum(terms.weighted(shares), 0.0), FORBIDDEN)
         cost[edge.source] = cost[edge.source] + both.min(axis=1)
         cost[edge.target] = cost[edge.target] + both.min(axis=0)
     return [int(values.argmin()) for values in cost]
@@ -39,7 +45,7 @@ def leanest_choice(problem: Problem) -> list[int]:
     result = []
     for node in problem.nodes:
         held = sum((usage.amounts for usage in node.usages), np.zeros(node.size))
-        cost = np.where(node.allowed, node.forward_s + node.backward_s, np.inf)
+        cost = node.cost_s
         result.append(int(np.lexsort((cost, np.where(node.allowed, held, np.inf)))[0]))
     return result
 
@@ -82,25 +88,23 @@ class _Side:
     """One edge seen from one end: matrices with this end's strategies first."""
 
     other: int
-    target: int
-    forward_s: FloatArray
-    backward_s: FloatArray
+    cost_s: FloatArray
+    rows: NDArray[np.intp]
+    seconds: FloatArray
 
 
 class _State:
     """A choice with everything needed to price a change of one node."""
 
     def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
-        self.problem = problem
+        self.problem, self.table = problem, row_table(problem)
         self.choice = list(choice)
         self.sides: list[list[_Side]] = [[] for _ in problem.nodes]
-        for edge in problem.edges:
-            forward, backward = edge_costs(edge)
-            forward = np.where(np.isfinite(forward), forward, FORBIDDEN)
-            self.sides[edge.source].append(_Side(edge.target, edge.target, forward, backward))
-            self.sides[edge.target].append(_Side(edge.source, edge.target, forward.T, backward.T))
-        self.overlapped = any(node.reduction_s[node.allowed].any() for node in problem.nodes)
-        self.rows = phases(problem, choice).rows if self.overlapped else np.zeros(0)
+        for edge, terms in zip(problem.edges, self.table.edges, strict=True):
+            cost, rows, seconds = np.minimum(edge.cost_s, FORBIDDEN), terms.rows, terms.seconds
+            self.sides[edge.source].append(_Side(edge.target, cost, rows, seconds))
+            self.sides[edge.target].append(_Side(edge.source, cost.T, rows, seconds.transpose(0, 2, 1)))
+        self.seconds = self.table.seconds(choice)
         self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
         self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
         self.live: list[list[Live]] = [[] for _ in problem.nodes]
@@ -115,30 +119,37 @@ class _State:
 
     def costs(self, v: int) -> FloatArray:
         """T per strategy of v, up to a constant."""
-        node, now = self.problem.nodes[v], self.choice[v]
-        cost = np.where(node.allowed, node.forward_s + node.backward_s, FORBIDDEN)
+        cost = np.minimum(self.problem.nodes[v].cost_s, FORBIDDEN)
         for side in self.sides[v]:
-            other = self.choice[side.other]
-            cost = cost + side.forward_s[:, other] + side.backward_s[:, other]
-        if not self.overlapped:
+            cost = cost + side.cost_s[:, self.choice[side.other]]
+        changes = self._changes(v)
+        if not changes:
             return cost
-        shifts = self._shifts(v)
-        exposed, total = np.zeros(node.size), np.zeros(node.size)
-        starts = sorted(shifts)
-        exposed += max(0.0, float(self.rows[: starts[0]].max(initial=0.0)))
-        for start, end in zip(starts, [*starts[1:], len(self.rows)], strict=True):
-            total = total + shifts[start]
-            exposed = np.maximum(exposed, self.rows[start:end].max(initial=-np.inf) + total - total[now])
-        return cost + exposed
+        values: list[FloatArray | float] = []
+        for m, maximum in enumerate(self.problem.maxima):
+            rows = []
+            for row in range(self.table.first[m], self.table.first[m + 1]):
+                value = self.seconds[row] + changes.get(row, 0.0)
+                for other, factor in self.table.uses[row]:
+                    value = value + factor * values[other]
+                rows.append(value)
+            best = rows[0]
+            for value in rows[1:]:
+                best = np.maximum(best, value)
+            values.append(best)
+            if maximum.weight > 0:
+                cost = cost + maximum.weight * best
+        return cost
 
-    def _shifts(self, v: int) -> dict[int, FloatArray]:
-        """From which overlap row on, v's strategies add what."""
-        node = self.problem.nodes[v]
-        shifts = {v: np.where(node.allowed, node.reduction_s, 0.0)}
-        shifts[v + 1] = shifts.get(v + 1, 0.0) - np.where(node.allowed, node.backward_s, 0.0)
+    def _changes(self, v: int) -> dict[int, FloatArray]:
+        """The rows whose own seconds depend on v: what each of its strategies adds to what the present one has."""
+        terms, changes = self.table.nodes[v], {}
+        for row, seconds in zip(terms.rows.tolist(), terms.seconds, strict=True):
+            changes[row] = seconds - seconds[self.choice[v]]
         for side in self.sides[v]:
-            shifts[side.target] = shifts.get(side.target, 0.0) - side.backward_s[:, self.choice[side.other]]
-        return {row: shift for row, shift in shifts.items() if row < len(self.rows)}
+            for row, seconds in zip(side.rows.tolist(), side.seconds[:, :, self.choice[side.other]], strict=True):
+                changes[row] = changes.get(row, 0.0) + seconds - seconds[self.choice[v]]
+        return changes
 
     def exceeded(self, v: int) -> FloatArray:
         """By how much limits are broken per strategy of v, where v takes part."""
@@ -173,9 +184,8 @@ class _State:
         now = self.choice[v]
         if strategy == now:
             return
-        if self.overlapped:
-            for row, shift in self._shifts(v).items():
-                self.rows[row:] += shift[strategy] - shift[now]
+        for row, change in self._changes(v).items():
+            self.seconds[row] += change[strategy]
         for item in self.live[v]:
             self.loads[item.resource][item.first : item.last] += item.amounts[strategy] - item.amounts[now]
         for i in self.linear_of[v]:

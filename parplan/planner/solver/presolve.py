@@ -6,6 +6,7 @@ an optimum of the problem it came from) and is tested alone against brute force.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from parplan.planner.solver.dominance import undominated
 from parplan.planner.solver.folding import fold
 from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
-from parplan.planner.solver.problem import Edge, Problem, Reduced, restrict
+from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced, restrict
 
 __all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_parallel_edges", "pair_linear", "presolve"]
 
@@ -21,7 +22,7 @@ __all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_para
 def presolve(problem: Problem) -> Reduced | None:
     """All exact reductions, in order; None when no choice is feasible."""
     first = (pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated)
-    steps = (*first, drop_loose, fold, drop_forbidden, drop_dominated)
+    steps = (*first, drop_loose, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
         reduced = reduced and reduced.then(step)
@@ -40,24 +41,34 @@ def pair_linear(problem: Problem) -> Reduced:
         total = one if first == last else one[:, None] + other
         barrier = np.where((total >= row.low) & (total <= row.high), 0.0, np.inf)
         if first == last:
-            nodes[first] = replace(nodes[first], forward_s=nodes[first].forward_s + barrier)
+            nodes[first] = replace(nodes[first], cost_s=nodes[first].cost_s + barrier)
         else:
-            edges.append(Edge(first, last, barrier, np.zeros_like(barrier)))
+            edges.append(Edge(first, last, barrier))
     rest = tuple(row for row in problem.linear if row not in short)
     return Reduced(replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=rest))
 
 
 def merge_parallel_edges(problem: Problem) -> Reduced:
     """Edges between the same two nodes become one: their costs always fall together."""
-    merged: dict[tuple[int, int], Edge] = {}
-    for edge in problem.edges:
-        key = edge.source, edge.target
-        other = merged.get(key)
-        merged[key] = (
-            edge if other is None else Edge(*key, other.forward_s + edge.forward_s, other.backward_s + edge.backward_s)
-        )
-    same = len(merged) == len(problem.edges)
-    return Reduced(problem if same else replace(problem, edges=tuple(merged.values())))
+    place: dict[tuple[int, int], int] = {}
+    new = [place.setdefault((edge.source, edge.target), len(place)) for edge in problem.edges]
+    if len(place) == len(problem.edges):
+        return Reduced(problem)
+    costs = _summed(new, {e: edge.cost_s for e, edge in enumerate(problem.edges)})
+    edges = tuple(Edge(*ends, costs[e]) for ends, e in place.items())
+    maxima = tuple(
+        replace(maximum, rows=tuple(replace(row, edges=_summed(new, row.edges)) for row in maximum.rows))
+        for maximum in problem.maxima
+    )
+    return Reduced(replace(problem, edges=edges, maxima=maxima))
+
+
+def _summed(new: Sequence[int], values: Mapping[int, FloatArray]) -> dict[int, FloatArray]:
+    """Sums by the new places of edges."""
+    result: dict[int, FloatArray] = {}
+    for e, seconds in values.items():
+        result[new[e]] = result[new[e]] + seconds if new[e] in result else seconds
+    return result
 
 
 def drop_forbidden(problem: Problem) -> Reduced | None:
@@ -66,7 +77,7 @@ def drop_forbidden(problem: Problem) -> Reduced | None:
     None when a node has no strategy left.
     """
     masks = [node.allowed for node in problem.nodes]
-    pairs = [np.isfinite(edge.forward_s + edge.backward_s) for edge in problem.edges]
+    pairs = [np.isfinite(edge.cost_s) for edge in problem.edges]
     partial = [(edge, allowed) for edge, allowed in zip(problem.edges, pairs, strict=True) if not allowed.all()]
     changed = True
     while changed:

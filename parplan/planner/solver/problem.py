@@ -196,7 +196,7 @@ class Problem:
                 )
                 if not fits or any(other >= place for other in term.maxima):
                     raise ParplanError(
-                        f"maximum {maximum.name}: a row fits neither its nodes' strategies nor the maxima before its own"
+                        f"maximum {maximum.name}: a row does not fit its nodes' strategies or the maxima before its own"
                     )
 
     @property

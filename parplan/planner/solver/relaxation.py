@@ -1,10 +1,12 @@
-"""A bound, and often the proof, without any search: price the coupling constraints and solve what is left exactly.
+"""A bound, and often the proof, without any search: price maxima and limits, and solve what is left exactly.
 
-T = F + B + max(0, max_i P_i) is the largest, over weights w >= 0 with sum <= 1, of F + B + sum_i w_i P_i; every limit
-can be priced likewise. For fixed prices the problem is a sum over nodes and edges, which elimination.py minimises
-exactly: a true lower bound on T. Prices climb by projected subgradients (Polyak's step towards the best known T).
-Every choice met on the way is a candidate. With the best prices, a strategy whose best choice of all costs as much as
-the best known one is out: the search then gets what little is left.
+T is the largest of the linear functions that selections of one row per maximum stand for (see rows), so it is at least
+their mean with any shares >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is a
+sum over nodes and edges, which elimination.py minimises exactly: a true lower bound on T. Prices climb by projected
+subgradients (Polyak's step towards the best known T). Selections are many: all where they are few, else a pool that
+grows by the critical ones of every choice met (column generation). Every choice met on the way is a candidate. With the
+best prices, a strategy whose best choice of all costs as much as the best known one is out: the search then gets what
+little is left.
 """
 
 from __future__ import annotations
@@ -14,33 +16,91 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from parplan.planner.solver.elimination import Classes, Tables, Tree, classes_of, edge_costs, plant
-from parplan.planner.solver.limits import Row
-from parplan.planner.solver.problem import FloatArray, Problem, phases
+from parplan.planner.solver.elimination import Classes, Tables, Tree, classes_of, plant
+from parplan.planner.solver.limits import LimitRow
+from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.rows import RowTable, Terms, row_table
 
-__all__ = ["Priced", "Prices", "Relaxation", "climb", "relax"]
+__all__ = ["Pool", "Priced", "Prices", "Relaxation", "climb", "relax"]
 
 PATIENCE = 6
 """Steps without a better bound after which the step is halved."""
 
+ENUMERATED = 1_000_000
+"""Selections of a maximum times rows up to which all are in the pool from the start."""
+
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """One weight per overlap row (>= 0, sum <= 1), one price per limit (> 0 for its high side, < 0 for its low)."""
+    """One share per selection in the pool (>= 0, sum 1 for every maximum with a weight; those not listed have none).
 
-    overlap: FloatArray
+    One price per limit (> 0 for its high side, < 0 for its low).
+    """
+
+    shares: FloatArray
     limits: FloatArray
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The relaxation at some prices: its value is a lower bound on T; `slope` is its supergradient."""
+    """The relaxation at some prices: its value is a lower bound on T.
+
+    `seconds` are the rows' own at the choice, `excess` is by how much each limit is exceeded (below 0 only where it has
+    a price): the supergradient.
+    """
 
     prices: Prices
     value: float
     choice: list[int]
-    slope: Prices
+    seconds: FloatArray
+    excess: FloatArray
+
+
+class Pool:
+    """Selections that have a share in the bound: the multiplicities of all rows through one maximum with a weight."""
+
+    def __init__(self, table: RowTable) -> None:
+        self.table, self.tops = table, table.tops
+        self.top: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+        self.multiplicity: FloatArray = np.zeros((0, len(table.constant)))
+        self._known: dict[bytes, int] = {}
+        counts = table.selections()
+        self.complete = [counts[top] * (1 + len(table.constant)) <= ENUMERATED for top in self.tops]
+        for top, complete in zip(self.tops, self.complete, strict=True):
+            if complete:
+                self._add(top, table.all_multiplicities(top))
+
+    def start(self, choice: Sequence[int]) -> FloatArray:
+        """Shares of 1 for the selections that are critical at `choice`."""
+        _, reached = self.table.maxima(self.table.seconds(choice))
+        places = [self._add(top, self.table.multiplicity(reached, top)[None]) for top in self.tops]
+        shares = np.zeros(len(self.top))
+        shares[places] = 1.0
+        return shares
+
+    def grow(self, seconds: FloatArray) -> None:
+        """Add the critical selections of a choice, given the rows' own seconds there."""
+        if not all(self.complete):
+            _, reached = self.table.maxima(seconds)
+            for top, complete in zip(self.tops, self.complete, strict=True):
+                if not complete:
+                    self._add(top, self.table.multiplicity(reached, top)[None])
+
+    def _add(self, top: int, lines: FloatArray) -> int:
+        """Add what is new; the place of the last line."""
+        place = -1
+        new: list[FloatArray] = []
+        for line in lines:
+            key = top.to_bytes(8, "little") + line.tobytes()
+            place = self._known.setdefault(key, len(self._known))
+            if place == len(self.top) + len(new):
+                new.append(line)
+        if new:
+            self.top = np.append(self.top, np.full(len(new), top, dtype=np.intp))
+            self.multiplicity = np.vstack([self.multiplicity, *new])
+        return place
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,77 +115,85 @@ class _Costs:
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """A problem made ready for pricing. Overlap rows belong to `reduced`, the nodes that may have a reduction."""
+    """A problem made ready for pricing; `edges` are base costs and row terms per pair of classes."""
 
     problem: Problem
     tree: Tree
     classes: list[Classes]
-    forward_s: list[FloatArray]
-    backward_s: list[FloatArray]
-    reduced: list[int]
-    rows: list[Row]
+    edges: list[tuple[FloatArray, Terms]]
+    table: RowTable
+    pool: Pool
+    rows: list[LimitRow]
 
     def start(self) -> Prices:
-        """No prices."""
-        return Prices(np.zeros(len(self.reduced)), np.zeros(len(self.rows)))
+        """No prices for limits, and the selections that matter at the cheapest choice by base costs."""
+        at_base = self._solved(np.zeros(len(self.table.constant)), np.zeros(len(self.rows)))[1]
+        return Prices(self.pool.start(at_base), np.zeros(len(self.rows)))
 
     def at(self, prices: Prices) -> Priced:
         """Solve at `prices`."""
-        costs = self._costs(prices)
-        tables = self.tree.upward(costs.node_class, costs.edge)
-        picked = self.tree.choice(tables)
-        choice = [c.cheapest(cost, k) for c, cost, k in zip(self.classes, costs.node, picked, strict=True)]
-        # The excess of every row over its bound at the choice; negative slack only where the row has a price already.
-        limits = np.zeros(len(self.rows))
+        value, choice = self._solved(self._multiplicity(prices), prices.limits)
+        excess = np.zeros(len(self.rows))
         for r, (row, price) in enumerate(zip(self.rows, prices.limits, strict=True)):
             total = float(sum(values[choice[v]] for v, values in row.terms.items()))
             if price > 0 or total > row.high:
-                limits[r] = total - row.high
+                excess[r] = total - row.high
             elif price < 0 or total < row.low:
-                limits[r] = total - row.low
-        slope = Prices(phases(self.problem, choice).rows[self.reduced], limits)
-        return Priced(prices, tables.value + costs.constant, choice, slope)
+                excess[r] = total - row.low
+        seconds = self.table.seconds(choice)
+        if np.isfinite(value):
+            self.pool.grow(seconds)
+        return Priced(prices, value, choice, seconds, excess)
 
     def marginals(self, prices: Prices) -> list[FloatArray]:
         """Per node and strategy, a lower bound on T of every choice that uses it."""
-        costs = self._costs(prices)
+        costs = self._costs(self._multiplicity(prices), prices.limits)
         tables: Tables = self.tree.upward(costs.node_class, costs.edge)
         found = self.tree.marginals(tables)
         triples = zip(self.classes, found, costs.node, costs.node_class, strict=True)
         return [(best - low)[c.of] + cost + costs.constant for c, best, cost, low in triples]
 
-    def _costs(self, prices: Prices) -> _Costs:
-        nodes = self.problem.nodes
-        weight = np.zeros(len(nodes) + 1)
-        weight[self.reduced] = prices.overlap
-        reduction_weight = np.cumsum(weight[::-1])[::-1]
+    def _multiplicity(self, prices: Prices) -> FloatArray:
+        result: FloatArray = prices.shares @ self.pool.multiplicity[: len(prices.shares)]
+        return result
+
+    def _solved(self, multiplicity: FloatArray, limits: FloatArray) -> tuple[float, list[int]]:
+        costs = self._costs(multiplicity, limits)
+        tables = self.tree.upward(costs.node_class, costs.edge)
+        picked = self.tree.choice(tables)
+        choice = [c.cheapest(cost, k) for c, cost, k in zip(self.classes, costs.node, picked, strict=True)]
+        return tables.value + costs.constant, choice
+
+    def _costs(self, multiplicity: FloatArray, limits: FloatArray) -> _Costs:
         node = [
-            n.forward_s + (1 - reduction_weight[v + 1]) * n.backward_s + reduction_weight[v] * n.reduction_s
-            for v, n in enumerate(nodes)
+            n.cost_s + terms.weighted(multiplicity) if len(terms.rows) else n.cost_s
+            for n, terms in zip(self.problem.nodes, self.table.nodes, strict=True)
         ]
-        constant = 0.0
-        for row, price in zip(self.rows, prices.limits, strict=True):
+        constant = float(multiplicity @ self.table.constant)
+        for row, price in zip(self.rows, limits, strict=True):
             if price != 0:
                 constant -= float(price) * (row.high if price > 0 else row.low)
                 for v, values in row.terms.items():
                     node[v] = node[v] + price * values
-        pairs = zip(self.problem.edges, self.forward_s, self.backward_s, strict=True)
-        edge = [forward + (1 - reduction_weight[e.target]) * backward for e, forward, backward in pairs]
+        edge = [cost + terms.weighted(multiplicity) if len(terms.rows) else cost for cost, terms in self.edges]
         return _Costs(node, [c.least(cost) for c, cost in zip(self.classes, node, strict=True)], edge, constant)
 
 
-def relax(problem: Problem, rows: Sequence[Row]) -> Relaxation | None:
-    """The relaxation of a presolved problem with the limits `rows`; None if its graph is too wide."""
-    classes = classes_of(problem)
+def relax(problem: Problem, rows: Sequence[LimitRow], pool: Pool | None = None) -> Relaxation | None:
+    """The relaxation of a presolved problem with the limits `rows`; None if its graph is too wide.
+
+    `pool` is that of an earlier relaxation of the same problem.
+    """
+    table = row_table(problem) if pool is None else pool.table
+    classes = classes_of(table)
     tree = plant(problem, [len(c.first) for c in classes])
     if tree is None:
         return None
-    costs = [edge_costs(edge) for edge in problem.edges]
-    places = [np.ix_(classes[e.source].first, classes[e.target].first) for e in problem.edges]
-    forward = [cost[0][place] for cost, place in zip(costs, places, strict=True)]
-    backward = [cost[1][place] for cost, place in zip(costs, places, strict=True)]
-    reduced = [v for v, node in enumerate(problem.nodes) if node.reduction_s.any()]
-    return Relaxation(problem, tree, classes, forward, backward, reduced, list(rows))
+    edges = []
+    for edge, terms in zip(problem.edges, table.edges, strict=True):
+        s, t = classes[edge.source].first, classes[edge.target].first
+        edges.append((edge.cost_s[np.ix_(s, t)], Terms(terms.rows, terms.seconds[:, s][:, :, t])))
+    return Relaxation(problem, tree, classes, edges, table, pool or Pool(table), list(rows))
 
 
 def climb(
@@ -146,18 +214,26 @@ def climb(
     target, step, waited = min(target, seen(point)), 1.0, 0
     largest = [max((float(abs(c).max()) for c in row.terms.values()), default=0.0) for row in relaxation.rows]
     for _ in range(steps):
-        prices, slope = point.prices, point.slope
+        prices, top = point.prices, relaxation.pool.top
+        shares = np.append(prices.shares, np.zeros(len(top) - len(prices.shares)))
+        gain = relaxation.pool.multiplicity @ point.seconds
         # Brings the limits' units to seconds, so that one step length suits all prices.
-        scale = target / np.maximum(largest, 1.0)
-        overlap = np.where((prices.overlap > 0) | (slope.overlap > 0), slope.overlap, 0.0)
-        limits = slope.limits * scale
-        norm = float((overlap**2).sum() + (limits**2).sum())
+        scale = abs(target) / np.maximum(largest, 1.0)
+        for m in relaxation.pool.tops:
+            own = top == m
+            gain[own] -= gain[own] @ shares[own]
+        gain = np.where((shares > 0) | (gain > 0), gain, 0.0)
+        limits = point.excess * scale
+        norm = float((gain**2).sum() + (limits**2).sum())
         if norm == 0:
             break
         length = step * max(target - point.value, 1e-9 * abs(target)) / norm
         moved = prices.limits + length * limits * scale
         crossed = moved * prices.limits < 0
-        point = relaxation.at(Prices(_onto_simplex(prices.overlap + length * overlap), np.where(crossed, 0.0, moved)))
+        for m in relaxation.pool.tops:
+            own = top == m
+            shares[own] = _onto_simplex(shares[own] + length * gain[own])
+        point = relaxation.at(Prices(shares, np.where(crossed, 0.0, moved)))
         target = min(target, seen(point))
         waited = 0 if point.value > best.value + 1e-7 * abs(best.value) else waited + 1
         best = point if point.value > best.value else best
@@ -169,10 +245,7 @@ def climb(
 
 
 def _onto_simplex(weights: FloatArray) -> FloatArray:
-    """The nearest point with weights >= 0 and sum <= 1."""
-    clipped: FloatArray = np.maximum(weights, 0.0)
-    if clipped.sum() <= 1:
-        return clipped
+    """The nearest point with weights >= 0 and sum 1."""
     ordered = np.sort(weights)[::-1]
     excess = (np.cumsum(ordered) - 1) / np.arange(1, len(weights) + 1)
     shift = excess[np.flatnonzero(ordered > excess)[-1]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from parplan.planner.solver.cpsat import search
+from parplan.planner.solver.cpsat import resolution, search
 from parplan.planner.solver.infeasible import explain, overfull
 from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice, leanest_choice, settle
@@ -25,6 +25,7 @@ from parplan.planner.solver.problem import (
     restrict,
 )
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
+from parplan.planner.solver.rows import least
 
 __all__ = ["GAP", "Progress", "solve"]
 
@@ -78,12 +79,10 @@ class _Run:
         self.problem, self.workers, self.on_progress = problem, workers, on_progress
         self.began = time.monotonic()
         self.deadline = self.began + time_limit_s
-        parts = [part for node in problem.nodes for part in (node.forward_s, node.backward_s, node.reduction_s)]
-        parts += [part for edge in problem.edges for part in (edge.forward_s, edge.backward_s)]
-        self.whole = all(bool((part[np.isfinite(part)] % 1 == 0).all()) for part in parts)
+        self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
-        self.objective, self.bound, self.cut = np.inf, 0.0, np.inf
-        self.told = np.inf, 0.0
+        self.objective, self.bound, self.cut = np.inf, least(problem), np.inf
+        self.told = np.inf, self.bound
 
     def offer(self, choice: Sequence[int]) -> bool:
         """Take a choice if it is feasible and the best; whether it was taken."""
@@ -111,7 +110,7 @@ class _Run:
 
     def cutoff(self) -> float:
         """Seconds that a better choice has to stay below."""
-        return self.objective - 0.5 if self.whole else self.objective * (1 - CUT)
+        return self.objective - 0.5 if self.whole else self.objective - CUT * abs(self.objective)
 
     def left(self) -> float:
         """Seconds until the deadline."""
@@ -153,11 +152,12 @@ class _Run:
 
     def price(self, reduced: Reduced) -> Reduced | None:
         """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
-        rows, prices = some_rows(reduced.problem, PRICED_TERMS), None
+        rows, prices, pool = some_rows(reduced.problem, PRICED_TERMS), None, None
         for _ in range(PRICE_ROUNDS):
-            relaxation = relax(reduced.problem, rows)
+            relaxation = relax(reduced.problem, rows, pool)
             if relaxation is None:
                 return reduced
+            pool = relaxation.pool
             best, marginals = self.climb(reduced, relaxation, prices), relaxation.marginals
             if not np.isfinite(best.value):
                 return None  # forbidden pairs leave no choice
@@ -165,7 +165,7 @@ class _Run:
             if not more or self.left() < 0:
                 break
             rows += more
-            prices = Prices(best.prices.overlap, np.append(best.prices.limits, np.zeros(len(more))))
+            prices = Prices(best.prices.shares, np.append(best.prices.limits, np.zeros(len(more))))
         return self.cut_off(reduced, marginals(best.prices)) if self.choice is not None else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
@@ -185,8 +185,8 @@ class _Run:
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
         best = climb(relaxation, start or relaxation.start(), self.objective, STEPS, seen, self.deadline)
-        self.raise_bound(best.value * (1 - 1e-12))
-        if self.objective > self.bound * (1 + CUT):
+        self.raise_bound(best.value - 1e-12 * abs(best.value))
+        if self.cutoff() > self.bound:
             self.improve(reduced, best.choice)
         return best
 
@@ -202,10 +202,11 @@ class _Run:
         while self.left() > 0.05:
             cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
             self.cut = min(self.cut, cutoff)
-            guess = self.objective
+            guess = abs(self.objective)
             if not np.isfinite(guess):
-                largest = float(sum(n.forward_s.max() + n.backward_s.max() for n in reduced.problem.nodes))
-                guess = max(self.bound, largest or 1.0)
+                guess = (
+                    self.bound if self.bound > 0 else float(sum(n.cost_s.max() for n in reduced.problem.nodes)) or 1.0
+                )
             found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
             if found.choice is not None:
                 self.offer(reduced.lift(found.choice))
@@ -235,9 +236,9 @@ class _Run:
             return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
         choice = settle(self.problem, self.choice, max(self.deadline, time.monotonic() + LOCAL_S))
         final = evaluate(self.problem, choice)
-        if final.feasible and final.objective <= self.objective * (1 + 1e-12):
+        if final.feasible and final.objective <= self.objective + 1e-12 * abs(self.objective):
             self.choice, self.objective = choice, final.objective
         bound = min(self.bound, self.objective)
-        gap = (self.objective - bound) / self.objective if self.objective > 0 else 0.0
+        gap = (self.objective - bound) / (abs(self.objective) or 1e-300) if self.objective > bound else 0.0
         status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
         return Solution(status, tuple(self.choice), self.objective, bound, gap, time.monotonic() - self.began)

@@ -38,10 +38,9 @@ def test_agrees_with_brute_force(seed: int) -> None:
 
 
 def _pair(values: list[float]) -> Problem:
-    zeros = np.zeros(len(values))
-    nodes = (Node("a", np.array(values), zeros, zeros), Node("b", zeros, zeros, zeros))
+    nodes = (Node("a", np.array(values)), Node("b", np.zeros(len(values))))
     cost = np.arange(1.0, 1 + len(values) ** 2).reshape(len(values), -1)
-    return Problem(nodes, (Edge(0, 1, cost, cost * 0),))
+    return Problem(nodes, (Edge(0, 1, cost),))
 
 
 def test_whole_costs_are_not_rounded() -> None:
@@ -87,8 +86,7 @@ def test_least_excess_is_the_least() -> None:
 
 
 def _allowed(node: Node) -> Node:
-    zeros = np.zeros(node.size)
-    return Node(node.name, zeros, zeros, zeros, node.usages)
+    return Node(node.name, np.zeros(node.size), node.usages)
 
 
 def _with(tight: Problem, problem: Problem) -> Problem:

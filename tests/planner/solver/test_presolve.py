@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmarks.instances import chain, network, random_problem
+from benchmarks.instances import NodePhases, chain, network, one_pass, random_problem
 from parplan.planner.solver.infeasible import overfull
 from parplan.planner.solver.limits import memory_rows
 from parplan.planner.solver.presolve import (
@@ -52,9 +52,8 @@ def test_keeps_the_optimum(step: Step, seed: int) -> None:
         assert found.objective == pytest.approx(truth.objective, rel=1e-12, abs=1e-12)
 
 
-def _node(name: str, ahead: list[float], back: list[float] | None = None, usages: tuple[Usage, ...] = ()) -> Node:
-    zeros = [0.0] * len(ahead)
-    return Node(name, ahead, back or zeros, zeros, usages)  # type: ignore[arg-type]
+def _phases(name: str, ahead: list[float], back: list[float], reduction: list[float]) -> NodePhases:
+    return NodePhases(name, np.array(ahead), np.array(back), np.array(reduction))
 
 
 def test_every_reduction_reduces_something() -> None:
@@ -69,29 +68,35 @@ def test_every_reduction_reduces_something() -> None:
         counts[1] += sum(drop_dominated(before).problem.sizes) < sum(before.sizes)
         counts[2] += len(fold(before).problem.nodes) < len(before.nodes)
         counts[3] += drop_loose(before).problem is not before
-    assert (counts > 10).all()
+    assert (counts > 4).all()
 
 
 def test_dominance_sees_the_overlap() -> None:
     """Backward time that hides the reduction of a later layer costs nothing there, a tail does."""
-    first = Node("first", [0.0, 0.0], [0.0, 1.0], [0.0, 0.0])  # type: ignore[arg-type]
-    last = Node("last", [0.0], [0.0], [5.0])  # type: ignore[arg-type]
-    assert drop_dominated(Problem((first, last))).problem.sizes == [1, 1]
-    slower = Node("first", [0.0, 0.0], [1.0, 0.0], [0.0, 0.5])  # type: ignore[arg-type]
-    assert drop_dominated(Problem((slower, last))).problem.sizes == [2, 1]
+    first = _phases("first", [0.0, 0.0], [0.0, 1.0], [0.0, 0.0])
+    last = _phases("last", [0.0], [0.0], [5.0])
+    assert _sizes(one_pass((first, last))) == [1, 1]
+    slower = _phases("first", [0.0, 0.0], [1.0, 0.0], [0.0, 0.5])
+    assert _sizes(one_pass((slower, last))) == [2, 1]
+
+
+def _sizes(problem: Problem) -> list[int]:
+    reduced = presolve(problem)
+    assert reduced is not None
+    return reduced.problem.sizes
 
 
 def test_only_maximal_live_sets_that_can_bind() -> None:
     spans = [(0, 4, 3.0), (1, 2, 3.0), (2, 3, 1.0), (5, 6, 9.0)]
-    nodes = tuple(_node(f"n{i}", [0.0, 1.0], usages=(Usage(0, a, b, [0.0, c]),)) for i, (a, b, c) in enumerate(spans))  # type: ignore[arg-type]
+    nodes = tuple(Node(f"n{i}", [0.0, 1.0], (Usage(0, a, b, [0.0, c]),)) for i, (a, b, c) in enumerate(spans))  # type: ignore[arg-type]
     rows = memory_rows(Problem(nodes, (), (5.0,)))
     assert [(row.time, sorted(row.terms)) for row in rows] == [(1, [0, 1]), (5, [3])]
 
 
 def test_a_chain_without_limits_folds_to_one_node() -> None:
-    nodes = tuple(_node(f"n{i}", [1.0, 2.0]) for i in range(10))
+    nodes = tuple(Node(f"n{i}", np.array([1.0, 2.0])) for i in range(10))
     cost = np.array([[0.0, 3.0], [3.0, 0.0]])
-    edges = tuple(Edge(i, i + 1, cost, cost) for i in range(9))
+    edges = tuple(Edge(i, i + 1, cost) for i in range(9))
     assert len(fold(Problem(nodes, edges)).problem.nodes) == 1
 
 
@@ -101,9 +106,9 @@ def _placements(rng: np.random.Generator) -> Problem:
     for v in range(int(rng.integers(2, 6))):
         size, end = float(2 * rng.integers(8, 20)), v + int(rng.integers(1, 6))
         places = (np.array([size, 0, size / 2]), np.array([0, size, size / 2]))
-        nodes.append(Node(f"n{v}", zeros, zeros, zeros, tuple(Usage(d, v, end, a) for d, a in enumerate(places))))
+        nodes.append(Node(f"n{v}", zeros, tuple(Usage(d, v, end, a) for d, a in enumerate(places))))
     blocked = [np.where(rng.random((3, 3)) < 0.4, np.inf, 0.0) for _ in nodes[1:]]
-    edges = tuple(Edge(v, v + 1, cost, np.zeros((3, 3))) for v, cost in enumerate(blocked))
+    edges = tuple(Edge(v, v + 1, cost) for v, cost in enumerate(blocked))
     return Problem(tuple(nodes), edges, (float(rng.integers(16, 60)), float(rng.integers(16, 60))))
 
 

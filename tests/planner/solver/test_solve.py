@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.instances import chain, network, random_problem, residual
+from benchmarks.instances import EdgePhases, NodePhases, chain, network, one_pass, random_problem, residual
 from benchmarks.iopddl import read
 from parplan.planner.solver.problem import Cause, Edge, Linear, Node, Problem, Status, Usage, evaluate, objective
 from parplan.planner.solver.solve import GAP, solve
@@ -30,11 +30,11 @@ def test_agrees_with_brute_force(seed: int) -> None:
             assert found.status is Status.INFEASIBLE
             assert found.infeasibility is not None
             continue
-        assert found.status is Status.OPTIMAL
+        assert found.status is Status.OPTIMAL or abs(truth.objective) < 1e-9
         assert found.choice is not None
         assert evaluate(problem, found.choice).feasible
         assert found.objective == pytest.approx(truth.objective, rel=GAP, abs=1e-12)
-        assert found.bound <= truth.objective * (1 + 1e-9)
+        assert found.bound <= truth.objective + 1e-9 * abs(truth.objective) + 1e-12
     assert set(statuses) == {Status.OPTIMAL, Status.INFEASIBLE}
 
 
@@ -85,18 +85,18 @@ def test_out_of_time_keeps_the_best_choice_with_its_gap() -> None:
 
 
 def test_of_equal_strategies_the_lowest() -> None:
-    costs, zeros = np.array([2.0, 1.0, 1.0]), np.zeros(3)
-    nodes = tuple(Node(f"n{i}", costs, zeros, zeros) for i in range(4))
-    edges = tuple(Edge(i, i + 1, 1 - np.eye(3), np.zeros((3, 3))) for i in range(3))
+    costs = np.array([2.0, 1.0, 1.0])
+    nodes = tuple(Node(f"n{i}", costs) for i in range(4))
+    edges = tuple(Edge(i, i + 1, 1 - np.eye(3)) for i in range(3))
     assert solve(Problem(nodes, edges), workers=1).choice == (1, 1, 1, 1)
 
 
 def test_a_node_with_many_readers_is_solved() -> None:
     """A value that 70 layers read, each with one way to run: as many neighbours as an array cannot have dimensions."""
-    readers = [Node(f"reader{v}", np.ones(1), np.ones(1), np.full(1, 0.5)) for v in range(70)]
-    problem = Problem(
-        (Node("source", np.ones(3), np.array([3.0, 2.0, 4.0]), np.full(3, 0.5)), *readers),
-        tuple(Edge(0, v, np.array([[1.0], [2.0], [1.0]]) * (v % 3), np.zeros((3, 1))) for v in range(1, 71)),
+    readers = [NodePhases(f"reader{v}", np.ones(1), np.ones(1), np.full(1, 0.5)) for v in range(70)]
+    problem = one_pass(
+        (NodePhases("source", np.ones(3), np.array([3.0, 2.0, 4.0]), np.full(3, 0.5)), *readers),
+        tuple(EdgePhases(0, v, np.array([[1.0], [2.0], [1.0]]) * (v % 3), np.zeros((3, 1))) for v in range(1, 71)),
     )
     found = solve(problem, workers=1)
     assert found.status is Status.OPTIMAL
@@ -104,16 +104,15 @@ def test_a_node_with_many_readers_is_solved() -> None:
 
 
 def _nodes(count: int, usages: tuple[tuple[Usage, ...], ...] | None = None) -> tuple[Node, ...]:
-    zeros = np.zeros(2)
-    return tuple(Node(f"n{i}", zeros, zeros, zeros, usages[i] if usages else ()) for i in range(count))
+    return tuple(Node(f"n{i}", np.zeros(2), usages[i] if usages else ()) for i in range(count))
 
 
 def _differ(a: int, b: int) -> Edge:
-    return Edge(a, b, np.where(np.eye(2) > 0, np.inf, 0.0), np.zeros((2, 2)))
+    return Edge(a, b, np.where(np.eye(2) > 0, np.inf, 0.0))
 
 
 def test_names_a_node_without_a_strategy() -> None:
-    bad = Node("bad", np.array([np.inf]), np.zeros(1), np.zeros(1))
+    bad = Node("bad", np.array([np.inf]))
     found = solve(Problem((*_nodes(1), bad)), workers=1)
     assert found.status is Status.INFEASIBLE
     assert found.infeasibility is not None
@@ -121,7 +120,7 @@ def test_names_a_node_without_a_strategy() -> None:
 
 
 def test_names_an_edge_without_a_pair() -> None:
-    edge = Edge(0, 1, np.full((2, 2), np.inf), np.zeros((2, 2)))
+    edge = Edge(0, 1, np.full((2, 2), np.inf))
     found = solve(Problem(_nodes(2), (edge,)), workers=1)
     assert found.infeasibility is not None
     assert (found.infeasibility.cause, found.infeasibility.names) == (Cause.EDGE, ("n0", "n1"))
@@ -151,7 +150,7 @@ def test_names_linear_constraints_that_clash() -> None:
 def test_says_where_memory_is_missing_and_how_much() -> None:
     big, small = np.array([70.0, 60.0]), np.array([30.0, 40.0])
     usages = ((Usage(0, 0, 9, big),), (Usage(0, 4, 5, small),), (Usage(0, 6, 7, np.array([5.0, 5.0])),))
-    edge = Edge(0, 1, np.array([[0, 0], [np.inf, 0.0]]), np.zeros((2, 2)))
+    edge = Edge(0, 1, np.array([[0, 0], [np.inf, 0.0]]))
     found = solve(Problem(_nodes(3, usages), (edge,), (75.0,), (), ("device 3",)), workers=1)
     cause = found.infeasibility
     assert cause is not None
