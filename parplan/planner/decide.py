@@ -26,7 +26,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import layer_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, plain, shape_of
+from parplan.planner.search.context import Case, plain
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,

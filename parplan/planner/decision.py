@@ -9,6 +9,8 @@ from parplan.cost_models.costs import Source
 from parplan.plan import Plan, Scheme, Strategy
 
 __all__ = [
+    "ANY_BLOCK",
+    "BRANCHES",
     "Arrival",
     "Baseline",
     "BatchTried",
@@ -25,6 +27,9 @@ __all__ = [
     "SchemePrice",
     "Seconds",
 ]  # fmt: skip
+
+ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
+"""Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Prediction:
 
     `update_s` is the optimizer's, `overhead_s` the runtime's own; the step is between `low_s` and `high_s` if no
     figure is off by more than its uncertainty. `memory_bytes` is the predicted peak of every logical device.
-    `most_hidden` is the share of `reduce_s` that the backward pass could hide at most.
+    `most_hidden` is the share of `reduce_s` that the backward pass could hide at most. `simulated`: the parts are of
+    the simulated step, of the device that is done last.
     """
 
     step_s: float
@@ -85,6 +91,7 @@ class Prediction:
     low_s: float = 0.0
     high_s: float = 0.0
     most_hidden: float = 1.0
+    simulated: bool = False
 
 
 @dataclass(frozen=True)

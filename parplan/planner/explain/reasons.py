@@ -15,9 +15,7 @@ from parplan.planner.solver.problem import evaluate
 __all__ = ["against", "alternatives", "followed", "layer_reasons", "only_way", "time_text"]
 
 
-def layer_reasons(
-    graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
-) -> dict[str, str]:
+def layer_reasons(graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan) -> dict[str, str]:
     """The reason for every layer's strategy, by the objective: the cost of its best alternative."""
     problem, what_if = formulation.problem, WhatIf(formulation, choice)
 

@@ -183,9 +183,9 @@ def homes_of(
             taken = {name for one in found for branch, _ in one for name in branch}
             own = {next(iter(block)) for block in blocks if len(block) == 1}
             apart = sum(map(len, own)) == len({device for block in own for device in block})
-            if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart:
-                if not any(name in taken for branch in phase for name in branch):
-                    found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
+            free = not any(name in taken for branch in phase for name in branch)
+            if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart and free:
+                found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
     return tuple(found)
 
 

@@ -12,13 +12,13 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
-from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search.branches import homes_of
+from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, evaluate
 
-__all__ = ["Case", "Deadline", "fits", "first_lanes", "plain", "shape_of", "without_period"]
+__all__ = ["Case", "Deadline", "first_lanes", "fits", "plain", "shape_of", "without_period"]
 
 
 class Deadline:

@@ -19,7 +19,16 @@ from parplan.planner.simulation.step_work import Work, work_of
 from parplan.planner.simulation.timeline import Kind, Lane, Timeline
 
 __all__ = [
-    "IN_PASSES", "simulated_prediction", "simulated_reports", "needs_simulation", "no_updates", "rival_in_passes", "scheme_prices", "schemes_of", "under", "updates_lost",
+    "IN_PASSES",
+    "needs_simulation",
+    "no_updates",
+    "rival_in_passes",
+    "scheme_prices",
+    "schemes_of",
+    "simulated_prediction",
+    "simulated_reports",
+    "under",
+    "updates_lost",
 ]  # fmt: skip
 
 IN_PASSES = (Scheme.INTERLEAVE, Scheme.BROADCAST)
@@ -155,6 +164,7 @@ def simulated_prediction(prediction: Prediction, timeline: Timeline) -> Predicti
     return replace(
         prediction,
         step_s=timeline.step_s,
+        simulated=True,
         forward_s=spent.total_s(Kind.FORWARD),
         backward_s=spent.total_s(Kind.BACKWARD),
         transfer_s=spent.total_s(Kind.TRANSFER),

@@ -13,13 +13,14 @@ bound. OPTIMAL is said where every shape that is legal was solved or refuted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.decision import ANY_BLOCK, BRANCHES
 from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.context import Case, first_lanes, plain, shape_of
 from parplan.planner.search.device_groups import placements
@@ -47,8 +48,6 @@ ANYWHERE = 8
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""
-
-Solve = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class ShapeSearch:
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
         self.costs_s = 0.0
-        self._formulations: dict[tuple[Shape, bool, bool], Formulation | None] = {}
+        self._formulations: dict[tuple[Shape, bool], Formulation | None] = {}
         self._infeasible: tuple[Formulation, Solution] | None = None
 
     # ---- problems ----
@@ -96,21 +95,21 @@ class ShapeSearch:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
-    def formulation(self, shape: Shape, everywhere: bool = False, far_s: float = 0.0) -> Formulation | None:
+    def formulation(self, shape: Shape, far_s: float = 0.0) -> Formulation | None:
         """The problem of a shape with all strategies that some question allows; None where a layer has none."""
-        key = (shape, everywhere, far_s > 0)
+        key = (shape, far_s > 0)
         if key not in self._formulations:
             begin = time.perf_counter()
-            self._formulations[key] = self._formulated(shape, everywhere, far_s)
+            self._formulations[key] = self._formulated(shape, far_s)
             self.costs_s += time.perf_counter() - begin
             self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
-    def _formulated(self, shape: Shape, everywhere: bool, far_s: float) -> Formulation | None:
+    def _formulated(self, shape: Shape, far_s: float) -> Formulation | None:
         case = self.case
         if not self._formulations:
             case.phase("costs")
-        options: dict[str, Sequence[Strategy]] = candidates(self.asked, case.graph, case.cluster, everywhere)
+        options: dict[str, Sequence[Strategy]] = candidates(self.asked, case.graph, case.cluster, shape.anywhere)
         given = plain(case.request.plan) if case.request.plan is not None else {}
         for name, strategy in given.items():
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))
@@ -128,7 +127,7 @@ class ShapeSearch:
         except InfeasibleShape:
             return None
 
-    def _far_s(self, options: dict[str, Sequence[Strategy]], shape: Shape) -> float:
+    def _far_s(self, options: Mapping[str, Sequence[Strategy]], shape: Shape) -> float:
         """Seconds of a step on one device after the other, twice: where several kinds of devices are followed."""
         if not shape.by_device:
             return 0.0
@@ -152,13 +151,13 @@ class ShapeSearch:
         case.phase("solve")
         run = _Run(self, pinned, part)
         schemes = schemes_of(case.request.scheme)
-        for shape, everywhere in self._shapes(schemes, pinned):
-            run.attempt(shape, everywhere)
+        for shape in self._shapes(schemes, pinned):
+            run.attempt(shape)
         if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
             run.any_block()
         return run.found(time.perf_counter() - begin)
 
-    def _shapes(self, schemes: Sequence[Scheme], pinned: Pinned) -> Iterator[tuple[Shape, bool]]:
+    def _shapes(self, schemes: Sequence[Scheme], pinned: Pinned) -> Iterator[Shape]:
         """One pass, then passes: most replicas by fewest, fewer passes first."""
         graph, count = self.case.graph, self.case.cluster.count
         periods = set(pinned.periods.values())
@@ -170,18 +169,18 @@ class ShapeSearch:
             for one in own
         }
         if Scheme.GATHER in schemes and periods <= {1}:
-            yield Shape(lanes=lanes), False
+            yield Shape(lanes=lanes)
         given = self.case.request.plan
         for scheme in (Scheme.INTERLEAVE, Scheme.BROADCAST) if count > 1 or given is not None else ():
             if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
                 continue
             if Scheme.GATHER not in schemes:
                 for replicas in sorted(known, reverse=True):
-                    yield Shape(scheme, replicas, replicas, lanes), False
+                    yield Shape(scheme, replicas, replicas, lanes)
             pairs = [(most, few) for most in known for few in known if most > few and most % few == 0]
             for most, few in sorted(pairs, key=lambda pair: (pair[0] // pair[1], -pair[0])):
                 if not any((most // few) % period for period in periods):
-                    yield Shape(scheme, most, few, lanes), False
+                    yield Shape(scheme, most, few, lanes)
 
 
 class _Run:
@@ -201,9 +200,9 @@ class _Run:
         """Seconds that another plan has to stay below."""
         return self.best[0] * (1 - BETTER) if self.best is not None else inf
 
-    def attempt(self, shape: Shape, everywhere: bool = False, far_s: float = 0.0) -> float:
+    def attempt(self, shape: Shape, far_s: float = 0.0) -> float:
         """Solve or refute a shape; gives the bound of its plans, inf where there are none."""
-        formulation = self.search.formulation(shape, everywhere, far_s)
+        formulation = self.search.formulation(shape, far_s)
         if formulation is None:
             return inf
         problem = masked(formulation, self.pinned)
@@ -265,14 +264,14 @@ class _Run:
         every = tuple(range(case.cluster.count))
         if len(every) > ANYWHERE:
             if self.best is None:
-                self.attempt(Shape(lanes=every), everywhere=True)
+                self.attempt(Shape(lanes=every, anywhere=True))
             return
         phases = self.phases()
         if self.best is not None and self.refuted(phases):
-            self.covered += [Shape(lanes=every).describe(), *(["branches at the same time"] if phases else [])]
+            self.covered += [ANY_BLOCK, BRANCHES]
             return
         if self.best is None or not self.refuted(()):
-            self.attempt(Shape(lanes=every), everywhere=True, far_s=self.cutoff if self.best is not None else 0.0)
+            self.attempt(Shape(lanes=every, anywhere=True), far_s=self.cutoff if self.best is not None else 0.0)
         self.branches(phases)
 
     def phases(self) -> list[tuple[Branch, ...]]:
@@ -292,8 +291,8 @@ class _Run:
             (inside if members & taken else taken).update(members)
             outer += [] if members & (taken - members) or members & inside else [phase]
         homes = tuple(tuple((branch, ()) for branch in phase) for phase in outer)
-        shape = Shape(average=True, homes=homes, inside=frozenset(inside))
-        bound = self.attempt(shape, everywhere=True, far_s=self.cutoff)
+        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True)
+        bound = self.attempt(shape, far_s=self.cutoff)
         if self.best is not None and bound < self.best[0]:
             self.bound = min(self.bound, bound)
         return self.best is not None and bound >= self.cutoff
@@ -327,7 +326,7 @@ class _Run:
         Raises:
             InfeasiblePlan, PinError, PlanError: there is none.
         """
-        case, given = self.case, self.case.request.plan
+        given = self.case.request.plan
         if given is not None:
             return self._given(given, seconds)
         if self.best is None:

@@ -342,9 +342,9 @@ def _edges(
             once = (forward, backward) if known is None else (known.once[0] + forward, known.once[1] + backward)
             found[a, b] = EdgeParts(a, b, np.zeros_like(forward) if known is None else known.allowed, once)
     delivered: dict[str, list[str]] = {}
-    for value in dict.fromkeys(graph.user_outputs):
-        if isinstance(value, str) and value in graph.producer:
-            delivered.setdefault(graph.producer[value], []).append(value)
+    for result in dict.fromkeys(graph.user_outputs):
+        if isinstance(result, str) and result in graph.producer:
+            delivered.setdefault(graph.producer[result], []).append(result)
     for maker, results in delivered.items():
         a, b = position[maker], len(names)
         ends = {value: [delivery_layout(graph, cluster.count, value)] for value in results}

@@ -8,7 +8,6 @@ Pins that say the same are priced together: a layer file pins every layer, and p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +23,7 @@ from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
 from parplan.planner.search_space.strategies import strategies
-from parplan.planner.solver.problem import Linear, Node, Problem, Solution, Status
+from parplan.planner.solver.problem import Problem, Solution
 
 __all__ = [
     "MANY",

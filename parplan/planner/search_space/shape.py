@@ -14,6 +14,7 @@ import numpy as np
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.plan import Scheme, Strategy
+from parplan.planner.decision import ANY_BLOCK
 from parplan.planner.solver.problem import Linear
 
 __all__ = ["ONE_PASS", "Choice", "Shape", "choices", "role_allowed", "role_rows"]
@@ -31,6 +32,7 @@ class Shape:
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
         inside: layers of branches inside those of `homes`, counted by their share of the devices only.
+        anywhere: layers may lie on any aligned block of devices.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
             the first devices: the first device then has all of them.
     """
@@ -42,6 +44,7 @@ class Shape:
     homes: tuple[tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], ...] = ()
     average: bool = False
     inside: frozenset[str] = frozenset()
+    anywhere: bool = False
 
     @property
     def by_device(self) -> bool:
@@ -57,8 +60,8 @@ class Shape:
         """Words for a report: `interleave, 8 to 1 replicas`."""
         if self.homes and not self.average:
             return f"branches at the same time in {len(self.homes)} places"
-        if self.by_device:
-            return "layers on any block of devices"
+        if self.anywhere:
+            return ANY_BLOCK
         passes = f", {self.max_replicas} to {self.min_replicas} replicas" if self.passes > 1 else ""
         return f"{self.scheme.value}{passes}"
 

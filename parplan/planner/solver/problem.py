@@ -29,7 +29,8 @@ from parplan.errors import ParplanError
 
 __all__ = [
     "Cause", "Edge", "Evaluation", "FloatArray", "Infeasibility", "Linear", "Mask", "Maximum", "Node", "Problem",
-    "Reduced", "Row", "Solution", "Status", "Usage", "changed_objectives", "evaluate", "objective", "restrict", "row_seconds",
+    "Reduced", "Row", "Solution", "Status", "Usage", "changed_objectives", "evaluate", "objective",
+    "restrict", "row_seconds",
 ]  # fmt: skip
 
 FloatArray = NDArray[np.float64]
@@ -343,10 +344,9 @@ def changed_objectives(problem: Problem, choice: Sequence[int], node: int) -> Fl
 
 def _at(pairs: FloatArray, edge: Edge, choice: Sequence[int], node: int) -> FloatArray | float:
     """The seconds of an edge at `choice`; of every strategy of `node` where that is one of its ends."""
-    if node == edge.source:
-        return pairs[:, choice[edge.target]]
-    if node == edge.target:
-        return pairs[choice[edge.source]]
+    if node in (edge.source, edge.target):
+        own: FloatArray = pairs[:, choice[edge.target]] if node == edge.source else pairs[choice[edge.source]]
+        return own
     return float(pairs[choice[edge.source], choice[edge.target]])
 
 

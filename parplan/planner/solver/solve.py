@@ -53,6 +53,7 @@ def solve(
     time_limit_s: float = 60.0,
     workers: int | None = None,
     hint: Sequence[int] | None = None,
+    cutoff: float = np.inf,
     on_progress: Progress | None = None,
 ) -> Solution:
     """The best choice with its proof.
@@ -63,9 +64,10 @@ def solve(
     Args:
         workers: threads of the search; all cores if None.
         hint: a choice to start from, used if it is feasible.
+        cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
     """
-    run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, on_progress)
+    run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, cutoff, on_progress)
     if hint is not None:
         run.offer(hint)
     reduced = presolve(problem)
@@ -75,13 +77,16 @@ def solve(
 class _Run:
     """The best choice and bound so far, and the time left."""
 
-    def __init__(self, problem: Problem, time_limit_s: float, workers: int, on_progress: Progress | None) -> None:
+    def __init__(
+        self, problem: Problem, time_limit_s: float, workers: int, cutoff: float, on_progress: Progress | None
+    ) -> None:
         self.problem, self.workers, self.on_progress = problem, workers, on_progress
         self.began = time.monotonic()
         self.deadline = self.began + time_limit_s
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
-        self.objective, self.bound, self.cut = np.inf, least(problem), np.inf
+        self.objective, self.bound, self.cut = cutoff, least(problem), np.inf
+        self.below = np.isfinite(cutoff)
         self.told = np.inf, self.bound
 
     def offer(self, choice: Sequence[int]) -> bool:
@@ -122,7 +127,7 @@ class _Run:
             self.local(reduced, self.left())
             return True
         rest = self.tighten(reduced)
-        if rest is not None and self.choice is None:
+        if rest is not None and self.choice is None and not self.below:
             if self.overfull(rest):
                 return False
             rest = self.tighten(rest) if np.isfinite(self.objective) else rest
@@ -166,7 +171,7 @@ class _Run:
                 break
             rows += more
             prices = Prices(best.prices.shares, np.append(best.prices.limits, np.zeros(len(more))))
-        return self.cut_off(reduced, marginals(best.prices)) if self.choice is not None else reduced
+        return self.cut_off(reduced, marginals(best.prices)) if np.isfinite(self.objective) else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
         """Without strategies that no better choice uses; None if nothing is left."""
@@ -192,7 +197,7 @@ class _Run:
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
-        hint = None if self.choice is not None else self.local(reduced, SHARE * self.left())
+        hint = None if np.isfinite(self.objective) else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)
         partial = count_terms(reduced.problem) > SEARCHED_TERMS
 
@@ -200,7 +205,7 @@ class _Run:
             self.report(np.inf if partial else objective, min(bound, self.cut))
 
         while self.left() > 0.05:
-            cutoff = self.cutoff() if self.choice is not None and hint is None else np.inf
+            cutoff = self.cutoff() if np.isfinite(self.objective) and hint is None else np.inf
             self.cut = min(self.cut, cutoff)
             guess = abs(self.objective)
             if not np.isfinite(guess):
@@ -232,7 +237,9 @@ class _Run:
         """Result of the run; INFEASIBLE with its cause."""
         if self.choice is None:
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
-            cause: Infeasibility | None = None if feasible else explain(self.problem, EXPLAIN_S, self.workers)
+            cause: Infeasibility | None = (
+                None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
+            )
             return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
         choice = settle(self.problem, self.choice, max(self.deadline, time.monotonic() + LOCAL_S))
         final = evaluate(self.problem, choice)

@@ -27,7 +27,7 @@ def print_prediction(page: Page, decision: Decision) -> None:
     if step.high_s > step.low_s:
         ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
         rows.append(_row("range", "", "", f"{ends}, if no figure is off by more than its own doubt"))
-    page.section("Predicted step", SIMULATED if decision.proof.one_pass else "")
+    page.section("Predicted step", SIMULATED if step.simulated else "")
     page.table([Column(""), Column("")], [*rows, *_memory_rows(decision)])
 
 
@@ -51,7 +51,7 @@ def _delivered(decision: Decision) -> str:
     """What of the transfers is in no layer's line, where all lines add up to the step: results on their way back."""
     step, known_s = decision.prediction, sum(layer.transfer_s for layer in decision.layers)
     rest_s = step.transfer_s - known_s
-    if decision.proof.one_pass or rest_s <= LEAST * step.step_s:
+    if step.simulated or rest_s <= LEAST * step.step_s:
         return ""
     return f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above"
 

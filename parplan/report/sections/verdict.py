@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from parplan.planner.decision import Baseline, Decision, Proof, Seconds
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, Baseline, Decision, Proof, Seconds
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -52,8 +52,11 @@ def print_proof(page: Page, decision: Decision) -> None:
         "FEASIBLE": _feasible(proof, pins=decision.pins is not None),
     }.get(proof.status, "the solver makes no claim about other plans")
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
-    known = math.isfinite(proof.bound) and math.isfinite(proof.gap) and not proof.one_pass
-    evidence = [f"bound {units.step(proof.objective).text(proof.bound)}", f"gap {units.percent(proof.gap)}"] * known
+    known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
+    step_s = decision.prediction.step_s
+    apart = abs(step_s - proof.objective) > 1e-3 * step_s
+    evidence = [f"objective {units.step(proof.objective).text(proof.objective)}"] * apart
+    evidence += [f"bound {units.step(proof.objective).text(proof.bound)}", f"gap {units.percent(proof.gap)}"] * known
     if proof.seconds > 0:
         evidence.append(f"solved in {units.time(proof.seconds).text(proof.seconds)}")
     brackets = f" ({', '.join(evidence)})" if evidence else ""
@@ -62,30 +65,24 @@ def print_proof(page: Page, decision: Decision) -> None:
 
 def _optimal(decision: Decision) -> str:
     """A plan for several devices gives each its own samples' results back, which one device alone need not do."""
-    wants = ["runs in one pass"] if decision.cluster.count > 1 else []
+    covered, wants = decision.proof.covered, list[str]()
+    if decision.cluster.count > 1 and ANY_BLOCK not in covered:
+        wants.append("has its layers on the first devices")
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
-    wants += ["runs its branches one after another"] if decision.branches is not None else []
+    wants += ["runs its branches one after another"] if decision.branches and BRANCHES not in covered else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
     return f"no plan of this model{which} is faster under these costs"
 
 
 def _feasible(proof: Proof, pins: bool) -> str:
-    """The claim on a plan that is not proven the fastest; with `one_pass` the bound is of plans in one pass only."""
+    """The claim on a plan that is not proven the fastest."""
     which = " that keeps the pins" if pins else ""
     if not math.isfinite(proof.gap):
         return "the best plan found in the time; how much faster another one could be is not known"
     if proof.given:
         return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
-    least = units.step(proof.objective).text(proof.bound)
-    if proof.one_pass and proof.gap > 0:
-        return f"the best plan found; one{which} whose layers all run once, in turn, could be faster, down to {least}"
-    if proof.one_pass:
-        return (
-            "the best plan found; layers run in passes, or some side by side, and of such plans some were tried, not "
-            f"all; one{which} whose layers all run once, in turn, takes {least} or more"
-        )
     return (
         f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
         "a longer `--time-limit` may find it or rule it out"
