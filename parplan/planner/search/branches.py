@@ -18,6 +18,7 @@ from itertools import accumulate
 import networkx as nx
 
 from parplan.graph.layer_graph import LayerGraph
+from parplan.planner.search_space.shape import Placement
 
 __all__ = ["Branch", "Section", "beside", "homes_of", "sections", "sections_of"]
 
@@ -168,15 +169,13 @@ def beside(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[S
     return tuple(section for section in sections(graph) if any(_disjoint(p, devices) for p in section.phases))
 
 
-def homes_of(
-    graph: LayerGraph, devices: Mapping[str, Collection[int]]
-) -> tuple[tuple[tuple[Branch, tuple[int, ...]], ...], ...]:
+def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple[Placement, ...]:
     """Phases whose branches each have one block of devices for all their layers, equal or disjoint ones: with blocks.
 
     Args:
         devices: of every layer.
     """
-    found: list[tuple[tuple[Branch, tuple[int, ...]], ...]] = []
+    found: list[Placement] = []
     for section in sections(graph):
         for phase in section.phases:
             blocks = [{tuple(sorted(devices[name])) for name in branch} for branch in phase]

@@ -133,4 +133,4 @@ def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
             for group in cluster.groups:
                 used = set(own.devices) & set(group.members)
                 lanes |= set() if group.members[0] in used else used
-    return replace(shape, lanes=tuple(sorted(lanes)), homes=homes)
+    return replace(shape, lanes=tuple(sorted(lanes)), homes=tuple((one,) for one in homes), placed=True)

@@ -29,8 +29,7 @@ from parplan.planner.search_space.formulation import Formulation, InfeasibleShap
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
-from parplan.planner.search_space.shape import Shape
-from parplan.planner.search_space.strategies import strategies
+from parplan.planner.search_space.shape import Placement, Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
 from parplan.planner.solver.solve import solve
@@ -113,9 +112,6 @@ class ShapeSearch:
         given = plain(case.request.plan) if case.request.plan is not None else {}
         for name, strategy in given.items():
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))
-        for branch, block in (track for phase in shape.homes for track in phase if not shape.average):
-            for name in branch:
-                options[name] = strategies(case.graph.layers[name], case.graph.batch or 1, [block])
         on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
         strict = case.request.rules == "strict"
         far_s = far_s or self._far_s(options, shape)
@@ -270,8 +266,10 @@ class _Run:
         if self.best is not None and self.refuted(phases):
             self.covered += [ANY_BLOCK, BRANCHES]
             return
-        if self.best is None or not self.refuted(()):
-            self.attempt(Shape(lanes=every, anywhere=True), far_s=self.cutoff if self.best is not None else 0.0)
+        if self.best is None or not (phases and self.refuted(())):
+            self.attempt(Shape(lanes=every, anywhere=True), self.cutoff if self.best is not None else 0.0)
+        else:
+            self.covered.append(ANY_BLOCK)
         self.branches(phases)
 
     def phases(self) -> list[tuple[Branch, ...]]:
@@ -290,33 +288,25 @@ class _Run:
             members = {name for branch in phase for name in branch}
             (inside if members & taken else taken).update(members)
             outer += [] if members & (taken - members) or members & inside else [phase]
-        homes = tuple(tuple((branch, ()) for branch in phase) for phase in outer)
+        homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
         shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True)
-        bound = self.attempt(shape, far_s=self.cutoff)
-        if self.best is not None and bound < self.best[0]:
-            self.bound = min(self.bound, bound)
-        return self.best is not None and bound >= self.cutoff
+        return self.attempt(shape, self.cutoff) >= self.cutoff
 
     def branches(self, phases: Sequence[tuple[Branch, ...]]) -> None:
-        """Branches of one phase after the other on disjoint blocks, kept where that is faster."""
+        """Branches at the same time on disjoint blocks of the devices, or one after another, phase by phase."""
         if not phases or self.best is None:
+            self.covered.append(BRANCHES)
             return
         self.without_s = self.best[0]
-        homes: tuple[tuple[tuple[Branch, tuple[int, ...]], ...], ...] = ()
+        homes: list[tuple[Placement, ...]] = []
         for phase in phases:
             members = {name for branch in phase for name in branch}
-            if any(members & {*branch} for home in homes for branch, _ in home):
-                continue
-            best = homes
-            for home in placements(phase, self.case.graph, self.case.cluster, self.case.costs):
-                tried = (*homes, home)
-                first = {min(block) for one in tried for _, block in one}
-                shape = Shape(lanes=tuple(sorted({*first_lanes(self.case.cluster), *first})), homes=tried)
-                before = self.best[0]
-                self.tried += 1
-                self.attempt(shape, far_s=self.cutoff)
-                best = tried if self.best[0] < before else best
-            homes = best
+            if not any(members & {*branch} for known in homes for branch, _ in known[0]):
+                homes.append(tuple(placements(phase, self.case.graph, self.case.cluster, self.case.costs)))
+        first = {min(block) for known in homes for one in known for _, block in one}
+        lanes = tuple(sorted({*first_lanes(self.case.cluster), *first}))
+        self.tried += sum(map(len, homes))
+        self.attempt(Shape(lanes=lanes, homes=tuple(homes)), self.cutoff)
 
     # ---- the answer ----
 

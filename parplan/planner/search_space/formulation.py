@@ -69,6 +69,7 @@ class Option:
     arrival_s: float = 0.0
     post_update_s: float = 0.0
     role: Stage = Stage.BEFORE
+    placement: int | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -164,12 +165,19 @@ def formulate(
         )
     )  # fmt: skip
     place = {name: index for index, name in enumerate(names)}
-    phases = []
-    for phase in shape.homes:
-        tracks: dict[tuple[int, ...], list[int]] = {}
-        for number, (branch, block) in enumerate(phase):
-            tracks.setdefault((number,) if shape.average else block, []).extend(place[name] for name in branch)
-        phases.append([sorted(track) for track in tracks.values()])
+    phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
+    for number, phase in enumerate(() if shape.average else shape.homes):
+        # The placement of a phase is a decision of its own, which all its layers follow.
+        known: list[int | None] = [*(() if shape.placed else (None,)), *range(len(phase))]
+        zero = np.zeros(len(known))
+        deciding = len(names) + 1 + number
+        own_parts.append(NodeParts(zero, zero, zero, zero, zero, zero, zero, np.zeros((len(shape.lanes), len(known)))))
+        for v in (v for branch in phases[number] for v in branch):
+            agree = [[0.0 if one.placement == other else np.inf for other in known] for one in options[v]]
+            none = np.zeros((len(options[v]), len(known)))
+            edges.append(EdgeParts(v, deciding, np.array(agree), (none, none)))
+            serial = np.array([one.placement is None for one in options[v]])
+            own_parts[v] = replace(own_parts[v], beside=np.where(serial, 1.0, own_parts[v].lanes))
     if shape.inside:
         share = [
             own.lanes[0] if own_name in shape.inside else 1.0 for own_name, own in zip(names, own_parts, strict=False)
@@ -183,14 +191,17 @@ def formulate(
             for edge in edges
             for part in ((*share, 1.0)[edge.target],)
         ]
-    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s)
+    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1)
     node_s, edge_s, maxima = assembled(parts)
     nodes = [
         Node(name, seconds, tuple(usage for device in range(cluster.count) for usage in _usages(own, device)))
         for name, own, seconds in zip(names, options, node_s, strict=False)
     ]
     problem = Problem(
-        nodes=(*nodes, Node(DELIVERY, node_s[-1])),
+        nodes=(
+            *nodes,
+            *(Node(DELIVERY if v == len(names) else "(placement)", node_s[v]) for v in range(len(names), len(node_s))),
+        ),
         edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
         limits=tuple(float(device.memory_bytes) for device in cluster.devices),
         linear=(
@@ -240,7 +251,16 @@ def _option(
     arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
     memory = costs.memory(layer, strategy)
     return Option(
-        strategy, cost, statistics, memory, reduce_s, compute_interference_s, arrival_s, post_update_s, own.role
+        strategy,
+        cost,
+        statistics,
+        memory,
+        reduce_s,
+        compute_interference_s,
+        arrival_s,
+        post_update_s,
+        own.role,
+        own.placement,
     )
 
 

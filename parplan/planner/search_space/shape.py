@@ -14,10 +14,15 @@ import numpy as np
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.plan import Scheme, Strategy
-from parplan.planner.decision import ANY_BLOCK
+from parplan.planner.decision import ANY_BLOCK, BRANCHES
+from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Linear
 
-__all__ = ["ONE_PASS", "Choice", "Shape", "choices", "role_allowed", "role_rows"]
+__all__ = ["ONE_PASS", "Choice", "Placement", "Shape", "choices", "role_allowed", "role_rows"]
+
+
+Placement = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+"""Branches of a phase, each the names of its layers in forward order, with the devices that all of them use."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,9 @@ class Shape:
     Args:
         scheme: how samples get into the passes; with gather every layer runs once.
         max_replicas, min_replicas: of the layers that keep samples apart, both in use, where layers run in passes.
-        homes: branches that run at the same time, phase by phase: the layers of each and the block of devices that all
-            of them use. Blocks of a phase are equal or disjoint.
+        homes: where branches may run at the same time: the placements of every phase, each a block of devices per
+            branch, which all of its layers use. Blocks of a placement are equal or disjoint.
+        placed: every phase has one of its placements; otherwise its branches may also run one after another.
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
         inside: layers of branches inside those of `homes`, counted by their share of the devices only.
@@ -41,7 +47,8 @@ class Shape:
     max_replicas: int = 1
     min_replicas: int = 1
     lanes: tuple[int, ...] = (0,)
-    homes: tuple[tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], ...] = ()
+    homes: tuple[tuple[Placement, ...], ...] = ()
+    placed: bool = False
     average: bool = False
     inside: frozenset[str] = frozenset()
     anywhere: bool = False
@@ -59,7 +66,7 @@ class Shape:
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
         if self.homes and not self.average:
-            return f"branches at the same time in {len(self.homes)} places"
+            return BRANCHES
         if self.anywhere:
             return ANY_BLOCK
         passes = f", {self.max_replicas} to {self.min_replicas} replicas" if self.passes > 1 else ""
@@ -71,20 +78,26 @@ ONE_PASS = Shape()
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy of a layer in a role."""
+    """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another."""
 
     strategy: Strategy
     role: Stage = Stage.BEFORE
+    placement: int | None = None
 
 
-def choices(graph: LayerGraph, layer: Layer, strategies: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
+def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
-    homes = () if shape.average else shape.homes
-    home = next((block for phase in homes for branch, block in phase if layer.name in branch), None)
     if shape.passes == 1:
-        return tuple(Choice(strategy) for strategy in strategies if home is None or strategy.devices == home)
+        homes = () if shape.average else shape.homes
+        phase = next((own for own in homes if any(layer.name in branch for branch, _ in own[0])), ())
+        serial = [] if phase and shape.placed else [Choice(strategy) for strategy in strategies_]
+        for number, placement in enumerate(phase):
+            block = next(block for branch, block in placement if layer.name in branch)
+            own = strategies(layer, graph.batch or 1, [block])
+            serial += [Choice(strategy, placement=number) for strategy in own]
+        return tuple(serial)
     found = []
-    for strategy in strategies:
+    for strategy in strategies_:
         apart = keeps_apart(layer)
         if apart and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
             continue

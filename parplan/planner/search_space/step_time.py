@@ -45,6 +45,7 @@ class NodeParts:
         sum_s: the gradient sum, as far as it runs beside the backward.
         update_s: the optimizer's update and the part of the sum after it.
         lanes: whether an option uses each lane, shape (lanes, options).
+        beside: of layers of branches, whether each lane's time has an option: its own, and what runs one after another.
     """
 
     once_s: FloatArray
@@ -55,6 +56,7 @@ class NodeParts:
     sum_s: FloatArray
     update_s: FloatArray
     lanes: FloatArray
+    beside: FloatArray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,8 @@ class StepParts:
 
     Args:
         hidden: the share of transfers over the boundary of passes that takes nothing from compute.
-        phases: tracks that run at the same time, each of nodes in forward order.
+        phases: branches that may run at the same time, each of nodes in forward order.
+        layers: nodes that are layers or the delivery; those behind decide for others.
         far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
             that it does not use. T is exact below it.
     """
@@ -93,6 +96,7 @@ class StepParts:
     hidden: float
     phases: Sequence[Sequence[Sequence[int]]] = ()
     far_s: float = 0.0
+    layers: int = 0
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
@@ -132,36 +136,50 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
     """Costs per node and per edge, and the maxima, of T."""
     shape = parts.shape
     again = (shape.passes - 1) * (1 - parts.hidden)
-    track_of = {v: track for phase in parts.phases for track in phase for v in track}
-    forward = {id(track): _Sum() for phase in parts.phases for track in phase}
+    in_phase = {v for phase in parts.phases for branch in phase for v in branch}
     nodes, edges = [], []
     for v, own in enumerate(parts.nodes):
         once, rest = own.once_s + own.pass_forward_s, (1 + again) * own.samples_in_s
         rest = rest + (0.0 if shape.by_device else own.update_s)
-        if v in track_of:
-            forward[id(track_of[v])].node(v, once)
-        nodes.append(rest if v in track_of else once + rest)
-    for e, part in enumerate(parts.edges):
-        cost = part.allowed
-        if part.target in track_of:
-            forward[id(track_of[part.target])].edge(e, part.once[0])
-        else:
-            cost = cost + part.once[0]
+        nodes.append(rest if v in in_phase else once + rest)
+    for part in parts.edges:
+        cost = part.allowed if part.target in in_phase else part.allowed + part.once[0]
         cost = cost + part.within[0] if part.within is not None else cost
         for moved in (part.inwards, part.outwards):
             cost = cost + (1 + again) * moved[0] + again * moved[1] if moved is not None else cost
         # The gradients of results come before any backward.
         edges.append(cost + part.outwards[1] if part.outwards is not None else cost)
-    maxima = [
-        Maximum("forward of branches", tuple(forward[id(track)].row() for track in phase), 1.0)
-        for phase in parts.phases
-    ]
+    maxima: list[Maximum] = []
+    for phase in parts.phases:
+        rows = []
+        for track, place in _tracks(parts, phase):
+            row = _Sum()
+            for v in track:
+                counted = _counted(parts, v, place)
+                row.node(v, counted * parts.nodes[v].once_s)
+                for e in (e for e, part in enumerate(parts.edges) if part.target == v):
+                    row.edge(e, counted * parts.edges[e].once[0])
+            rows.append(row.row())
+        maxima.append(Maximum("forward of branches", (*rows, *_shared(parts, rows)), 1.0))
     if shape.passes > 1:
         for backward in (False, True):
             rows = _pass_rows(parts, backward)
             maxima.append(Maximum("backward in passes" if backward else "forward in passes", rows, shape.passes - 1.0))
     _Backward(parts, maxima).build()
     return nodes, edges, tuple(maxima)
+
+
+def _tracks(parts: StepParts, phase: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], int | None]]:
+    """The nodes that may follow each other in a phase: those of every lane, or of each branch where none is followed."""
+    if parts.shape.average:
+        return [(branch, None) for branch in phase]
+    members = sorted(v for branch in phase for v in branch)
+    return [(members, place) for place in range(len(parts.shape.lanes))]
+
+
+def _counted(parts: StepParts, v: int, place: int | None) -> FloatArray | float:
+    beside = parts.nodes[v].beside
+    return 1.0 if place is None or beside is None else beside[place]
 
 
 def _shared(parts: StepParts, rows: Sequence[Row]) -> list[Row]:
@@ -213,22 +231,21 @@ class _Backward:
 
     def build(self) -> None:
         """List the maxima, the last of them with weight 1."""
-        phase_of = {v: index for index, phase in enumerate(self.parts.phases) for track in phase for v in track}
-        done, open_phases = _Sum(), set(range(len(self.parts.phases)))
-        for v in range(len(self.parts.nodes) - 1, -1, -1):
+        phase_of = {v: phase for phase in self.parts.phases for branch in phase for v in branch}
+        done, gone = _Sum(), set[int]()
+        for v in range((self.parts.layers or len(self.parts.nodes)) - 1, -1, -1):
             if v not in phase_of:
                 done = self.node(v, done)
-            elif phase_of[v] in open_phases:
-                open_phases.discard(phase_of[v])
+            elif id(phase_of[v]) not in gone:
+                gone.add(id(phase_of[v]))
                 begin = self.add("branches begin to go back", done.row())
                 ends = []
-                for track in self.parts.phases[phase_of[v]]:
+                for track, place in _tracks(self.parts, phase_of[v]):
                     own = _Sum(maxima={begin: 1.0})
                     for member in reversed(track):
-                        own = self.node(member, own)
+                        own = self.node(member, own, place)
                     ends.append(own.row())
-                members = [member for track in self.parts.phases[phase_of[v]] for member in track]
-                ends += self.shared(begin, members)
+                ends += self.shared(begin, [member for branch in phase_of[v] for member in branch])
                 done = _Sum(maxima={self.add("backward of branches", *ends): 1.0})
         rows = [done.row()]
         for place, end in enumerate(self.ends):
@@ -255,14 +272,19 @@ class _Backward:
                 whole.edge(e, self.parts.edges[e].once[1])
         return _shared(self.parts, [whole.row()])
 
-    def node(self, v: int, done: _Sum) -> _Sum:
-        """Node v goes back after what is `done`; gives what is done then, the gradients that it sends back included."""
-        own = self.parts.nodes[v]
-        done.node(v, own.backward_s + own.pass_backward_s)
+    def node(self, v: int, done: _Sum, lane: int | None = None) -> _Sum:
+        """Node v goes back after what is `done`; gives what is done then, the gradients that it sends back included.
+
+        Args:
+            lane: the one that this is the time of; None: of all.
+        """
+        own, counted = self.parts.nodes[v], _counted(self.parts, v, lane)
+        places = [(place, end) for place, end in enumerate(self.ends) if lane is None or place == lane]
+        done.node(v, counted * (own.backward_s + own.pass_backward_s))
         if self.many or own.sum_s.any():
             before = self.add(f"backward of {v}", done.row())
             done = _Sum(maxima={before: 1.0})
-            for place, end in enumerate(self.ends):
+            for place, end in places:
                 used = own.lanes[place]
                 rows = []
                 for earlier, far in ((before, self.far_s), (end, 0.0)):
@@ -274,13 +296,13 @@ class _Backward:
                     self.ends[place] = self.add(f"gradient sums of {v}", *rows)
         for e in self.into[v]:
             edge = self.parts.edges[e]
-            done.edge(e, edge.once[1])
+            done.edge(e, counted * edge.once[1])
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])
         if self.many and done.edges:  # a device updates when it has sent these, too
-            for place, end in enumerate(self.ends):
-                if end is not None and own.lanes[place].any():
+            for place, _ in places:
+                if (end := self.ends[place]) is not None and own.lanes[place].any():
                     row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))
                     row.node(v, -self.far_s * (own.lanes[place] < 1))
                     self.ends[place] = self.add(f"gradients of {v} are back", _Sum(maxima={end: 1.0}).row(), row.row())
