@@ -17,6 +17,7 @@ from parplan.planner.solver.presolve import (
     drop_loose,
     fold,
     merge_parallel_edges,
+    normalise,
     pair_linear,
     presolve,
 )
@@ -26,7 +27,16 @@ from tests.planner.oracle import Optimum, brute_force
 Step = Callable[[Problem], Reduced | None]
 
 
-STEPS: list[Step] = [pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated, fold, presolve]
+STEPS: list[Step] = [
+    pair_linear,
+    merge_parallel_edges,
+    drop_forbidden,
+    drop_loose,
+    drop_dominated,
+    fold,
+    normalise,
+    presolve,
+]
 
 
 @cache
