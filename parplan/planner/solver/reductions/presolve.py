@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from parplan.planner.solver.dominance import undominated
-from parplan.planner.solver.folding import fold
 from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
-from parplan.planner.solver.normal import normalise
 from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced, restrict
+from parplan.planner.solver.reductions.dominance import undominated
+from parplan.planner.solver.reductions.folding import fold
+from parplan.planner.solver.reductions.normal import normalise
 
 __all__ = [
     "drop_dominated",
