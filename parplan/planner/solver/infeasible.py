@@ -23,7 +23,6 @@ import numpy as np
 from parplan.planner.solver.cpsat import least_excess, search
 from parplan.planner.solver.limits import broken_rows, peak_rows, rows_at, some_rows, timeline
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice
-from parplan.planner.solver.presolve import drop_dominated, drop_forbidden, merge_parallel_edges, pair_linear, presolve
 from parplan.planner.solver.problem import (
     Cause,
     Edge,
@@ -34,6 +33,13 @@ from parplan.planner.solver.problem import (
     Problem,
     Reduced,
     Status,
+)
+from parplan.planner.solver.reductions.presolve import (
+    drop_dominated,
+    drop_forbidden,
+    merge_parallel_edges,
+    pair_linear,
+    presolve,
 )
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, relax
 

@@ -13,7 +13,6 @@ from parplan.planner.solver.cpsat import resolution, search
 from parplan.planner.solver.infeasible import explain, overfull
 from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice, leanest_choice, settle
-from parplan.planner.solver.presolve import presolve
 from parplan.planner.solver.problem import (
     FloatArray,
     Infeasibility,
@@ -24,6 +23,7 @@ from parplan.planner.solver.problem import (
     evaluate,
     restrict,
 )
+from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
 from parplan.planner.solver.rows import least
 

@@ -35,7 +35,7 @@ def test_agrees_with_brute_force(seed: int) -> None:
         assert evaluate(problem, found.choice).feasible
         assert found.objective == pytest.approx(truth.objective, rel=GAP, abs=1e-12)
         assert found.bound <= truth.objective + 1e-9 * abs(truth.objective) + 1e-12
-    assert set(statuses) == {Status.OPTIMAL, Status.INFEASIBLE}
+    assert set(statuses) >= {Status.OPTIMAL, Status.INFEASIBLE}
 
 
 @pytest.mark.parametrize("bandwidth", [10e9, 0.5e9])

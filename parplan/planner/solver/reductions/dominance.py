@@ -1,17 +1,20 @@
 """Dominance of strategies: drops those that another strategy of the same node can always replace at no cost.
 
-T is the largest of sums of the base costs and of rows with multiplicities >= 0 (see rows), and replacing q by p never
-raises T if it raises neither the base costs nor any row. In each the worst case over a neighbour's strategies is the
-largest difference of two lines of the edge matrix.
+T is the largest, over all selections of one row per maximum, of a linear function (see rows). Replacing q by p never
+raises T if it raises none of them, and these differ at one node only by the multiplicities of the rows that it and its
+edges have seconds in (see signatures). In each the worst case over a neighbour's strategies is the largest difference
+of two lines of the edge matrix.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from parplan.planner.solver.problem import FloatArray, Mask, Problem
+from parplan.planner.solver.reductions.signatures import Signatures
 from parplan.planner.solver.rows import row_table
 
 __all__ = ["undominated"]
@@ -38,6 +41,8 @@ def undominated(problem: Problem) -> list[Mask]:
 class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.table = problem, row_table(problem)
+        self.signatures = Signatures(self.table)
+        self.known: dict[tuple[int, ...], list[tuple[float, Sequence[float]]]] = {}
         self.keep: list[Mask] = [np.ones(node.size, dtype=np.bool_) for node in problem.nodes]
         self.at: list[list[int]] = [[] for _ in problem.nodes]
         self.rows: list[list[FloatArray]] = [[u.amounts for u in node.usages] for node in problem.nodes]
@@ -71,24 +76,37 @@ class _Search:
         better: Mask = np.ones((len(kept), len(kept)), dtype=np.bool_)
         for values in self.rows[v]:
             better &= values[kept][:, None] <= values[kept]
-        zeros = np.zeros(better.shape)
-        change = {-1: _difference(np.where(node.allowed, node.cost_s, np.inf)[kept, None])}
-        for row, seconds in zip(self.table.nodes[v].rows, self.table.nodes[v].seconds, strict=True):
-            change[int(row)] = seconds[kept][:, None] - seconds[kept]
-        for e in self.at[v]:
-            if better.sum() == len(kept):
-                return better
-            edge, terms = self.problem.edges[e], self.table.edges[e]
-            own = np.ix_(kept, np.flatnonzero(self.keep[edge.source + edge.target - v]))
-            cost = (edge.cost_s if v == edge.source else edge.cost_s.T)[own]
-            lines = {-1: cost}
-            for row, seconds in zip(terms.rows.tolist(), terms.seconds, strict=True):
-                lines[row] = np.where(np.isfinite(cost), (seconds if v == edge.source else seconds.T)[own], np.inf)
-            with np.errstate(invalid="ignore"):  # inf - inf: two forbidden strategies do not replace each other
-                change |= {row: change.get(row, zeros) + _difference(line) for row, line in lines.items()}
-        for worst in change.values():
+        if better.sum() == len(kept):
+            return better
+        own, near = self.table.nodes[v], [self.table.edges[e] for e in self.at[v]]
+        rows = sorted({int(row) for terms in (own, *near) for row in terms.rows})
+        signatures = self._signatures(tuple(rows))
+        differences: dict[tuple[int, bytes], FloatArray] = {}
+        for base, signature in signatures:
+            multiplicity = np.zeros(len(self.table.constant))
+            multiplicity[rows] = signature
+            cost = np.where(node.allowed, node.cost_s if base else 0.0, np.inf)[kept]
+            worst = _difference((cost + own.weighted(multiplicity)[kept] if len(own.rows) else cost)[:, None])
+            for e, terms in zip(self.at[v], near, strict=True):
+                key = e, np.append(multiplicity[terms.rows], base).tobytes()
+                if key not in differences:
+                    edge = self.problem.edges[e]
+                    lines = np.where(np.isfinite(edge.cost_s), edge.cost_s if base else 0.0, np.inf)
+                    lines = lines + terms.weighted(multiplicity) if len(terms.rows) else lines
+                    lines = lines if v == edge.source else lines.T
+                    differences[key] = _difference(lines[kept][:, self.keep[edge.source + edge.target - v]])
+                with np.errstate(invalid="ignore"):  # inf - inf: two forbidden strategies do not replace each other
+                    worst = worst + differences[key]
             better &= worst <= 0
         return better
+
+    def _signatures(self, rows: tuple[int, ...]) -> list[tuple[float, Sequence[float]]]:
+        """How often the base costs and `rows` count together; each by itself where that is too much to list."""
+        if rows not in self.known:
+            found = self.signatures.of(rows)
+            alone = [(0.0, line) for line in np.eye(len(rows)).tolist()]
+            self.known[rows] = [(1.0, line) for line in found] if found else [(1.0, [0.0] * len(rows)), *alone]
+        return self.known[rows]
 
 
 def _difference(lines: FloatArray) -> FloatArray:

@@ -11,18 +11,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from parplan.planner.solver.dominance import undominated
-from parplan.planner.solver.folding import fold
 from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
 from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced, restrict
+from parplan.planner.solver.reductions.dominance import undominated
+from parplan.planner.solver.reductions.folding import fold
+from parplan.planner.solver.reductions.normal import normalise
 
-__all__ = ["drop_dominated", "drop_forbidden", "drop_loose", "fold", "merge_parallel_edges", "pair_linear", "presolve"]
+__all__ = [
+    "drop_dominated",
+    "drop_forbidden",
+    "drop_loose",
+    "fold",
+    "merge_parallel_edges",
+    "normalise",
+    "pair_linear",
+    "presolve",
+]
 
 
 def presolve(problem: Problem) -> Reduced | None:
     """All exact reductions, in order; None when no choice is feasible."""
-    first = (pair_linear, merge_parallel_edges, drop_forbidden, drop_loose, drop_dominated)
-    steps = (*first, drop_loose, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
+    first = (pair_linear, merge_parallel_edges, drop_forbidden, normalise, drop_loose, drop_dominated)
+    steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
         reduced = reduced and reduced.then(step)

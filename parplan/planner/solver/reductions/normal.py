@@ -1,0 +1,183 @@
+"""The normal form of maxima: what every selection of rows shares moves out of them, into the costs of nodes and edges.
+
+A maximum of one row is a sum. Every other maximum M is written as M' + L, with L a sum that one of its rows contains:
+M' compares differences only, which are short where rows are end times along the step (all that both ran after cancels),
+and L moves to where M is used. The same holds for maxima that all rows of M use. Rows that another row of the same
+maximum is never below are dropped. Exact: T stays the same function of the choice, up to float rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Problem, Reduced, Row
+
+__all__ = ["normalise"]
+
+COMPARED = 8
+"""Rows of a maximum up to which each is compared with each."""
+
+
+def normalise(problem: Problem) -> Reduced:
+    """The same problem with maxima in normal form."""
+    if not problem.maxima:
+        return Reduced(problem)
+    normal = _Normal(problem)
+    for maximum in problem.maxima:
+        normal.values.append(normal.value(maximum))
+    return Reduced(normal.problem_of())
+
+
+@dataclass(eq=False)
+class _Sum:
+    """Seconds of nodes, edges and a constant, plus multiples of shared sums (`shared`) and of new maxima."""
+
+    nodes: dict[int, FloatArray] = field(default_factory=dict)
+    edges: dict[int, FloatArray] = field(default_factory=dict)
+    constant: float = 0.0
+    shared: dict[int, float] = field(default_factory=dict)
+    maxima: dict[int, float] = field(default_factory=dict)
+
+    def add(self, other: _Sum, factor: float = 1.0) -> None:
+        for own, more in ((self.nodes, other.nodes), (self.edges, other.edges)):
+            for key, seconds in more.items():
+                summed = own[key] + factor * seconds if key in own else factor * seconds
+                own[key] = summed
+                if not summed.any():
+                    del own[key]
+        self.constant += factor * other.constant
+        _add_multiples(self.shared, other.shared, factor)
+        _add_multiples(self.maxima, other.maxima, factor)
+
+
+def _add_multiples(own: dict[int, float], more: Mapping[int, float], factor: float) -> None:
+    for key, value in more.items():
+        own[key] = own.get(key, 0.0) + factor * value
+        if own[key] == 0:
+            del own[key]
+
+
+class _Normal:
+    """The maxima so far: `values` of the given ones in terms of shared sums and new maxima, with their ranges."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.values: list[_Sum] = []
+        self.shared: list[_Sum] = []
+        self.maxima: list[tuple[str, list[_Sum]]] = []
+        self.ranges: list[tuple[float, float]] = []
+        self.pairs = [np.isfinite(edge.cost_s) for edge in problem.edges]
+
+    def value(self, maximum: Maximum) -> _Sum:
+        """A given maximum as a multiple of a shared sum and of new maxima."""
+        rows = [self._sum(row) for row in maximum.rows]
+        if len(rows) == 1:
+            return self._alone(rows[0])
+        # The reference: the shared sums of the row with the fewest maxima, of those the last.
+        reference = min(rows, key=lambda row: (len(row.maxima), -max(row.shared, default=-1)))
+        common = _Sum(shared=dict(reference.shared), constant=reference.constant)
+        for name in ("nodes", "edges"):
+            for key, seconds in getattr(reference, name).items():
+                if all(np.array_equal(getattr(row, name).get(key), seconds) for row in rows):
+                    getattr(common, name)[key] = seconds
+        for key in reference.maxima:
+            common.maxima[key] = min(row.maxima.get(key, 0.0) for row in rows)
+        differences = []
+        for row in rows:
+            differences.append(_Sum(dict(row.nodes), dict(row.edges), row.constant, dict(row.shared), dict(row.maxima)))
+            differences[-1].add(common, -1.0)
+            self._expand(differences[-1])
+        kept = self._undominated(differences)
+        if len(kept) == 1:
+            return self._alone(rows[kept[0]])
+        differences = [differences[r] for r in kept]
+        ranges = [self._range(row) for row in differences]
+        self.ranges.append((max(low for low, _ in ranges), max(high for _, high in ranges)))
+        self.maxima.append((maximum.name, differences))
+        common.maxima[len(self.maxima) - 1] = 1.0
+        return self._alone(common)
+
+    def _sum(self, row: Row) -> _Sum:
+        """A given row, with the maxima that it uses replaced by their values."""
+        total = _Sum({}, {}, row.constant_s)
+        total.add(_Sum(dict(row.nodes), {e: np.where(self.pairs[e], s, 0.0) for e, s in row.edges.items()}))
+        for m, factor in row.maxima.items():
+            total.add(self.values[m], factor)
+        return total
+
+    def _alone(self, total: _Sum) -> _Sum:
+        """A sum by itself: all but its maxima becomes one shared sum."""
+        if not total.nodes and not total.edges and not total.constant:
+            return total
+        self.shared.append(replace(total, maxima={}))
+        return _Sum(shared={len(self.shared) - 1: 1.0}, maxima=total.maxima)
+
+    def _expand(self, total: _Sum) -> None:
+        """Write out the shared sums, the latest first, so that what two of them have in common cancels early."""
+        while total.shared:
+            key = max(total.shared)
+            factor = total.shared.pop(key)
+            total.add(self.shared[key], factor)
+
+    def _undominated(self, rows: Sequence[_Sum]) -> list[int]:
+        """The rows that can be the largest; of equals, the first."""
+        kept = list(range(len(rows)))
+        for r in range(len(rows) - 1, -1, -1):
+            others = kept if len(rows) <= COMPARED else kept[:1]
+            for other in others:
+                if other == r:
+                    continue
+                difference = _Sum(dict(rows[r].nodes), dict(rows[r].edges), rows[r].constant, {}, dict(rows[r].maxima))
+                difference.add(rows[other], -1.0)
+                if self._range(difference)[1] <= 0:
+                    kept.remove(r)
+                    break
+        return kept
+
+    def _range(self, total: _Sum) -> tuple[float, float]:
+        """The least and the largest that a sum without shared ones can be, whatever fits together."""
+        low = high = total.constant
+        for v, seconds in total.nodes.items():
+            allowed = seconds[self.problem.nodes[v].allowed]
+            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
+        for e, seconds in total.edges.items():
+            allowed = seconds[self.pairs[e]]
+            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
+        for m, factor in total.maxima.items():
+            ends = sorted(factor * end for end in self.ranges[m])
+            low, high = low + ends[0], high + ends[1]
+        return float(low), float(high)
+
+    def problem_of(self) -> Problem:
+        """The problem with the new maxima, those that T depends on, and the new costs."""
+        total = _Sum()
+        for value, maximum in zip(self.values, self.problem.maxima, strict=True):
+            if maximum.weight > 0:
+                total.add(value, maximum.weight)
+        self._expand(total)
+        used = set(total.maxima)
+        for m in range(len(self.maxima) - 1, -1, -1):
+            if m in used:
+                used.update(*(row.maxima for row in self.maxima[m][1]))
+        place = {m: new for new, m in enumerate(sorted(used))}
+        maxima = []
+        for m in place:
+            name, rows = self.maxima[m]
+            new = tuple(Row(r.nodes, r.edges, {place[k]: f for k, f in r.maxima.items()}, r.constant) for r in rows)
+            maxima.append(Maximum(name, new, total.maxima.get(m, 0.0)))
+        # Costs of nodes and edges are >= 0: what is below moves into the constant, a maximum of its own.
+        nodes, edges, constant = list(self.problem.nodes), list(self.problem.edges), total.constant
+        for v, seconds in total.nodes.items():
+            cost = nodes[v].cost_s + seconds
+            below = min(0.0, float(cost.min()))
+            nodes[v], constant = replace(nodes[v], cost_s=cost - below), constant + below
+        for e, seconds in total.edges.items():
+            cost = edges[e].cost_s + seconds
+            below = min(0.0, float(cost.min()))
+            edges[e], constant = Edge(edges[e].source, edges[e].target, cost - below), constant + below
+        if constant:
+            maxima.append(Maximum("constant", (Row(constant_s=constant),), 1.0))
+        return replace(self.problem, nodes=tuple(nodes), edges=tuple(edges), maxima=tuple(maxima))
