@@ -163,14 +163,14 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
         maxima.append(Maximum("forward of branches", (*rows, *_shared(parts, rows)), 1.0))
     if shape.passes > 1:
         for backward in (False, True):
-            rows = _pass_rows(parts, backward)
-            maxima.append(Maximum("backward in passes" if backward else "forward in passes", rows, shape.passes - 1.0))
+            name = "backward in passes" if backward else "forward in passes"
+            maxima.append(Maximum(name, _pass_rows(parts, backward), shape.passes - 1.0))
     _Backward(parts, maxima).build()
     return nodes, edges, tuple(maxima)
 
 
 def _tracks(parts: StepParts, phase: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], int | None]]:
-    """The nodes that may follow each other in a phase: those of every lane, or of each branch where none is followed."""
+    """The nodes of a phase that follow each other: all on each lane, or those of each branch where none is followed."""
     if parts.shape.average:
         return [(branch, None) for branch in phase]
     members = sorted(v for branch in phase for v in branch)
