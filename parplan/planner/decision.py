@@ -93,7 +93,8 @@ class Baseline:
 
     `step_s` is None when no such plan is legal, and `why_not` says which rule; `fits` is False when
     it needs more memory than a device has. `memory_bytes` is the peak of the device with the least room left, and
-    `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds.
+    `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds. `bends` says which
+    parts of the batch its replicas have where they differ ("R1: ...").
     """
 
     name: str
@@ -104,6 +105,7 @@ class Baseline:
     plan: Plan | None = None
     on: str = ""
     limit_bytes: int | None = None
+    bends: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Proof:
     """The solver's proof. `objective` and `bound` in seconds; `gap` is relative.
 
     `given`: the plan is a reviewed one, not what the solver found. `one_pass`: the bound is of plans that run in one
-    pass, and this one, which does not, is faster than it may be.
+    pass, and this one, which does not, is faster than it may be. `equal_parts`: the bound is of plans that keep R1, as
+    bending it gains too little.
     """
 
     status: str
@@ -121,6 +124,7 @@ class Proof:
     seconds: float
     given: bool = False
     one_pass: bool = False
+    equal_parts: bool = False
 
 
 @dataclass(frozen=True)

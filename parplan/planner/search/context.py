@@ -62,6 +62,7 @@ class Case:
     Args:
         deadline: for everything that is searched.
         player: plays plans through, for all parts of the decision.
+        uneven: replicas may have parts of the batch that differ by one sample.
     """
 
     graph: LayerGraph
@@ -71,6 +72,7 @@ class Case:
     deadline: Deadline
     player: StepSimulator
     progress: Listener | None = None
+    uneven: bool = False
 
     @staticmethod
     def of(

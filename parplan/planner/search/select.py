@@ -99,7 +99,7 @@ def solved(case: Case, asked: Questions) -> Solved:
 
 def _formulated(case: Case, asked: Questions, everywhere: bool) -> Formulation:
     case.phase("costs")
-    options: dict[str, Sequence[Strategy]] = candidates(asked, case.graph, case.cluster, everywhere)
+    options: dict[str, Sequence[Strategy]] = candidates(asked, case.graph, case.cluster, everywhere, case.uneven)
     given = plain(case.request.plan) if case.request.plan is not None else {}
     for name, strategy in given.items():
         options[name] = tuple(dict.fromkeys((*options[name], strategy)))

@@ -27,16 +27,17 @@ def print_baselines(page: Page, decision: Decision) -> None:
             "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
             "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
         )
+        style = "red"
         if one.step_s is None:
             verdict = f"not legal: {one.why_not}" if one.why_not else "not legal"
         elif not one.fits:
             limit = one.limit_bytes or min(limits)
             verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
         else:
-            verdict = one.why_not
+            verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
-        return TableRow(name, figures, [Styled(verdict, "red")], "bold" if one is rows[0] else "")
+        return TableRow(name, figures, [Styled(verdict, style)], "bold" if one is rows[0] else "")
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
@@ -66,6 +67,7 @@ def _optimal(decision: Decision) -> str:
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
     wants += ["runs its branches one after another"] if decision.branches is not None else []
+    wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
     return f"no plan of this model{which} is faster under these costs"
