@@ -269,8 +269,8 @@ def verify(
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
         pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
         devices: how many logical devices; default: the plan's, else what the pins need, else 2.
-        batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
-            numbers a plan gives do not depend on the batch it was made for.
+        batch: samples to run, of those in `example_inputs`; default: two for every replica, and as many more as the
+            plan's batch leaves over, as the numbers a plan gives do not depend on the batch it was made for.
         name: what to call the model in a plan that is to be chosen.
 
     Raises:
@@ -295,7 +295,8 @@ def verify(
         found = _checked(options.plan, graph, count)
     else:
         found = Pricing.for_devices(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
-    few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
+    most = max((strategy.replicas for strategy in found.layers.values()), default=1)
+    few = 2 * most + found.batch % most if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
         ran = verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)
