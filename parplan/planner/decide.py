@@ -274,8 +274,8 @@ def _notes(case: Case, found: Taken, step: Prediction) -> Sequence[str]:
     """Sentences on a model that was captured at one batch size only, on searches cut short, and on too much memory."""
     graph, plan, notes = case.graph, found.plan, list[str]()
     if counts := uneven_replicas(plan, graph):
-        parts = " and ".join(f"{parts_words(plan.batch, count)} samples on {count} replicas" for count in counts)
-        notes.append(f'The batch of {plan.batch} is {parts}; bends R1 (rules "strict" keeps it).')
+        parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
+        notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")

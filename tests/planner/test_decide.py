@@ -138,7 +138,7 @@ def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
     assert decided(graph, cluster, PlanRequest(plan=mine)).plan == replace(mine, batch=12)
     odd = replace(mine, devices=5, layers={name: Strategy(5, 1, None, tuple(range(5))) for name in graph.layers})
     found = decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=odd))
-    assert found.notes[-1].startswith("The batch of 12 is 3, 3, 2, 2, 2 samples on 5 replicas; bends R1")
+    assert found.notes[-1].startswith("5 replicas have 3, 3, 2, 2, 2 samples; bends R1")
     with pytest.raises(RuleError, match=r"R1"):
         decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=replace(odd, rules="strict")))
 

@@ -57,8 +57,7 @@ def test_256_samples_are_nearly_as_fast_as_a_batch_that_divides(devices: int) ->
     assert devices in uneven_replicas(uneven.plan, images())
     assert uneven.plan.scheme is Scheme.GATHER
     parts = parts_words(256, devices)
-    assert f"{parts} samples on {devices} replicas" in uneven.notes[0]
-    assert "bends R1" in uneven.notes[0]
+    assert f"{devices} replicas have {parts} samples; bends R1" in uneven.notes[0]
     found = to_dict(uneven)
     assert [f"R1: {parts} samples"] in found["bends"].values()
     rival = next(one for one in found["baselines"] if one["name"] == "pure data parallel")
