@@ -204,7 +204,8 @@ def _case(
             )
         notes = (*request.notes, *mismatches(request.plan, graph))
         request = replace(request, plan=_reviewed(request.plan, graph, cluster), notes=notes)
-    uneven = request.rules != "strict" and offers_uneven(graph.batch, cluster)
+    one_pass = request.scheme in ("auto", "gather") and not any(pin.update_period for pin in request.pins)
+    uneven = one_pass and request.rules != "strict" and offers_uneven(graph.batch, cluster)
     return replace(Case.of(graph, cluster, costs, request, progress), uneven=uneven)
 
 

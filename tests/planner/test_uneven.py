@@ -39,9 +39,9 @@ def images() -> LayerGraph:
     return capture(net, (torch.zeros(1, 3, 32, 32).expand(256, -1, -1, -1),))
 
 
-def decided(graph: LayerGraph, devices: int, *pins: str, kind: str = "v100-sxm2", rules: str = "default") -> Decision:
+def decided(graph: LayerGraph, devices: int, *pins: str, kind: str = "v100-sxm2", **options: str) -> Decision:
     cluster = cluster_preset(kind, devices)
-    request = PlanRequest(pins=read_pins(pins), rules=rules)
+    request = PlanRequest(pins=read_pins(pins), **options)  # type: ignore[arg-type]
     return driver.decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
@@ -121,6 +121,17 @@ def test_a_pin_that_leaves_nothing_else_has_unequal_parts() -> None:
     """ReLU of 48 features on five devices: neither samples nor features divide."""
     decision = decided(perceptron(), 6, "1=gpu:0,1,2,3,4", kind="k20")
     assert decision.plan.layers["1"].replicas == 5
+
+
+@pytest.mark.parametrize("scheme", ["broadcast", "interleave"])
+def test_a_scheme_with_passes_keeps_equal_parts(scheme: str) -> None:
+    decision = decided(at_batch(perceptron(), 11), 3, kind="k20", scheme=scheme)
+    assert uneven_replicas(decision.plan, at_batch(perceptron(), 11)) == ()
+
+
+def test_updates_between_passes_keep_equal_parts() -> None:
+    decision = decided(at_batch(perceptron(), 10), 4, "0=update:1", kind="k20")
+    assert uneven_replicas(decision.plan, at_batch(perceptron(), 10)) == ()
 
 
 # ---- advice ----------------------------------------------------------------------------------------------------------
