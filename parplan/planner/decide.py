@@ -154,8 +154,8 @@ def _searched(case: Case, by_hand: tuple[Baseline, ...] | None = None) -> _Searc
 def _pinned_parts(case: Case) -> Uneven:
     """Whether pinned layers may have unequal parts."""
     if case.request.rules == "strict":
-        return Uneven.NEVER
-    return Uneven.ALWAYS if case.uneven else Uneven.IF_PINNED
+        return Uneven.NONE
+    return Uneven.ALL if case.uneven else Uneven.IF_PINNED
 
 
 def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Prediction:

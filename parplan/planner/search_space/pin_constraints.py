@@ -33,9 +33,9 @@ FIELDS = ("replicas", "shards", "axis", "devices", "update_period")
 class Uneven(Enum):
     """Which pinned layers may have replicas that do not divide the batch."""
 
-    NEVER = "none: the strict rules"
+    NONE = "none: the strict rules"
     IF_PINNED = "those whose replicas are pinned, and those that the pins leave nothing else"
-    ALWAYS = "all"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _allowed(
     """
     reasons: list[str] = []
     free = uneven is Uneven.IF_PINNED and not pin.replicas
-    bent = (False, True) if free else (uneven is not Uneven.NEVER,)
+    bent = (False, True) if free else (uneven is not Uneven.NONE,)
     for places, bends in product(_places(pin, blocks), bent):
         shapes = [shape for place in places for shape in _shapes(layer, pin, place)]
         tried = [_try(layer, batch, shape, cluster.count, bends) for shape in shapes]
