@@ -50,6 +50,7 @@ def analyze(
     memory_bytes: int | None = None,
     measure: bool = False,
     time_limit_s: float = 60.0,
+    tolerance: float = 0.01,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     name: str | None = None,
@@ -71,6 +72,7 @@ def analyze(
         scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         measure: time layers on the device that is here instead of estimating.
+        tolerance: share of the fastest step to give up for a simpler plan; 0 for the fastest.
         plan: review this plan (or file) instead of searching for one.
         pins: what is decided by hand (docs/pins.md): {"fc6": "shards:4"}, ["fc6=shards:4"], or a TOML file.
         name: what to call the model in the report.
@@ -115,6 +117,7 @@ def analyze_profile(
     memory_bytes: int | None = None,
     batch: int | None = None,
     time_limit_s: float = 60.0,
+    tolerance: float = 0.01,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     progress: Listener | None = None,
@@ -171,6 +174,7 @@ def compile(  # the name users know from torch.compile
     precision: str = "fp32",
     optimizer: str = "adam",
     time_limit_s: float = 60.0,
+    tolerance: float = 0.01,
 ) -> Compiled:
     """The model, ready to be called like the model, running its plan.
 
@@ -188,7 +192,7 @@ def compile(  # the name users know from torch.compile
         inputs: under torchrun, each process brings its "own" samples, or the shards of one replica of the plan's first
             layer bring the same ones, as a "group" (`parplan.PlanSampler` with `same_within_group`).
         dim: the dimension of input tensors along which samples lie.
-        rules, scheme, precision, optimizer, time_limit_s: as for `analyze`.
+        rules, scheme, precision, optimizer, time_limit_s, tolerance: as for `analyze`.
         threads: True gives each logical device of this process a thread that runs its work, so that CPU devices compute
             at the same time; a function is called first in each thread, with the device's number.
         check: "first" compares each new capture's program with the plain module before its first step, on some samples;
@@ -269,8 +273,8 @@ def verify(
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
         pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
         devices: how many logical devices; default: the plan's, else what the pins need, else 2.
-        batch: samples to run, of those in `example_inputs`; default: two for every replica, as the
-            numbers a plan gives do not depend on the batch it was made for.
+        batch: samples to run, of those in `example_inputs`; default: two for every replica, and as many more as the
+            plan's batch leaves over, as the numbers a plan gives do not depend on the batch it was made for.
         name: what to call the model in a plan that is to be chosen.
 
     Raises:
@@ -295,7 +299,8 @@ def verify(
         found = _checked(options.plan, graph, count)
     else:
         found = Pricing.for_devices(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
-    few = 2 * max((strategy.replicas for strategy in found.layers.values()), default=1) if batch is None else batch
+    most = max((strategy.replicas for strategy in found.layers.values()), default=1)
+    few = 2 * most + found.batch % most if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
         ran = verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)

@@ -165,7 +165,7 @@ def edit(rules: str = "default", **layers: dict[str, Any]) -> Callable[[dict[str
 
 
 EDITS = [
-    ("R1", edit(conv1={**DATA, "replicas": 5, "devices": [0, 1, 2, 3, 4]}), "5 replicas"),
+    ("R1", edit("strict", conv1={**DATA, "replicas": 5, "devices": [0, 1, 2, 3, 4]}), "5 replicas"),
     ("R2", edit("strict", conv1=DATA, conv2=TWO, add=TWO), "equal replicas"),
     ("R3", edit("strict", conv1=DATA, conv2=DATA, add=TWO), "equal replicas"),
     ("R4", edit("strict", conv1=DATA, conv2=THREE, add=THREE), "4 replicas cannot feed the 3"),
@@ -194,5 +194,7 @@ def test_an_edited_plan_that_breaks_a_rule(
 
 
 def test_a_batch_that_does_not_divide_is_told_in_the_report(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(model), "--gpus", "5", "--rules", "strict"]) == 0
+    assert "a batch of 12 does not divide by 5; 15 does" in " ".join(capsys.readouterr().out.split())
     assert main(["analyze", str(model), "--gpus", "5"]) == 0
-    assert "a batch of 12 does not divide by 5" in " ".join(capsys.readouterr().out.split())
+    assert "R1: 3, 3, 2, 2, 2 samples" in " ".join(capsys.readouterr().out.split())

@@ -19,7 +19,7 @@ from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
-from parplan.planner.explain.advice import advice
+from parplan.planner.explain.advice import advice, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.pin_prices import with_pins
@@ -38,9 +38,11 @@ from parplan.planner.search.schemes import (
 from parplan.planner.search.select import Found, ShapeSearch
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
-from parplan.planner.search_space.pin_constraints import Pinned
+from parplan.planner.search_space.pin_constraints import Pinned, Uneven
 from parplan.planner.search_space.pin_search import pin_questions
-from parplan.planner.search_space.verifier import check, mismatches
+from parplan.planner.search_space.rules import parts_words
+from parplan.planner.search_space.strategies import offers_uneven
+from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
 from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import Problem, Solution, Status
 from parplan.planner.solver.solve import GAP, solve
@@ -68,7 +70,7 @@ def decide(
     begin = time.perf_counter()
     schemes_of(request.scheme, request.plan)
     case = _case(graph, cluster, costs, request, progress)
-    pins = pin_questions(request.pins, graph, cluster)
+    pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
 
     def solve_baseline(problem: Problem) -> Solution:
         limit_s = case.deadline.part_s(BASELINE_TIME)
@@ -108,7 +110,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     if request.plan is not None:
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    pins = pin_questions(request.pins, graph, cluster)
+    pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
     found = ShapeSearch(case, pins).best(pins.whole)
     return _predicted(case, found)
 
@@ -136,7 +138,9 @@ def _case(
             )
         notes = (*request.notes, *mismatches(request.plan, graph))
         request = replace(request, plan=_reviewed(request.plan, graph, cluster), notes=notes)
-    return Case.of(graph, cluster, costs, request, progress)
+    one_pass = request.scheme in ("auto", "gather") and not any(pin.update_period for pin in request.pins)
+    uneven = one_pass and request.rules != "strict" and offers_uneven(graph.batch, cluster)
+    return replace(Case.of(graph, cluster, costs, request, progress), uneven=uneven)
 
 
 def _reviewed(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Plan:
@@ -169,7 +173,7 @@ def _explained(
     reasons = layer_reasons(case.graph, found.formulation, found.choice, plan)
     layers = tuple(replace(layer, why=layer.why or reasons.get(layer.name, "")) for layer in layers)
     several = case.cluster.count > 1
-    notes = (*request.notes, *_notes(case, step))
+    notes = (*request.notes, *_notes(case, plan, step))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
     status = Status.OPTIMAL if found.gap <= GAP else Status.FEASIBLE
     now = time.perf_counter()
@@ -182,10 +186,10 @@ def _explained(
         layers=layers,
         prediction=step,
         baselines=by_hand,
-        advice=advice(step.step_s, by_hand),
+        advice=advice(step.step_s, by_hand, better_batch(plan, case.graph)),
         proof=Proof(
             status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
-            tuple(found.covered),
+            tuple(found.covered), case.uneven and not uneven_replicas(plan, case.graph), found.simpler,
         ),
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,
@@ -196,9 +200,12 @@ def _explained(
     )  # fmt: skip
 
 
-def _notes(case: Case, step: Prediction) -> Sequence[str]:
+def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
     """Sentences on a model that was captured at one batch size only, on searches cut short, and on too much memory."""
     graph, notes = case.graph, list[str]()
+    if counts := uneven_replicas(plan, graph):
+        parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
+        notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")

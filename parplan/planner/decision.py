@@ -26,6 +26,7 @@ __all__ = [
     "Proof",
     "SchemePrice",
     "Seconds",
+    "Simpler",
 ]  # fmt: skip
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
@@ -100,7 +101,8 @@ class Baseline:
 
     `step_s` is None when no such plan is legal, and `why_not` says which rule; `fits` is False when
     it needs more memory than a device has. `memory_bytes` is the peak of the device with the least room left, and
-    `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds.
+    `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds. `bends` says which
+    parts of the batch its replicas have where they differ ("R1: ...").
     """
 
     name: str
@@ -111,6 +113,20 @@ class Baseline:
     plan: Plan | None = None
     on: str = ""
     limit_bytes: int | None = None
+    bends: str = ""
+
+
+@dataclass(frozen=True)
+class Simpler:
+    """The fastest plan that was found, where a simpler one within the tolerance is taken instead.
+
+    `fastest_s` is its T in seconds; `changes` the edges between layers on which it changes layout, `kept` those on
+    which the plan taken does.
+    """
+
+    fastest_s: float
+    changes: int
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,8 @@ class Proof:
     """The proof over all shapes of plans. `objective` (T) and `bound` in seconds; `gap` is relative.
 
     `given`: the plan is a reviewed one, not what the solver found. `covered`: the shapes that the bound is of.
+    `equal_parts`: the bound is of plans that keep R1, as bending it gains too little. `simpler`: the fastest plan,
+    where a simpler one is taken.
     """
 
     status: str
@@ -127,6 +145,8 @@ class Proof:
     seconds: float
     given: bool = False
     covered: tuple[str, ...] = ()
+    equal_parts: bool = False
+    simpler: Simpler | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from typing import Any
 
 from parplan.cluster import MOST_DEVICES
 
-__all__ = ["add_options", "chosen", "device_count", "gpu_count", "memory_bytes", "option", "positive", "whole_number"]
+__all__ = [
+    "add_options", "chosen", "device_count", "gpu_count", "memory_bytes", "option", "positive", "share",
+    "whole_number",
+]  # fmt: skip
 
 # GiB: from a byte-sized slip up to more than any device has; outside it is a mistake of unit.
 LEAST_MEMORY, MOST_MEMORY = 1e-6, 2.0**20
@@ -88,6 +91,17 @@ def positive(text: str) -> float:
         value = math.nan
     if not (value > 0 and math.isfinite(value)):
         raise ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 up to, but not including, 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"{text} is not a share from 0 up to 1, such as 0.01")
     return value
 
 

@@ -12,7 +12,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
 from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
-from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive
+from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share
 
 __all__ = ["Listener", "PlanOptions", "PlanRequest"]
 
@@ -70,6 +70,10 @@ class PlanOptions:
     time_limit_s: float = option(
         60.0, "seconds for the solver (default: 60); then the best plan found, with its gap", flag="time-limit",
         type=positive, metavar="S",
+    )  # fmt: skip
+    tolerance: float = option(
+        0.01, "share of the step to give up for a simpler plan: fewer changes of layout, equal parts of the batch "
+        "(default: 0.01; 0: the fastest)", type=share, metavar="X",
     )  # fmt: skip
     plan: Plan | None = option(None, "check and price this plan instead of searching for one", metavar="FILE")
     pins: tuple[Pin, ...] = option(

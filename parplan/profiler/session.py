@@ -29,7 +29,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.strategies import cluster_blocks, offers_uneven, strategies
 from parplan.profiler.communication import measure_links
 from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
@@ -91,10 +91,10 @@ class ProfilingSummary:
 
 def requests_by_devices(graph: LayerGraph, cluster: Cluster) -> dict[int, list[PartRequest]]:
     """Every layer with every strategy the planner could use, by the number of devices of the strategy."""
-    blocks = cluster_blocks(cluster, False)
+    blocks, uneven = cluster_blocks(cluster, False), offers_uneven(graph.batch, cluster)
     found: dict[int, list[PartRequest]] = {}
     for layer in graph.layers.values():
-        for strategy in strategies(layer, graph.batch or 1, blocks):
+        for strategy in strategies(layer, graph.batch or 1, blocks, uneven=uneven):
             found.setdefault(len(strategy.devices), []).append(PartRequest(layer, strategy))
     return dict(sorted(found.items()))
 

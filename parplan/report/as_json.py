@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "batches": [{**_record(one), "samples_per_s": one.samples_per_s or None} for one in decision.batches],
         "beside": _plain(decision.branches),
         "advice": decision.advice,
-        "proof": _record(decision.proof, "given"),
+        "proof": _record(decision.proof, "given", "equal_parts"),
         "seconds": _record(decision.seconds),
     }
 
@@ -64,6 +64,8 @@ def _plain(value: Any) -> Any:
     """A value in JSON's types; a float that is not finite is None."""
     if isinstance(value, Enum):
         return value.value
+    if is_dataclass(value):
+        return _record(value)
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):

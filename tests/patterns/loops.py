@@ -313,11 +313,7 @@ def last_batch(run: Run) -> None:
     run.state(model)
 
 
-@SECTION(
-    "a last batch of an odd size, as many samples on no two ranks",
-    refused={"*/replicas": "cannot be split over 2 replicas", "*/mixed": "cannot be split over 2 replicas"},
-    why="7 samples are no two equal replicas: a plan for them needs one replica",
-)
+@SECTION("a last batch of an odd size, as many samples on no two ranks")
 def uneven_batch(run: Run) -> None:
     model = run.compile(Mlp())
     optimizer = sgd(model)

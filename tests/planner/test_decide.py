@@ -136,9 +136,11 @@ def test_a_given_plan_is_priced_at_the_batch_at_hand() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 2)
     mine = Plan(graph.model, graph.fingerprint, 1000, 2, {name: Strategy(devices=(1,)) for name in graph.layers})
     assert decided(graph, cluster, PlanRequest(plan=mine)).plan == replace(mine, batch=12)
-    odd = {name: Strategy(replicas=5, devices=tuple(range(5))) for name in graph.layers}
+    odd = replace(mine, devices=5, layers={name: Strategy(5, 1, None, tuple(range(5))) for name in graph.layers})
+    found = decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=odd))
+    assert found.notes[-1].startswith("5 replicas have 3, 3, 2, 2, 2 samples; bends R1")
     with pytest.raises(RuleError, match=r"R1"):
-        decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=replace(mine, devices=5, layers=odd)))
+        decided(graph, cluster_preset(SLOW, 5), PlanRequest(plan=replace(odd, rules="strict")))
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -189,11 +191,14 @@ def test_one_device_is_one_device_when_memory_makes_plans_spread() -> None:
     assert (one.memory_bytes, one.fits) == (needed, False)
 
 
-def test_data_parallel_is_not_legal_when_the_batch_does_not_divide() -> None:
-    decision = decided(perceptron(), cluster_preset(SLOW, 5))
-    rival = next(rival for rival in decision.baselines if rival.name == "pure data parallel")
-    assert rival.step_s is None
-    assert rival.why_not == "R1: a batch of 12 does not divide by 5"
+def test_data_parallel_has_unequal_parts_when_the_batch_does_not_divide() -> None:
+    graph, cluster = perceptron(), cluster_preset(SLOW, 5)
+    strict, free = (
+        next(one for one in decided(graph, cluster, PlanRequest(rules=rules)).baselines if "data" in one.name)
+        for rules in ("strict", "default")
+    )
+    assert (strict.step_s, strict.why_not) == (None, "R1: a batch of 12 does not divide by 5; 15 does")
+    assert (free.step_s is not None, free.bends) == (True, "R1: 3, 3, 2, 2, 2 samples")
 
 
 @pytest.mark.parametrize("devices", [1, 2, pytest.param(3, marks=pytest.mark.full)])

@@ -14,6 +14,8 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.formulation import Formulation, Option, reassembled
+from parplan.planner.search_space.rules import parts_words
+from parplan.planner.search_space.verifier import uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
 
 __all__ = ["baselines"]
@@ -60,7 +62,7 @@ def baselines(
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
     return tuple(
-        _fastest([_baseline(habit, costs, formulation, plan, solve) for habit in family]) for family in families
+        _fastest([_baseline(habit, graph, costs, formulation, plan, solve) for habit in family]) for family in families
     )
 
 
@@ -94,7 +96,9 @@ def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
             return len(s.devices) == 1 and s.devices[0] in place.devices
         return s.devices == place.devices and (s.replicas, s.shards) == (count, 1)
 
-    why_not = f"R1: a batch of {plan.batch} does not divide by {count}" if plan.batch % count else ""
+    split = plan.batch % count == 0 or (plan.rules != "strict" and plan.batch > count)
+    divides = -(-plan.batch // count) * count
+    why_not = "" if split else f"R1: a batch of {plan.batch} does not divide by {count}; {divides} does"
     return _Habit("pure data parallel", place, allowed, why_not)
 
 
@@ -133,7 +137,9 @@ def _hybrid(graph: LayerGraph, formulation: Formulation, place: _Place, plan: Pl
     return _Habit("cuda-convnet2's hybrid", place, allowed, missing or data.why_not)
 
 
-def _baseline(habit: _Habit, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve) -> Baseline:
+def _baseline(
+    habit: _Habit, graph: LayerGraph, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
+) -> Baseline:
     if habit.why_not:
         return Baseline(habit.name, None, None, False, habit.why_not)
     kept = _kept(habit, formulation)
@@ -152,8 +158,16 @@ def _baseline(habit: _Habit, costs: CostModel, formulation: Formulation, plan: P
     peaks = found.peaks if habit.alone else costs.peaks(layers) or found.peaks
     peak, limit = max(zip(peaks, problem.limits, strict=True), key=lambda pair: pair[0] / pair[1])
     fits = peak <= limit
+    parts = [f"R1: {parts_words(plan.batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
     return Baseline(
-        habit.name, found.objective, int(peak), fits, plan=own_plan, on=habit.place.words, limit_bytes=int(limit)
+        habit.name,
+        found.objective,
+        int(peak),
+        fits,
+        plan=own_plan,
+        on=habit.place.words,
+        limit_bytes=int(limit),
+        bends=", ".join(parts),
     )
 
 

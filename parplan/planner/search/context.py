@@ -65,6 +65,7 @@ class Case:
     Args:
         deadline: for everything that is searched.
         player: plays plans through, for all parts of the decision.
+        uneven: replicas may have parts of the batch that differ by one sample.
     """
 
     graph: LayerGraph
@@ -74,6 +75,7 @@ class Case:
     deadline: Deadline
     player: StepSimulator
     progress: Listener | None = None
+    uneven: bool = False
 
     @staticmethod
     def of(

@@ -17,27 +17,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decision import ANY_BLOCK, BRANCHES
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.context import Case, first_lanes, plain, shape_of
 from parplan.planner.search.device_groups import placements
-from parplan.planner.search.schemes import no_updates, schemes_of, under, updates_lost
+from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
 from parplan.planner.search_space.shape import Placement, Shape
 from parplan.planner.search_space.verifier import check
-from parplan.planner.solver.problem import Problem, Solution, Status, evaluate
+from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
 from parplan.planner.solver.solve import solve
 
 __all__ = ["Found", "ShapeSearch"]
 
-MAIN, AGAIN, SHARE = 0.5, 0.5, 0.5
-"""Parts of the time left for the first proof, for each solve after one whose plan did not fit, and for other shapes."""
+MAIN, AGAIN, SHARE, SIMPLER = 0.5, 0.5, 0.5, 0.2
+"""Parts of the time left for the first proof, for each solve after one whose plan did not fit, for other shapes, and
+for a simpler plan."""
 
 ATTEMPTS = 4
 """How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
@@ -58,6 +61,7 @@ class Found:
         objective: T in seconds; `bound`: no plan of any shape that is `covered` takes less.
         covered: the shapes that the bound is of, in words.
         tried: shapes with branches at the same time that were solved or refuted.
+        simpler: the fastest plan, where a simpler one within the tolerance is taken.
         without_s: T of the best plan in which no branches run at the same time; None where none were tried.
     """
 
@@ -70,6 +74,7 @@ class Found:
     covered: tuple[str, ...] = ()
     tried: int = 0
     without_s: float | None = None
+    simpler: Simpler | None = None
 
     @property
     def gap(self) -> float:
@@ -90,7 +95,7 @@ class ShapeSearch:
 
     def one_pass(self) -> Formulation:
         """The problem of plans in one pass on the first devices."""
-        found = self.formulation(Shape(lanes=first_lanes(self.case.cluster)))
+        found = self.formulation(Shape(lanes=first_lanes(self.case.cluster), uneven=self.case.uneven))
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
@@ -108,7 +113,9 @@ class ShapeSearch:
         case = self.case
         if not self._formulations:
             case.phase("costs")
-        options: dict[str, Sequence[Strategy]] = candidates(self.asked, case.graph, case.cluster, shape.anywhere)
+        options: dict[str, Sequence[Strategy]] = candidates(
+            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven
+        )
         given = plain(case.request.plan) if case.request.plan is not None else {}
         for name, strategy in given.items():
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))
@@ -149,9 +156,11 @@ class ShapeSearch:
         schemes = schemes_of(case.request.scheme)
         for shape in self._shapes(schemes, pinned):
             run.attempt(shape)
+        if case.uneven and case.request.plan is None:
+            run.uneven_parts()
         if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
             run.any_block()
-        return run.found(time.perf_counter() - begin)
+        return run.found(begin)
 
     def _shapes(self, schemes: Sequence[Scheme], pinned: Pinned) -> Iterator[Shape]:
         """One pass, then passes: most replicas by fewest, fewer passes first."""
@@ -189,12 +198,13 @@ class _Run:
         self.covered: list[str] = []
         self.tried = 0
         self.without_s: float | None = None
+        self.margin, self.uneven = BETTER, False
         self.first: tuple[Formulation, Solution] | None = None
 
     @property
     def cutoff(self) -> float:
         """Seconds that another plan has to stay below."""
-        return self.best[0] * (1 - BETTER) if self.best is not None else inf
+        return self.best[0] * (1 - self.margin) if self.best is not None else inf
 
     def attempt(self, shape: Shape, far_s: float = 0.0) -> float:
         """Solve or refute a shape; gives the bound of its plans, inf where there are none."""
@@ -208,7 +218,9 @@ class _Run:
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             plan = self.plan_of(formulation, solution.choice)
             self.best = solution.objective, plan, formulation, solution.choice
-        bound = self.cutoff / (1 - BETTER) if solution.status is Status.INFEASIBLE and self.best else solution.bound
+        bound = (
+            self.cutoff / (1 - self.margin) if solution.status is Status.INFEASIBLE and self.best else solution.bound
+        )
         if not shape.average:
             self.bound = min(self.bound, bound)
             self.covered.append(shape.describe())
@@ -252,6 +264,16 @@ class _Run:
             found = once(replace(problem, limits=lowered), AGAIN)
         return first
 
+    def uneven_parts(self) -> None:
+        """Parts of the batch that differ by one sample, where that gains more than the tolerance."""
+        bound, tolerance = self.bound, self.case.request.tolerance
+        self.margin = max(tolerance, BETTER)
+        before = self.best
+        self.attempt(Shape(lanes=first_lanes(self.case.cluster), uneven=True))
+        self.margin, self.uneven = BETTER, self.best is not before
+        if not self.uneven:
+            self.bound = bound  # of plans with equal parts
+
     # ---- any block of devices, and branches at the same time ----
 
     def any_block(self) -> None:
@@ -260,14 +282,16 @@ class _Run:
         every = tuple(range(case.cluster.count))
         if len(every) > ANYWHERE:
             if self.best is None:
-                self.attempt(Shape(lanes=every, anywhere=True))
+                self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
             return
         phases = self.phases()
         if self.best is not None and self.refuted(phases):
             self.covered += [ANY_BLOCK, BRANCHES]
             return
         if self.best is None or not (phases and self.refuted(())):
-            self.attempt(Shape(lanes=every, anywhere=True), self.cutoff if self.best is not None else 0.0)
+            self.attempt(
+                Shape(lanes=every, anywhere=True, uneven=self.uneven), self.cutoff if self.best is not None else 0.0
+            )
         else:
             self.covered.append(ANY_BLOCK)
         self.branches(phases)
@@ -289,7 +313,7 @@ class _Run:
             (inside if members & taken else taken).update(members)
             outer += [] if members & (taken - members) or members & inside else [phase]
         homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
-        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True)
+        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True, uneven=self.uneven)
         return self.attempt(shape, self.cutoff) >= self.cutoff
 
     def branches(self, phases: Sequence[tuple[Branch, ...]]) -> None:
@@ -306,26 +330,68 @@ class _Run:
         first = {min(block) for known in homes for one in known for _, block in one}
         lanes = tuple(sorted({*first_lanes(self.case.cluster), *first}))
         self.tried += sum(map(len, homes))
-        self.attempt(Shape(lanes=lanes, homes=tuple(homes)), self.cutoff)
+        self.attempt(Shape(lanes=lanes, homes=tuple(homes), uneven=self.uneven), self.cutoff)
 
     # ---- the answer ----
 
-    def found(self, seconds: float) -> Found:
-        """The best plan and its proof.
+    def found(self, begin: float) -> Found:
+        """The best plan, or a simpler one within the tolerance, and its proof.
+
+        Args:
+            begin: when the search began, on the clock of `time.perf_counter`.
 
         Raises:
             InfeasiblePlan, PinError, PlanError: there is none.
         """
-        given = self.case.request.plan
+        given, tolerance = self.case.request.plan, self.case.request.tolerance
         if given is not None:
-            return self._given(given, seconds)
+            return self._given(given, time.perf_counter() - begin)
         if self.best is None:
             raise self._none()
+        fastest_s = self.best[0]
+        changes = self.changes()
+        while tolerance > 0 and (kept := self.changes()) > 0:
+            self.simplify((1 + tolerance) * fastest_s, kept)
+            if self.changes() >= kept:
+                break
         objective, plan, formulation, choice = self.best
+        simpler = Simpler(fastest_s, changes, self.changes()) if self.changes() < changes else None
         return Found(
-            plan, formulation, choice, objective, min(self.bound, objective), seconds, tuple(self.covered),
-            self.tried, self.without_s,
+            plan, formulation, choice, objective, min(self.bound, fastest_s), time.perf_counter() - begin,
+            tuple(self.covered), self.tried, self.without_s, simpler,
         )  # fmt: skip
+
+    def changes(self) -> int:
+        """Edges between layers of the best plan on which the layout changes."""
+        assert self.best is not None
+        _, plan, formulation, _ = self.best
+        pairs = [(e.source, e.target) for e in formulation.parts.edges if e.target < len(formulation.options)]
+        own = [_arrangement(plan.layers[name]) for name in formulation.names[: len(formulation.options)]]
+        return sum(own[a] != own[b] for a, b in pairs)
+
+    def simplify(self, most_s: float, changes: int) -> None:
+        """Solve again with a price on every change of layout: as many as are now cost what may be given up.
+
+        The solution of that problem takes at most `most_s`, as the best plan is one of its choices.
+        """
+        assert self.best is not None
+        fastest_s, plan, formulation, choice = self.best
+        price = (most_s - fastest_s) / changes
+        problem = masked(formulation, self.pinned)
+        edges = list(problem.edges)
+        for e, edge in enumerate(edges):
+            if edge.target < len(formulation.options):
+                ends = [[_arrangement(o.strategy) for o in formulation.options[v]] for v in (edge.source, edge.target)]
+                differ = np.array([[one != other for other in ends[1]] for one in ends[0]])
+                edges[e] = replace(edge, cost_s=edge.cost_s + price * differ)
+        limit_s = self.case.deadline.part_s(SIMPLER * self.part)
+        found = solve(replace(problem, edges=tuple(edges)), limit_s, hint=choice)
+        if found.choice is None:
+            return
+        peaks = self.case.costs.peaks(formulation.strategies(found.choice)) or ()
+        step_s = objective(problem, found.choice)
+        if step_s <= most_s and all(peak <= limit for peak, limit in zip(peaks, problem.limits, strict=False)):
+            self.best = step_s, self.plan_of(formulation, found.choice), formulation, found.choice
 
     def _given(self, plan: Plan, seconds: float) -> Found:
         case = self.case
@@ -334,8 +400,8 @@ class _Run:
         far_s = self.search._far_s(own, shape)
         formulation = formulate(case.graph, case.cluster, case.costs, own, shape=shape, far_s=far_s)
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
-        objective = evaluate(formulation.problem, choice).objective
-        return Found(plan, formulation, choice, objective, min(self.bound, objective), seconds, tuple(self.covered))
+        step_s = objective(formulation.problem, choice)
+        return Found(plan, formulation, choice, step_s, min(self.bound, step_s), seconds, tuple(self.covered))
 
     def _none(self) -> Exception:
         """The error that says why there is no plan."""
@@ -363,7 +429,6 @@ class _Run:
         return PlanError(f"{draft.model}: no plan was found that is legal with {schemes[0].value}")
 
 
-def faster_scheme(case: Case, plan: Plan) -> Plan:
-    """The plan under broadcast, where its simulated step is shorter than with interleaved passes."""
-    other = under(plan, case.graph, Scheme.BROADCAST) if plan.scheme is Scheme.INTERLEAVE else None
-    return case.player.fastest([plan, other]) or plan
+def _arrangement(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
+    """What has to be equal for values to stay where they are."""
+    return strategy.replicas, strategy.shards, strategy.devices

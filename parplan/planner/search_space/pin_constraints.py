@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, combinations
+from enum import Enum
+from itertools import accumulate, combinations, product
 
 from parplan.cluster import Cluster
 from parplan.errors import PinError, RuleError
@@ -21,12 +22,20 @@ from parplan.plan import Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r6_devices, r7_loss
 from parplan.planner.search_space.strategies import batch_units, cluster_blocks
 
-__all__ = ["LayerPin", "Pinned", "named", "pinned", "pinned_blocks", "strategy_words"]
+__all__ = ["LayerPin", "Pinned", "Uneven", "named", "pinned", "pinned_blocks", "strategy_words"]
 
 # Up to so many devices, layers that are not pinned beside layers that are may be placed on every subset of them.
 MOST_SUBSETS = 4
 MOST_REASONS = 3
 FIELDS = ("replicas", "shards", "axis", "devices", "update_period")
+
+
+class Uneven(Enum):
+    """Which pinned layers may have replicas that do not divide the batch."""
+
+    NONE = "none: the strict rules"
+    IF_PINNED = "those whose replicas are pinned, and those that the pins leave nothing else"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ def named(pins: Iterable[Pin]) -> str:
     return ", ".join(f"{pin.describe()!r} ({pin.origin})" for pin in pins)
 
 
-def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Pinned:
+def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, uneven: Uneven = Uneven.IF_PINNED) -> Pinned:
     """Check pins against model, devices and rules, one layer at a time.
 
     Raises:
@@ -108,7 +117,7 @@ def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Pinned:
     said = {name: pin for name, pin in layers.items() if pin != LayerPin()}
     blocks = pinned_blocks(cluster, pins)
     batch = graph.batch or 1
-    allowed = {name: _allowed(graph.layers[name], batch, pin, blocks, cluster) for name, pin in said.items()}
+    allowed = {name: _allowed(graph.layers[name], batch, pin, blocks, cluster, uneven) for name, pin in said.items()}
     apart = frozenset(name for name, layer in graph.layers.items() if layer.batch is not None and not layer.constant)
     return Pinned(tuple(pins), said, allowed, apart)
 
@@ -192,7 +201,7 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
 
 
 def _allowed(
-    layer: Layer, batch: int, pin: LayerPin, blocks: Sequence[tuple[int, ...]], cluster: Cluster
+    layer: Layer, batch: int, pin: LayerPin, blocks: Sequence[tuple[int, ...]], cluster: Cluster, uneven: Uneven
 ) -> tuple[Strategy, ...]:
     """The strategies a layer is left with.
 
@@ -200,8 +209,11 @@ def _allowed(
         PinError: none.
     """
     reasons: list[str] = []
-    for places in _places(pin, blocks):
-        tried = [_try(layer, batch, shape, cluster.count) for place in places for shape in _shapes(layer, pin, place)]
+    free = uneven is Uneven.IF_PINNED and not pin.replicas
+    bent = (False, True) if free else (uneven is not Uneven.NONE,)
+    for places, bends in product(_places(pin, blocks), bent):
+        shapes = [shape for place in places for shape in _shapes(layer, pin, place)]
+        tried = [_try(layer, batch, shape, cluster.count, bends) for shape in shapes]
         found = tuple(one for one in tried if isinstance(one, Strategy))
         if found:
             return found
@@ -239,13 +251,13 @@ def _shapes(layer: Layer, pin: LayerPin, devices: tuple[int, ...]) -> Iterator[S
             yield Strategy(replicas, 1, None, devices)
 
 
-def _try(layer: Layer, batch: int, strategy: Strategy, devices: int) -> Strategy | str:
+def _try(layer: Layer, batch: int, strategy: Strategy, devices: int, uneven: bool) -> Strategy | str:
     """The strategy if it is legal, else the rule it breaks."""
     try:
         r7_loss(layer.name, layer.is_loss, strategy.shards)
         units = batch_units(layer, batch)
         most, unknown = devices // strategy.shards, unknown_ops(layer.nodes)
-        r1_batch(layer.name, batch, units, strategy.replicas, most, unknown, why_whole(layer.nodes))
+        r1_batch(layer.name, batch, units, strategy.replicas, most, unknown, why_whole(layer.nodes), uneven)
         axes = {axis.name: axis.units for axis in layer.axes}
         r5_axis(layer.name, strategy.axis, axes, strategy.shards, devices // strategy.replicas)
     except RuleError as error:

@@ -21,7 +21,7 @@ from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
-from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
+from parplan.planner.search_space.pin_constraints import Pinned, Uneven, named, pinned, pinned_blocks
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Problem, Solution
 
@@ -111,29 +111,32 @@ class Questions:
     refused: Mapping[PinGroup, str]
 
 
-def pin_questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster) -> Questions:
+def pin_questions(
+    pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, uneven: Uneven = Uneven.IF_PINNED
+) -> Questions:
     """Check the pins, together and without each (or each group of many).
 
     Raises:
         PinError: they cannot be kept (see `pinned`).
     """
-    whole = pinned(pins, graph, cluster)
+    whole = pinned(pins, graph, cluster, uneven)
     groups, parts, refused = grouped(pins), [], {}
     for group in groups:
         left = [pin for pin in pins if not any(pin is one for one in group.pins)]
         try:
-            parts.append(Question(pinned(left, graph, cluster), group))
+            parts.append(Question(pinned(left, graph, cluster, uneven), group))
         except PinError as error:
             refused[group] = str(error)
     return Questions(whole, groups, tuple(parts), refused)
 
 
 def candidates(
-    questions: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool
+    questions: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool, uneven: bool = False
 ) -> dict[str, Sequence[Strategy]]:
     """Every strategy that some question allows, per layer, each once."""
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
-    free = {name: strategies(layer, graph.batch or 1, blocks) for name, layer in graph.layers.items()}
+    batch = graph.batch or 1
+    free = {name: strategies(layer, batch, blocks, uneven=uneven) for name, layer in graph.layers.items()}
     every = [questions.whole, *(question.pinned for question in questions.parts)]
     return {
         name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))

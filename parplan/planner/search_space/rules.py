@@ -1,7 +1,8 @@
 """The divisibility rules of cuda-convnet2, R1 to R8, each a function with its own message.
 
 A rule raises RuleError with the layer, the numbers and what would satisfy it, or returns nothing.
-R2, R3 and R4 are the guide's text for `rules="strict"`; by default a transfer stands in for them.
+R2, R3 and R4 are the guide's text for `rules="strict"`; by default a transfer stands in for them, and for R1's division
+of the batch parts that differ by one sample.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from parplan.errors import RuleError
+from parplan.layout import split_evenly
 
 __all__ = [
-    "divisors", "r1_batch", "r2_feeders", "r3_fed", "r4_divides", "r5_axis", "r6_devices", "r7_loss",
+    "divisors", "parts_words", "r1_batch", "r2_feeders", "r3_fed", "r4_divides", "r5_axis", "r6_devices", "r7_loss",
     "r8_update_period",
 ]  # fmt: skip
+
+# The parts of so many replicas are listed one by one.
+MOST_PARTS = 8
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -25,6 +30,20 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
+def parts_words(batch: int, replicas: int) -> str:
+    """The samples of every replica, the larger parts first; of many replicas how many have each part.
+
+    >>> parts_words(256, 3)
+    '86, 85, 85'
+    >>> parts_words(256, 24)
+    '16 x 11, 8 x 10'
+    """
+    sizes = split_evenly(batch, replicas)
+    if replicas <= MOST_PARTS:
+        return ", ".join(map(str, sizes))
+    return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
+
+
 def r1_batch(
     layer: str,
     batch: int,
@@ -33,11 +52,14 @@ def r1_batch(
     max_replicas: int | None = None,
     unknown: Sequence[str] = (),
     why: str = "",
+    uneven: bool = False,
+    passes: int = 1,
 ) -> None:
     """R1: the batch is divisible by the layer's replicas; `units` None: its samples cannot be split.
 
     `max_replicas` have devices: no more are advised. `unknown` are ops of the layer that no axis is known of, `why` is
-    another reason to see all samples at once.
+    another reason to see all samples at once. `uneven`: parts may differ by one sample, where none is empty and
+    there is one pass.
     """
     if replicas == 1:
         return
@@ -56,12 +78,16 @@ def r1_batch(
             layer,
             f"its samples depend on each other, so {replicas} replicas would change the numbers; use 1 replica",
         )
+    if uneven and passes == 1 and min(batch, units) >= replicas:
+        return
     if batch % replicas or units % replicas:
         whole = batch if batch % replicas else units
+        equal = f" in equal parts, which {passes} passes need" if uneven and passes > 1 else ""
         raise RuleError(
             "R1",
             layer,
-            f"a batch of {whole} cannot be split over {replicas} replicas; {_choices(whole, replicas, max_replicas)}",
+            f"a batch of {whole} cannot be split over {replicas} replicas{equal}; "
+            f"{_choices(whole, replicas, max_replicas)}",
         )
 
 

@@ -38,6 +38,7 @@ class Shape:
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
         inside: layers of branches inside those of `homes`, counted by their share of the devices only.
+        uneven: replicas may have parts of the batch that differ by one sample.
         anywhere: layers may lie on any aligned block of devices.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
             the first devices: the first device then has all of them.
@@ -52,6 +53,7 @@ class Shape:
     average: bool = False
     inside: frozenset[str] = frozenset()
     anywhere: bool = False
+    uneven: bool = False
 
     @property
     def by_device(self) -> bool:

@@ -13,7 +13,7 @@ from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r7_loss
 
-__all__ = ["cluster_blocks", "device_blocks", "strategies"]
+__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "strategies"]
 
 # Where devices differ, the first so many of each kind are combined in every way, up to this number of combinations.
 MOST_COMBINATIONS = 64
@@ -50,8 +50,21 @@ def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[in
     return tuple(dict.fromkeys((*alone, *(block for block in together if block))))
 
 
+def offers_uneven(batch: int | None, cluster: Cluster) -> bool:
+    """Whether replicas on all devices, or on all of a kind, would have unequal parts of the batch.
+
+    Only then plans may have such parts: where the devices divide the batch, equal parts on all of them serve as well.
+    """
+    counts = (cluster.count, *(len(group.members) for group in cluster.groups))
+    return batch is not None and any(batch % count for count in counts)
+
+
 def strategies(
-    layer: Layer, batch: int, devices: int | Iterable[Sequence[int]], everywhere: bool = False
+    layer: Layer,
+    batch: int,
+    devices: int | Iterable[Sequence[int]],
+    everywhere: bool = False,
+    uneven: bool = False,
 ) -> tuple[Strategy, ...]:
     """All legal (replicas, shards, axis, devices) of `layer`, in a fixed order.
 
@@ -60,6 +73,7 @@ def strategies(
 
     Args:
         devices: how many equal devices, or the blocks of devices to choose from (see `cluster_blocks`).
+        uneven: with parts of the batch that differ by one sample, too.
     """
     found = []
     for block in device_blocks(devices, everywhere) if isinstance(devices, int) else devices:
@@ -68,7 +82,7 @@ def strategies(
             axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
             for axis in axes:
                 with suppress(RuleError):
-                    r1_batch(layer.name, batch, batch_units(layer, batch), replicas)
+                    r1_batch(layer.name, batch, batch_units(layer, batch), replicas, uneven=uneven)
                     r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
                     r7_loss(layer.name, layer.is_loss, shards)
                     found.append(Strategy(replicas, shards, axis, tuple(block)))

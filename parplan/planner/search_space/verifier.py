@@ -7,14 +7,14 @@ from functools import partial
 
 from parplan.errors import PlanError
 from parplan.graph.axes.table import unknown_ops
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
 from parplan.lowering.stages import stages
 from parplan.plan import Plan
 from parplan.planner.search_space import rules
 from parplan.planner.search_space.strategies import batch_units
 
-__all__ = ["bends", "check", "mismatches", "other_batch"]
+__all__ = ["bends", "check", "mismatches", "other_batch", "uneven_replicas"]
 
 
 def check(plan: Plan, graph: LayerGraph) -> None:
@@ -50,7 +50,8 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         units = batch_units(layer, plan.batch)
         units = units if graph.batch == plan.batch else units and plan.batch
         reasons = unknown_ops(layer.nodes), why_whole(layer.nodes)
-        rules.r1_batch(name, plan.batch, units, strategy.replicas, plan.devices // strategy.shards, *reasons)
+        most, uneven = plan.devices // strategy.shards, plan.rules != "strict"
+        rules.r1_batch(name, plan.batch, units, strategy.replicas, most, *reasons, uneven, passes)
         rules.r8_update_period(name, strategy.update_period, passes)
     if plan.rules == "strict":
         for name in plan.layers:
@@ -83,6 +84,15 @@ def other_batch(plan: Plan, graph: LayerGraph) -> str:
     )
 
 
+def uneven_replicas(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
+    """The numbers of replicas that do not divide the plan's batch, ascending: their parts differ by one sample."""
+    return tuple(sorted({plan.layers[name].replicas for name, layer in graph.layers.items() if _uneven(plan, layer)}))
+
+
+def _uneven(plan: Plan, layer: Layer) -> bool:
+    return layer.batch is not None and not layer.constant and plan.batch % plan.layers[layer.name].replicas != 0
+
+
 def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable[[], None]]:
     """Checks of R2 to R4 at one layer."""
     if graph.layers[name].constant:
@@ -97,8 +107,10 @@ def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable
 
 
 def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
-    """The strict rules that a transfer stands in for at this layer, as messages."""
-    found = []
+    """The strict rules that a transfer or unequal parts of the batch stand in for at this layer, as messages."""
+    replicas = plan.layers[name].replicas
+    uneven = _uneven(plan, graph.layers[name])
+    found = [f"R1: {rules.parts_words(plan.batch, replicas)} samples"] if uneven else []
     for check_rule in _strict_rules(plan, graph, name):
         try:
             check_rule()

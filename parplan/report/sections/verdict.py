@@ -27,16 +27,17 @@ def print_baselines(page: Page, decision: Decision) -> None:
             "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
             "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
         )
+        style = "red"
         if one.step_s is None:
             verdict = f"not legal: {one.why_not}" if one.why_not else "not legal"
         elif not one.fits:
             limit = one.limit_bytes or min(limits)
             verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
         else:
-            verdict = one.why_not
+            verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
-        return TableRow(name, figures, [Styled(verdict, "red")], "bold" if one is rows[0] else "")
+        return TableRow(name, figures, [Styled(verdict, style)], "bold" if one is rows[0] else "")
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
@@ -71,6 +72,7 @@ def _optimal(decision: Decision) -> str:
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
     wants += ["runs its branches one after another"] if decision.branches and BRANCHES not in covered else []
+    wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
     return f"no plan of this model{which} is faster under these costs"
@@ -83,6 +85,14 @@ def _feasible(proof: Proof, pins: bool) -> str:
         return "the best plan found in the time; how much faster another one could be is not known"
     if proof.given:
         return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
+    if (simpler := proof.simpler) is not None:
+        fastest = units.step(proof.objective).text(simpler.fastest_s)
+        proven = "proven optimum" if simpler.fastest_s <= proof.bound * (1 + 1e-6) else "fastest plan found"
+        more = units.percent(proof.objective / simpler.fastest_s - 1)
+        return (
+            f"within {more} of the {proven}{which}, {fastest}, with {simpler.kept} instead of {simpler.changes} changes "
+            "of layout (`--tolerance 0` takes the fastest)"
+        )
     return (
         f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
         "a longer `--time-limit` may find it or rule it out"

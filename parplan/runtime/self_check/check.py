@@ -281,7 +281,10 @@ def _all(transport: Transport, agrees: bool) -> bool:
 
 
 def _part(call: ModelCall, captured: Captured, processes: int) -> int | None:
-    """Number of samples that are compared: all, or a few for every replica where the capture serves any number."""
+    """Number of samples that are compared: all, or a few for every replica where the capture serves any number.
+
+    In one process replicas then have unequal parts where they have them of all samples.
+    """
     if call.batch is None or bound_to_batch(captured.graph):
         return call.batch
     # Results may be as long as the longest sequence, which a part of the samples may lack.
@@ -289,6 +292,7 @@ def _part(call: ModelCall, captured: Captured, processes: int) -> int | None:
         return call.batch
     replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
     few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
+    few += (call.batch - few) % replicas if processes == 1 else 0
     return few if call.batch > few else call.batch
 
 

@@ -311,7 +311,6 @@ def test_an_update_period_makes_the_solver_find_passes_it_divides() -> None:
 REFUSED = {
     "close name": (["fcc=shards:2"], r"'fcc=shards:2' \(pins\): Loss has no layer or module 'fcc'; did you mean fc\?"),
     "no close name": (["zzzzzz*=shards:2"], r"its layers are conv, norm, mix, "),
-    "R1": (["conv=replicas:5"], r"conv: a batch of 12 cannot be split over 5 replicas; use 3 or 4 or 6 .*\(R1\)"),
     "R1 loss": (["loss=replicas:2"], r"loss: its samples depend on each other, .* use 1 replica \(R1\)"),
     "R5 axis": (["fc=axis:heads"], r"fc: it cannot be cut along 'heads'; its axes are .*out-features \(24\).*\(R5\)"),
     "R5 shards": (["fc=shards:5 axis:out-features"], r"24 out-features cannot be cut in 5; use 3 or 4 or 6 .*\(R5\)"),

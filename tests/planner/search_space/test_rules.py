@@ -18,6 +18,7 @@ LEGAL: list[Callable[[], None]] = [
     lambda: rules.r3_fed("conv", {"a": 1, "b": 1}),
     lambda: rules.r4_divides("pool", 4, {"fc": 2}),
     lambda: rules.r5_axis("fc", "out-features", UNITS, 4),
+    lambda: rules.r1_batch("fc", 130, 130, 4, uneven=True),
     lambda: rules.r5_axis("fc", None, {}, 1),
     lambda: rules.r6_devices("fc", 2, 2, (3, 2, 1, 0), 4),
     lambda: rules.r7_loss("loss", True, 1),
@@ -29,6 +30,8 @@ LEGAL: list[Callable[[], None]] = [
 BROKEN: list[tuple[str, Callable[[], None], str]] = [
     ("R1", lambda: rules.r1_batch("fc", 130, 130, 4), "130 cannot be split over 4 replicas; use 1 or 2 or 5 replicas"),
     ("R1", lambda: rules.r1_batch("pool", 128, 6, 4), "a batch of 6 cannot be split over 4 replicas; use 2 or 3 or 6"),
+    ("R1", lambda: rules.r1_batch("fc", 3, 3, 4, uneven=True), "3 cannot be split over 4 replicas; use 1 or 3 replic"),
+    ("R1", lambda: rules.r1_batch("fc", 9, 9, 2, uneven=True, passes=2), "over 2 replicas in equal parts, which 2 pa"),
     ("R1", lambda: rules.r1_batch("roll", 128, None, 2), "its samples depend on each other"),
     (
         "R1",

@@ -36,7 +36,8 @@ def plan_of(graph: LayerGraph, layers: Mapping[str, Strategy], rules: str = "def
 
 
 BROKEN = [
-    ("R1", {"conv": Strategy(4, 1, None, (0, 1, 2, 3))}, "default", 10),
+    ("R1", {"conv": Strategy(4, 1, None, (0, 1, 2, 3))}, "strict", 10),
+    ("R1", {"conv": Strategy(4, 1, None, (0, 1, 2, 3))}, "default", 3),
     ("R2", {"conv": DATA, "norm": DATA, "mix": TWO, "add": TWO}, "strict", 12),
     ("R3", {"conv": DATA, "norm": DATA, "mix": DATA, "add": TWO}, "strict", 12),
     ("R4", {"conv": DATA, "norm": THREE}, "strict", 12),
