@@ -308,12 +308,12 @@ def _run_report(options: argparse.Namespace) -> int:
 
     found = report.compared
     said = title(found.measured), [*notes(found.measured), *report.learned]
-    text = to_json(found, *said) if options.json else ""
+    text = to_json(found.plan, found.lines, *said) if options.json else ""
     if options.json == "-":
         _write(text)
         return DONE
     write_files({options.json: text} if options.json else {})
-    _write(_printed(lambda console: render_comparison(found, *said, console, options.all_layers)))
+    _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.all_layers)))
     return DONE
 
 
