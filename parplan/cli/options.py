@@ -105,9 +105,6 @@ examples:
   parplan profile --export here.json         to share it
   parplan profile --import theirs.json"""
 
-# Optimizers whose updates are timed.
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd", "rmsprop", "adagrad")
-
 FILE: Mapping[str, Any] = {"metavar": "FILE"}
 JSON = "as JSON; - is standard output, alone"
 VERBOSE = "show warnings, and where an error was raised"
@@ -167,7 +164,7 @@ class ProfileOptions:
         None, "how many to plan for later (default: the GPUs that are here, else 1 CPU device)", type=device_count,
         metavar="N",
     )  # fmt: skip
-    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=OPTIMIZERS)
+    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=tuple(OPTIMIZER_STATES))
     time_limit: float = option(
         600.0, "seconds for the parts of layers (default: 600); the same command goes on from there", type=positive,
         metavar="S",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,9 +20,9 @@ from parplan.compat import pytree
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions
+from parplan.cost_models.measurement.optimizer_updates import OPTIMIZERS
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import Profile
-from parplan.cost_models.profile.store import ProfileStore
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.sampling import one_thread
 from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of, capture
@@ -37,17 +37,7 @@ from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.processes import TIMEOUT_S, in_processes
 from parplan.target import Target
 
-__all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]
-
-# Nothing is kept of what an update does, so any step size will do.
-_RATE = 1e-3
-
-OPTIMIZERS: Mapping[str, Any] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=_RATE),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=_RATE),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=_RATE, momentum=0.9),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
-}
+__all__ = ["Job", "Report", "run_report"]
 
 
 @dataclass(frozen=True)
