@@ -14,7 +14,8 @@ from statistics import median
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph

@@ -16,8 +16,8 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import Profile, SessionProfile
-from parplan.cost_models.profile.store import ProfileStore
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 

@@ -27,7 +27,8 @@ from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLin
 from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec

@@ -24,7 +24,8 @@ from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now,
 from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import part_signature
-from parplan.cost_models.profile.records import PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 from parplan.graph.capture.capture import capture

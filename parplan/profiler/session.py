@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measurement.conditions import current_conditions
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
-from parplan.cost_models.profile.records import Profile, SessionProfile
-from parplan.cost_models.profile.store import ProfileStore, StoredProfile
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import Profile, ProfileStore, StoredProfile
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
@@ -33,6 +35,7 @@ from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.profiler.communication import measure_links
 from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
+from parplan.report.progress import Progress
 from parplan.runtime.processes import in_processes
 from parplan.runtime.transport.distributed import DistributedTransport
 
@@ -41,20 +44,8 @@ __all__ = ["ModelSource", "ProfilingSummary", "Settings", "profile", "requests_b
 JOIN_S = 600
 
 
-class ModelSource(Protocol):
-    """Loads the model in every process that measures: small enough to be sent to them."""
-
-    def load(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The model, its positional and its keyword arguments, the whole step's batch."""
-        ...
-
-
-class MeasurementProgress(Protocol):
-    """Receives how far measuring is; see report/progress.py."""
-
-    def phase(self, name: str) -> None: ...
-
-    def advance(self, done: int, total: int) -> None: ...
+# Loads the model in a process that measures: it, its positional and its keyword arguments, of the whole step's batch.
+ModelSource = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,9 @@ def profile(
 ) -> ProfilingSummary:
     """Measure; blocks until done. Progress is shown by the first process.
 
+    Args:
+        source: loads the model; small enough to be sent to processes.
+
     Raises:
         ParplanError: the model cannot be captured, or a process failed.
         KeyboardInterrupt: interrupted; what was measured is kept.
@@ -131,10 +125,14 @@ def _measure(
 ) -> tuple[Outcome, tuple[str, ...]]:
     """One process of `world`: capture the model and measure; all take part in everything that needs them."""
     device = torch.device(settings.device_type, rank) if settings.device_type == "cuda" else torch.device("cpu")
-    model, args, kwargs = source.load()
+    model, args, kwargs = source()
     graph = capture(model, args, kwargs)
     transport = DistributedTransport(device) if world > 1 else None
-    with make_progress() if make_progress is not None and rank == 0 else _Quiet() as progress:
+    with (
+        make_progress()
+        if make_progress is not None and rank == 0
+        else Progress(Console(file=StringIO(), force_terminal=False)) as progress
+    ):
         return _measured(graph, settings, device, world, transport, progress)
 
 
@@ -144,7 +142,7 @@ def _measured(
     device: torch.device,
     world: int,
     transport: DistributedTransport | None,
-    progress: MeasurementProgress,
+    progress: Progress,
 ) -> tuple[Outcome, tuple[str, ...]]:
     """The outcome for all parts together, and the conditions that were measured under, in words."""
     first = transport is None or transport.rank == 0
@@ -158,7 +156,7 @@ def _measured(
     outcomes, conditions = [], []
     left_s = settings.time_cap_s
     for count, requests in by_devices.items():
-        ranks: ProcessGroup = Ranks(count, device) if transport is not None else SingleProcess()
+        ranks = Ranks(count, device) if transport is not None else ProcessGroup()
         now = current_conditions(device, count)
         conditions.append(now.describe())
         profile = _shared(store.under(now) if store is not None else None, world)
@@ -205,16 +203,3 @@ def _shared(stored: StoredProfile | None, world: int) -> Profile:
     if stored is not None:
         return stored
     return SessionProfile(*known[0] or ())
-
-
-class _Quiet:
-    """Progress that is not shown."""
-
-    def __enter__(self) -> _Quiet:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def advance(self, done: int, total: int) -> None: ...

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from math import sqrt
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import LayerPart
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 
-__all__ = ["ProcessGroup", "SingleProcess", "now", "reference_now", "time_in_context"]
+__all__ = ["ProcessGroup", "now", "reference_now", "time_in_context"]
 
 
-class ProcessGroup(Protocol):
+class ProcessGroup:
     """Processes that measure the same at the same time, so that every device is as busy as when a plan runs.
+
+    By itself this process alone; profiler/ranks.py has several.
 
     Attributes:
         count: how many processes.
@@ -41,50 +43,21 @@ class ProcessGroup(Protocol):
         lead: whether this process does what only one does.
     """
 
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def member(self) -> bool: ...
-
-    @property
-    def lead(self) -> bool: ...
-
-    def barrier(self) -> None:
-        """Wait until all processes are here."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set."""
-        ...
-
-    def mean(self, figures: Sequence[float]) -> list[float]:
-        """Each figure's mean over all processes."""
-        ...
-
-    def max(self, figure: float) -> float:
-        """The largest figure of all processes."""
-        ...
-
-
-class SingleProcess:
-    """A process group of this process alone."""
-
     count, member, lead = 1, True, True
 
     def barrier(self) -> None:
-        """No other process to wait for."""
+        """Wait until all processes are here."""
 
     def any(self, flag: bool) -> bool:
-        """This process's flag."""
+        """Whether the flag of any process is set."""
         return flag
 
     def mean(self, figures: Sequence[float]) -> list[float]:
-        """This process's figures."""
+        """Each figure's mean over all processes."""
         return list(figures)
 
     def max(self, figure: float) -> float:
-        """This process's figure."""
+        """The largest figure of all processes."""
         return figure
 
 
@@ -159,7 +132,7 @@ def time_in_context(
     Raises:
         whatever a part's code raises on its inputs.
     """
-    stop, ranks, stopwatch = stop or StoppingRule(), ranks or SingleProcess(), _Stopwatch(device)
+    stop, ranks, stopwatch = stop or StoppingRule(), ranks or ProcessGroup(), _Stopwatch(device)
     everything = [*parts, LayerPart.idle(device)]
     figures = [_Figures() for _ in everything]
     reference, references = Reference(device), []

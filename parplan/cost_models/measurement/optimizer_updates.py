@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess, now, reference_now
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.sampling import Measurement, one_thread, spread_of
 
 __all__ = ["OPTIMIZERS", "UpdateTimes", "measure_updates"]
@@ -54,7 +55,7 @@ def measure_updates(
     again: bool = False,
 ) -> None:
     """Keep in `profile` what calling `optimizer` takes, and what one more parameter of every size adds."""
-    ranks = ranks or SingleProcess()
+    ranks = ranks or ProcessGroup()
     if ranks.any(again or any(profile.get(_signature(optimizer, size)) is None for size in (0, *_SIZES))):
         timer = _Timer(optimizer, device, ranks, runs)
         profile.put(PartEntry(_signature(optimizer, 0), _family(optimizer), 0.0, 0.0, timer.calling()))

@@ -17,13 +17,13 @@ from sqlite3 import Connection, DatabaseError
 from typing import Any
 
 from parplan.cost_models.profile.mismatches import EntryCounts, mismatches
-from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry
+from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, EntryTable
 from parplan.cost_models.profile.store_file import default_path, open_store, reported, transaction
 from parplan.errors import ProfileError
 from parplan.fields import read_fields
 
-__all__ = ["Merged", "ProfileStore", "StoredProfile"]
+__all__ = ["Merged", "Profile", "ProfileStore", "StoredProfile"]
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,9 @@ class StoredProfile:
         links = tuple(entry for entry in entries if isinstance(entry, LinkEntry))
         self.store.put(EntryGroup(self.conditions, parts, links))
 
+
+# Measurements made under one set of conditions, which prices are read from: a store's, or those of this process.
+Profile = SessionProfile | StoredProfile
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
