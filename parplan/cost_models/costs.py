@@ -203,26 +203,5 @@ class AdaptedCosts:
     """Base of cost models that price layers and steps in their own way, and all else as another one does."""
 
     def __init__(self, base: CostModel) -> None:
-        self._base = base
-
-    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
-        """Bytes on each device of `layer`."""
-        return self._base.memory(layer, strategy)
-
-    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
-        """Peak bytes per device of a whole plan."""
-        return self._base.peaks(strategies)
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self._base.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self._base.transfer_matrix(value, sources, targets)
-
-    def reduction(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to sum the weight gradients of `layer` over its copies."""
-        return self._base.reduction(layer, strategy)
+        self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
+        self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

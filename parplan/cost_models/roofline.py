@@ -18,7 +18,7 @@ import torch
 from parplan.cluster import Cluster, Device
 from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel, optimizer_states
 from parplan.cost_models.memory.plan_peaks import peaks
@@ -28,7 +28,6 @@ from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Layout
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -119,6 +118,7 @@ class RooflineCosts:
         on_cpu = all(CPU.kind in (device.kind, device.like) for device in kinds)
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
+        self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
@@ -166,16 +166,6 @@ class RooflineCosts:
             program = lower(self.graph, strategies, StepSetting.per_process(self.cluster.count, self.graph.batch or 1))
             self._peaks[key] = peaks(self._memory_model, program)
         return self._peaks[key]
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self.transfers.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self.transfers.transfer_matrix(value, sources, targets)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

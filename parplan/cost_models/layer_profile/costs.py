@@ -20,15 +20,12 @@ from parplan.cost_models.costs import (
     Moments,
     Source,
     StepCost,
-    TransferCost,
-    TransferMatrix,
 )
 from parplan.cost_models.layer_profile.records import LayerProfile, Times
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.cost_models.roofline import BUCKET_BYTES, estimated_step
 from parplan.errors import ClusterError
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
-from parplan.layout import Layout
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 
 __all__ = ["ProfileCosts"]
@@ -57,6 +54,7 @@ class ProfileCosts:
                 f"{cluster.describe()}: a layer profile is of one kind of device ({profile.device}); name equal devices"
             )
         self.transfers = Transfers(cluster)
+        self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         self._step = estimated_step(cluster)
         self._graph, self._batch = graph, graph.batch or profile.batch
         self._measured_batch = profile.batch
@@ -101,16 +99,6 @@ class ProfileCosts:
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> None:
         """None: a profile has no ops to simulate; layers are added up."""
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self.transfers.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self.transfers.transfer_matrix(value, sources, targets)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""
