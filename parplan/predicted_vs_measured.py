@@ -188,9 +188,6 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
 
 
-# -- learning --
-
-
 def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: Profile) -> Learned:
     """Put the measured layers into `profile`, which is for as many devices as worked at once.
 

@@ -100,9 +100,6 @@ def run_report(job: Job) -> Report | None:
     return Report(compared, _learned(job, compared) if job.options.learn else ())
 
 
-# -- running --
-
-
 def _run_as_torchrun_rank(job: Job) -> list[_RankResult]:
     """This process is a rank of torchrun; the first rank gets the results of all."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
@@ -179,9 +176,6 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
     assert compiled.plan is not None
     measured = replace(measured, model=target.name)
     return _RankResult(compiled.plan.to_json(), predictions[-1], measured, median(references))
-
-
-# -- learning --
 
 
 def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:

@@ -186,8 +186,6 @@ class MeasuredCosts(AdaptedCosts):
     def _scale(self, measured: Measurement) -> float:
         return _scale(measured, self._reference_s)
 
-    # -- what was not measured --
-
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
         size_s, gradients = self._size_s(entry), _gradients(entry.signature)
         family = (busy, entry.family)

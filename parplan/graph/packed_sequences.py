@@ -51,9 +51,6 @@ class Packed:
         )
 
 
-# --- the op ----------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("parplan::rnn_packed", mutates_args=())
 def rnn_packed(
     values: Sequence[Tensor],
@@ -172,9 +169,6 @@ def _axes(call: Call) -> tuple[OpAxis, ...]:
 
 
 OWN_ROWS[RNN_PACKED] = _axes
-
-
-# --- while a model is captured ---------------------------------------------------------------
 
 
 @contextmanager

@@ -168,9 +168,6 @@ class _Network:
         return sum(measured.forward_s + measured.backward_s for measured in figures)
 
 
-# -- networks that steps are corrected by: small ones of the usual kinds --
-
-
 def _convolutional() -> tuple[nn.Module, Tensor]:
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 24), (24, 40), (40, 72)):
@@ -205,6 +202,7 @@ class _Attention(nn.Module):
         return x + back
 
 
+# Networks that steps are corrected by: small ones of the usual kinds.
 CALIBRATION: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "convolutional": _convolutional,
     "perceptron": _perceptron,

@@ -47,9 +47,6 @@ _HEAD = f"a layer profile is text that begins with `{_FORMAT} {_VERSION}`"
 _MOST_SECONDS, _MOST_BYTES, _MOST_COUNT = 1e6, 2**50, 2**31
 
 
-# ---- fields ----------------------------------------------------------------------------------------------------------
-
-
 def _seconds(name: str) -> Field:
     seconds = number(name, 0, _MOST_SECONDS, "seconds")
     return Field(name, seconds.expected, lambda word: seconds.read(float(word)))
@@ -159,9 +156,6 @@ _HEADER: dict[str, tuple[Field, str]] = {
     "precision": (text("precision"), "fp32"),
     "per": (choice("per", ("batch", "sample")), "batch"),
 }
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -321,9 +315,6 @@ def _profile(header: dict[str, Any], entries: dict[str, dict[Any, _Statement]], 
         ),
         precision=header.get("precision", ""),
     )
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def format_layer_profile(profile: LayerProfile) -> str:

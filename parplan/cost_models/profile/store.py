@@ -187,8 +187,6 @@ class StoredProfile:
 # Measurements made under one set of conditions, which prices are read from: a store's, or those of this process.
 Profile = SessionProfile | StoredProfile
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
 
 def _table_of(entry: PartEntry | LinkEntry) -> EntryTable[Any]:
     return PARTS if isinstance(entry, PartEntry) else LINKS

@@ -184,9 +184,6 @@ class Guards:
                 yield from self._numbers_in(place, (*keys, key), inner, path, holds[key], value)
 
 
-# --- global and closure variables that the code of a forward names: a graph has frozen them too ---
-
-
 @dataclass(frozen=True)
 class CellPlace:
     """A variable of a function around."""

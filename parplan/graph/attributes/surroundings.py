@@ -72,8 +72,6 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
             setattr(torch, name, plain)
 
 
-# --- numbers that are read on the host ---------------------------------------------------------
-
 _READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__")
@@ -99,8 +97,6 @@ class HostReads(TorchFunctionMode):
         self.any = self.any or (self.on and func in _READS)
         return func(*args, **(kwargs or {}))
 
-
-# --- random numbers of Python and NumPy --------------------------------------------------------
 
 _DRAWS = "random uniform randint randrange choice choices sample shuffle gauss normalvariate"
 _NUMPY_DRAWS = "random rand randn randint uniform normal choice permutation shuffle beta"

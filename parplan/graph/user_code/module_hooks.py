@@ -69,9 +69,6 @@ def _axes(call: Call) -> tuple[OpAxis, ...]:
 OWN_ROWS.update(dict.fromkeys(MARKS, _axes))
 
 
-# --- what a module was called with -----------------------------------------------------------
-
-
 @dataclass
 class Site:
     """One call of a module that has hooks.
@@ -85,9 +82,6 @@ class Site:
     path: str
     inputs: Template | None = None
     outputs: Template | None = None
-
-
-# --- while a model is captured ---------------------------------------------------------------
 
 
 def own_hooks(registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:

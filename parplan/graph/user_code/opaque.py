@@ -80,8 +80,6 @@ class OpaqueCalls:
         self.sites[name] = site
         return name
 
-    # -- what is intercepted --
-
     def _apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `cls.apply`."""
         if cls is _CHECKPOINT and not self._aside:
@@ -156,8 +154,6 @@ class OpaqueCalls:
             _refuse(f"the forward {what}", remedy)
 
         return refuse
-
-    # -- after an export --
 
     def settle(self, exported: ExportedProgram) -> None:
         """Put hooks where they belong in an exported program, and refuse what its ops cannot stand for."""

@@ -127,8 +127,6 @@ class Run:
         slots = (self._program.slots[name] for name in self._program.outputs)
         return [slot.requires_grad or slot.value in self.inputs for slot in slots]
 
-    # -- forward --
-
     def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
         """The results for the user's inputs; `record` keeps the graphs that a backward needs."""
         self._recorder.runtime()
@@ -267,8 +265,6 @@ class Run:
     def _assign(self, values: Mapping[str, Tensor]) -> None:
         for buffer, value in values.items():
             self._executor.store.original(buffer).copy_(value)
-
-    # -- backward --
 
     def enter_backward(self) -> None:
         """The streams of autograd's thread see what the forward has seen, as a checkpoint may run it again on them."""

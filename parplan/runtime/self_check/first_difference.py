@@ -91,9 +91,6 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
     return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
 
 
-# --- the plain module's parts ----------------------------------------------------------------
-
-
 @contextmanager
 def _module_outputs(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Records the tensors that every module returns, under the names that layers have: "conv1", "relu@1"."""
@@ -111,9 +108,6 @@ def _module_outputs(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --- the captured graph in one piece ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,9 +171,6 @@ def _lost_in_capture(
 def _captured_otherwise(name: str) -> FirstDifference:
     text = f"the first layer that differs is {name}: the captured graph, run whole, does not give the module's value"
     return FirstDifference(name, (text,))
-
-
-# --- the planned program ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
