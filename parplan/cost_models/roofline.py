@@ -7,11 +7,9 @@ the largest part is priced once for each kind of device that has a part, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
-from typing import TypeVar
 
 import torch
 
@@ -43,8 +41,6 @@ BUCKET_BYTES = 25 * 2**20
 DOUBT, LINK_SPREAD, LINK_DOUBT = 0.4, 0.2, 0.4
 
 _PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,17 @@ class RooflineCosts:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
         used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
         key = part_key(layer, strategy, passes)
-        costs = [_once(own.layers, key, partial(self._layer, layer, strategy, passes, own)) for own in used]
+        for own in (kind for kind in used if key not in kind.layers):
+            works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
+            forward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.forward)
+            backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
+            trained_bytes = self.memory(layer, strategy).gradients_bytes
+            # The update in one go reads weights, gradients and state, and writes weights and state.
+            moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
+            update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
+            update_s = self._seconds(update, own) if trained_bytes else 0.0
+            own.layers[key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
+        costs = [own.layers[key] for own in used]
         if len(costs) == 1:
             return costs[0]
         return replace(  # where devices differ, forward, backward and update each wait for the slowest
@@ -156,8 +162,10 @@ class RooflineCosts:
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
-        part = part_of(self.graph, layer, strategy)
-        return _once(self._memories, part_key(layer, strategy), lambda: self._memory_model.layer_memory(part))
+        key = part_key(layer, strategy)
+        if key not in self._memories:
+            self._memories[key] = self._memory_model.layer_memory(part_of(self.graph, layer, strategy))
+        return self._memories[key]
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """Peak bytes per device of a whole plan, transfers included."""
@@ -193,17 +201,6 @@ class RooflineCosts:
         """A layer's share of a message."""
         return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
-    def _layer(self, layer: Layer, strategy: Strategy, passes: int, kind: _Kind) -> LayerCost:
-        works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
-        forward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.forward)
-        backward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.backward)
-        trained_bytes = self.memory(layer, strategy).gradients_bytes
-        # The update in one go reads weights, gradients and state, and writes weights and state.
-        moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
-        update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
-        update_s = self._seconds(update, kind) if trained_bytes else 0.0
-        return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
-
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = _PRECISIONS.get(kernel.dtype, self.precision)
         if precision not in kind.efficiencies:
@@ -230,9 +227,3 @@ def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
             known = ", ".join(device.flops_per_s)
             raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
     return tuple(f"{d.kind} has no {precision} rate: what it computes is priced at its fp32 rate." for d in lacking)
-
-
-def _once(known: dict[PartKey, T], key: PartKey, work_out: Callable[[], T]) -> T:
-    if key not in known:
-        known[key] = work_out()
-    return known[key]

@@ -83,7 +83,15 @@ class ProfileCosts:
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
         weights_bytes = self._parameter_bytes(layer, strategy)
-        state_bytes, saved_bytes = self._optimizer.states * weights_bytes, self._saved_bytes(layer, strategy)
+        known, state_bytes = self._layers[layer.name], self._optimizer.states * weights_bytes
+        axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
+        whole = [] if axis is None or not layer.parameters else [name for name in layer.inputs if name not in axis.dims]
+        saved_bytes = sum(self._held_bytes(layer, name, strategy) for name in whole)
+        if known.saved_bytes is None:
+            saved_bytes += self._held_bytes(layer, layer.name, strategy)
+        else:
+            share = 1.0 if layer.constant else self._samples(layer, strategy) / self._measured_batch
+            saved_bytes += ceil(known.saved_bytes * share / strategy.shards)
         moved_bytes = sum(self._held_bytes(layer, value, strategy) for value in (*layer.inputs, layer.name))
         index, moments = self._position[layer.name], self._moments
         back = moments.backward(index)
@@ -118,16 +126,6 @@ class ProfileCosts:
         rows = strategy.replicas if layout.batch_dim is not None else 1
         columns = strategy.shards if layout.shard_dim is not None else 1
         return -(-self._graph.values[value].nbytes // (rows * columns))
-
-    def _saved_bytes(self, layer: Layer, strategy: Strategy) -> int:
-        known = self._layers[layer.name]
-        axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
-        whole = [] if axis is None or not layer.parameters else [name for name in layer.inputs if name not in axis.dims]
-        gathered_bytes = sum(self._held_bytes(layer, name, strategy) for name in whole)
-        if known.saved_bytes is None:
-            return gathered_bytes + self._held_bytes(layer, layer.name, strategy)
-        share = 1.0 if layer.constant else self._samples(layer, strategy) / self._measured_batch
-        return gathered_bytes + ceil(known.saved_bytes * share / strategy.shards)
 
 
 def _at(times: Sequence[Times], samples: int) -> tuple[Times, Source]:

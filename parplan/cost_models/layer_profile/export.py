@@ -77,6 +77,10 @@ def _nbytes(graph: LayerGraph, values: Sequence[str]) -> int:
 
 def _layer(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[int]) -> ProfiledLayer:
     memory = costs.memory(layer, Strategy())
+    # Parameters without a gradient that no layer before this one uses.
+    users = {graph.parameters[n]: other.name for other in reversed([*graph.layers.values()]) for n in other.parameters}
+    frozen = [name for name in layer.parameters if not graph.values[name].requires_grad]
+    frozen_bytes = _nbytes(graph, [name for name in frozen if users[graph.parameters[name]] == layer.name])
     times: dict[int, Times] = {}
     for count in shares if layer.batch is not None else (1,):
         cost = costs.layer(layer, Strategy(count, devices=tuple(range(count))))
@@ -86,23 +90,13 @@ def _layer(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[i
         name=layer.name,
         times=tuple(times[batch] for batch in sorted(times)),
         activation_bytes=_nbytes(graph, _handed_on(graph, layer)),
-        parameter_bytes=memory.gradients_bytes + _frozen_bytes(graph, layer),
+        parameter_bytes=memory.gradients_bytes + frozen_bytes,
         saved_bytes=memory.saved_bytes,
         kind=layer.kind,
         samples=Samples.NONE if layer.constant else Samples.TOGETHER if layer.batch is None else Samples.SPLIT,
         cuts=tuple(cut for axis in layer.axes if (cut := _cut(graph, layer, axis)) is not None),
         update_s=costs.layer(layer, Strategy()).update_s,
     )
-
-
-def _frozen_bytes(graph: LayerGraph, layer: Layer) -> int:
-    """Parameters without a gradient that no layer before this one uses."""
-    owners: dict[str, str] = {}
-    for other in graph.layers.values():
-        for name in other.parameters:
-            owners.setdefault(graph.parameters[name], other.name)
-    frozen = [name for name in layer.parameters if not graph.values[name].requires_grad]
-    return _nbytes(graph, [name for name in frozen if owners[graph.parameters[name]] == layer.name])
 
 
 def _cut(graph: LayerGraph, layer: Layer, axis: Axis) -> AxisCut | None:

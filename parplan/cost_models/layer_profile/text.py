@@ -5,7 +5,7 @@ Every refusal names the line, the layer or edge, the field, what was found and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -330,32 +330,28 @@ def format_layer_profile(profile: LayerProfile) -> str:
             lines.append(f"{name} {_writable(words, name, several=True)}")
     lines.append("")
     for layer in profile.layers:
-        lines += _layer_lines(layer, profile.batch)
+        whole = next((times for times in layer.times if times.batch == profile.batch), None)
+        if whole is None:
+            batch = profile.batch
+            raise ProfileError(f"layer {layer.name} has no times at the profile's batch of {batch}; give it some")
+        fields = {
+            "activation-bytes": str(layer.activation_bytes),
+            "parameter-bytes": str(layer.parameter_bytes),
+            "saved-bytes": "" if layer.saved_bytes is None else str(layer.saved_bytes),
+            "update-s": repr(float(layer.update_s)) if layer.update_s else "",
+            "kind": "" if layer.kind == "other" else _writable(layer.kind, "kind"),
+            "samples": "" if layer.samples is Samples.SPLIT else layer.samples.value,
+            "cut": ",".join(_cut_text(cut) for cut in layer.cuts),
+        }
+        given = [f"{key}={value}" for key, value in fields.items() if value]
+        lines.append(" ".join(["layer", _writable(layer.name, "layer"), _seconds_text(whole), *given]))
+        others = (times for times in layer.times if times is not whole)
+        lines += [f"times {layer.name} batch={times.batch} {_seconds_text(times)}" for times in others]
     lines += [""] * bool(profile.edges)
     for edge in profile.edges:
         size = "" if edge.activation_bytes is None else f" activation-bytes={edge.activation_bytes}"
         lines.append(f"edge {edge.source} {edge.target}{size}")
     return "\n".join(lines) + "\n"
-
-
-def _layer_lines(layer: ProfiledLayer, batch: int) -> Iterator[str]:
-    whole = next((times for times in layer.times if times.batch == batch), None)
-    if whole is None:
-        raise ProfileError(f"layer {layer.name} has no times at the profile's batch of {batch}; give it some")
-    fields = {
-        "activation-bytes": str(layer.activation_bytes),
-        "parameter-bytes": str(layer.parameter_bytes),
-        "saved-bytes": "" if layer.saved_bytes is None else str(layer.saved_bytes),
-        "update-s": repr(float(layer.update_s)) if layer.update_s else "",
-        "kind": "" if layer.kind == "other" else _writable(layer.kind, "kind"),
-        "samples": "" if layer.samples is Samples.SPLIT else layer.samples.value,
-        "cut": ",".join(_cut_text(cut) for cut in layer.cuts),
-    }
-    words = [f"layer {_writable(layer.name, 'layer')} {_seconds_text(whole)}"]
-    yield " ".join([*words, *(f"{key}={value}" for key, value in fields.items() if value)])
-    for times in layer.times:
-        if times is not whole:
-            yield f"times {layer.name} batch={times.batch} {_seconds_text(times)}"
 
 
 def _seconds_text(times: Times) -> str:

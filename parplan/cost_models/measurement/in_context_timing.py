@@ -111,14 +111,6 @@ class _Figures:
         return 1.25 * self.spread / sqrt(len(self.forward))
 
 
-@dataclass
-class _Forward:
-    """Inputs and results of one part's forward; emptied by its backward."""
-
-    inputs: list[Tensor]
-    results: list[Any]
-
-
 def time_in_context(
     parts: Sequence[LayerPart],
     device: torch.device,
@@ -169,17 +161,29 @@ def time_in_context(
 def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[float, float]]:
     """Seconds forward and backward of each part, in one sweep."""
     marks: list[list[Any]] = [[] for _ in parts]
-    forwards: list[_Forward] = []
+    forwards: list[tuple[list[Tensor], list[Any]]] = []  # inputs and results; emptied by the backward
     for part, own in zip(parts, marks, strict=True):
         inputs = part.fresh_inputs()
         own.append(stopwatch.mark())
         results = part.run(inputs)
         own.append(stopwatch.mark())
-        forwards.append(_Forward(inputs, list(results)))
+        forwards.append((inputs, list(results)))
         del inputs, results
-    gradients = []
+    gradients: list[list[Tensor | None]] = []
     for part, own in zip(reversed(parts), reversed(marks), strict=True):
-        gradients.append(_backward(part, forwards.pop(), own, stopwatch))
+        inputs, results = forwards.pop()
+        ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        arriving = [torch.ones_like(end) for end in ends]
+        moving = sum(tensor.requires_grad for tensor in inputs[: part.arriving])
+        own.append(stopwatch.mark())
+        gradients.append([])
+        if ends and leaves:
+            gradients[-1] += torch.autograd.grad(ends, leaves, arriving, allow_unused=True)[moving:]
+        # Inputs are freed before the time is read, weight gradients after all backwards.
+        for used in (results, inputs, ends, leaves, arriving):
+            used.clear()
+        own.append(stopwatch.mark())
     for weight_gradients, own in zip(gradients, reversed(marks), strict=True):
         own.append(stopwatch.mark())
         weight_gradients.clear()
@@ -188,19 +192,3 @@ def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[floa
         torch.cuda.synchronize(stopwatch.device)
     between = stopwatch.between
     return [(between(m[0], m[1]), between(m[2], m[3]) + between(m[4], m[5])) for m in marks]
-
-
-def _backward(part: LayerPart, forward: _Forward, marks: list[Any], stopwatch: _Stopwatch) -> list[Tensor | None]:
-    """One part's backward; its inputs are freed before the time is read, its weight gradients are returned."""
-    ends = [result for result in forward.results if isinstance(result, Tensor) and result.requires_grad]
-    leaves = [tensor for tensor in forward.inputs if tensor.requires_grad]
-    arriving = [torch.ones_like(end) for end in ends]
-    moving = sum(tensor.requires_grad for tensor in forward.inputs[: part.arriving])
-    marks.append(stopwatch.mark())
-    weight_gradients: list[Tensor | None] = []
-    if ends and leaves:
-        weight_gradients += torch.autograd.grad(ends, leaves, arriving, allow_unused=True)[moving:]
-    for used in (forward.results, forward.inputs, ends, leaves, arriving):
-        used.clear()
-    marks.append(stopwatch.mark())
-    return weight_gradients

@@ -129,19 +129,20 @@ class UpdateTimes:
 
     def seconds(self, sizes: Iterable[int]) -> float:
         """Seconds for parameters of these sizes in bytes, without what calling the optimizer takes."""
-        return sum(self._one(nbytes) for nbytes in sizes if nbytes)
-
-    def _one(self, nbytes: int) -> float:
-        points = self._points
-        if nbytes <= points[0].nbytes:
-            return points[0].seconds
-        if nbytes >= points[-1].nbytes:
-            return points[-1].seconds * nbytes / points[-1].nbytes
-        low, high = next(pair for pair in pairwise(points) if nbytes <= pair[1].nbytes)
-        share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
-        if min(low.seconds, high.seconds) <= 0:  # too short to be seen beside noise
-            return nbytes * ((1 - share) * low.per_byte + share * high.per_byte)
-        return float(nbytes * low.per_byte ** (1 - share) * high.per_byte**share)
+        points, total_s = self._points, 0.0
+        for nbytes in (size for size in sizes if size):
+            if nbytes <= points[0].nbytes:
+                total_s += points[0].seconds
+            elif nbytes >= points[-1].nbytes:
+                total_s += nbytes * points[-1].per_byte
+            else:
+                low, high = next(pair for pair in pairwise(points) if nbytes <= pair[1].nbytes)
+                share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
+                if min(low.seconds, high.seconds) <= 0:  # too short to be seen beside noise
+                    total_s += nbytes * ((1 - share) * low.per_byte + share * high.per_byte)
+                else:
+                    total_s += nbytes * low.per_byte ** (1 - share) * high.per_byte**share
+        return total_s
 
 
 @dataclass(frozen=True)
