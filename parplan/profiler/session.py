@@ -26,7 +26,7 @@ from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
 from parplan.cost_models.profile.records import SessionProfile
-from parplan.cost_models.profile.store import Profile, ProfileStore, StoredProfile
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
@@ -128,25 +128,9 @@ def _measure(
     model, args, kwargs = source()
     graph = capture(model, args, kwargs)
     transport = DistributedTransport(device) if world > 1 else None
-    with (
-        make_progress()
-        if make_progress is not None and rank == 0
-        else Progress(Console(file=StringIO(), force_terminal=False)) as progress
-    ):
-        return _measured(graph, settings, device, world, transport, progress)
-
-
-def _measured(
-    graph: LayerGraph,
-    settings: Settings,
-    device: torch.device,
-    world: int,
-    transport: DistributedTransport | None,
-    progress: Progress,
-) -> tuple[Outcome, tuple[str, ...]]:
-    """The outcome for all parts together, and the conditions that were measured under, in words."""
-    first = transport is None or transport.rank == 0
-    store = ProfileStore(settings.store) if first else None
+    hidden = Progress(Console(file=StringIO(), force_terminal=False))
+    shown = make_progress() if make_progress is not None and rank == 0 else hidden
+    store = ProfileStore(settings.store) if rank == 0 else None
     cluster = this_cluster(settings.devices, device)
     costs = RooflineCosts(graph, cluster)
     backend = dist.get_backend() if transport is not None else "local"
@@ -155,51 +139,46 @@ def _measured(
         by_devices = {1: [request for requests in by_devices.values() for request in requests]}
     outcomes, conditions = [], []
     left_s = settings.time_cap_s
-    for count, requests in by_devices.items():
-        ranks = Ranks(count, device) if transport is not None else ProcessGroup()
-        now = current_conditions(device, count)
-        conditions.append(now.describe())
-        profile = _shared(store.under(now) if store is not None else None, world)
-        if transport is not None and count > 1:
-            progress.phase(f"communication of {count}")
-            measure_links(transport, ranks, backend, profile, progress.advance, again=settings.again)
-        if not ranks.member:
-            continue
-        for optimizer in settings.optimizers:
-            measure_updates(optimizer, device, profile, ranks, again=settings.again)
-        progress.phase(f"parts, {count} at work")
-        begin = perf_counter()
-        outcomes.append(
-            measure_parts(
-                graph,
-                costs,
-                requests,
-                device,
-                profile,
-                stop=settings.stop,
-                time_cap_s=max(0.0, left_s),
-                ranks=ranks,
-                on_progress=progress.advance,
-                again=settings.again,
-                sharing=count if device.type == "cpu" else 1,
+    with shown as progress:
+        for count, requests in by_devices.items():
+            ranks = Ranks(count, device) if transport is not None else ProcessGroup()
+            now = current_conditions(device, count)
+            conditions.append(now.describe())
+            # The store's entries on the first rank; on the others a copy of them, which ends with the process.
+            known = [store.groups(now) if store is not None else None]
+            if world > 1:
+                dist.broadcast_object_list(known, 0)
+            profile: Profile = store.under(now) if store is not None else SessionProfile(*known[0] or ())
+            if transport is not None and count > 1:
+                progress.phase(f"communication of {count}")
+                measure_links(transport, ranks, backend, profile, progress.advance, again=settings.again)
+            if not ranks.member:
+                continue
+            for optimizer in settings.optimizers:
+                measure_updates(optimizer, device, profile, ranks, again=settings.again)
+            progress.phase(f"parts, {count} at work")
+            begin = perf_counter()
+            outcomes.append(
+                measure_parts(
+                    graph,
+                    costs,
+                    requests,
+                    device,
+                    profile,
+                    stop=settings.stop,
+                    time_cap_s=max(0.0, left_s),
+                    ranks=ranks,
+                    on_progress=progress.advance,
+                    again=settings.again,
+                    sharing=count if device.type == "cpu" else 1,
+                )
             )
-        )
-        left_s -= perf_counter() - begin
-        if count == world:
-            progress.phase("runtime")
-        RuntimeCosts(device, ranks, transport if count == world else None).measure(profile, settings.again)
+            left_s -= perf_counter() - begin
+            if count == world:
+                progress.phase("runtime")
+            RuntimeCosts(device, ranks, transport if count == world else None).measure(profile, settings.again)
     if transport is not None:
         dist.barrier()
     failed = dict.fromkeys(reason for outcome in outcomes for reason in outcome.failed)
     measured, known, left = (sum(getattr(o, name) for o in outcomes) for name in ("measured", "known", "left"))
     return Outcome(measured, known, left, tuple(failed)), tuple(conditions)
-
-
-def _shared(stored: StoredProfile | None, world: int) -> Profile:
-    """The store's entries on the first rank; on the others a copy of them, which ends with the process."""
-    if world > 1:
-        known = [stored.store.groups(stored.conditions) if stored is not None else None]
-        dist.broadcast_object_list(known, 0)
-    if stored is not None:
-        return stored
-    return SessionProfile(*known[0] or ())

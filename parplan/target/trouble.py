@@ -11,8 +11,16 @@ __all__ = ["trouble"]
 
 def trouble(error: BaseException, folder: Path) -> str:
     """`model.py:12: ValueError: its text`; the line is the innermost one of a file in `folder`."""
-    place = _place(error, folder)
-    return f"{place}: {_words(error)}" if place else _words(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}:{error.lineno}: {_words(error)}"
+    # In the folder, but neither ours nor installed (an environment may live inside the folder).
+    others = [Path(__file__).resolve().parent.parent]
+    others += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
+            return f"{_shown(frame.filename)}:{frame.lineno}: {_words(error)}"
+    return _words(error)
 
 
 def _words(error: BaseException) -> str:
@@ -23,21 +31,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, ImportError) and "relative import" in text:
         return f"{words}; name it as package.module:name instead of by file"
     return words
-
-
-def _place(error: BaseException, folder: Path) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_theirs(frame.filename, folder)]
-    return f"{_shown(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else ""
-
-
-def _is_theirs(filename: str, folder: Path) -> bool:
-    """In the folder, but neither ours nor installed (an environment may live inside the folder)."""
-    path, ours = Path(filename), Path(__file__).resolve().parent.parent
-    installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    return path.is_relative_to(folder) and not any(path.is_relative_to(base) for base in (ours, *installed))
 
 
 def _shown(filename: str) -> str:
