@@ -199,8 +199,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]}?" if close else ""
         command.error(f"{unknown[0]} is not known{hint}")
-    if options.command == "analyze":
-        _check_profile_graph(options, commands[options.command])
+    if options.command != "analyze":
+        return options
+    # A model or a profile, and with a profile nothing that a model is needed for.
+    command, file = commands[options.command], options.profile_graph
+    if options.target is None and file is None:
+        command.error("the following arguments are required: TARGET")
+    if file is None:
+        return options
+    if options.target is not None:
+        command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
+    given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
+    if options.batch == "auto":
+        command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
+    for name in (name for name, is_given in given.items() if is_given):
+        command.error(f"{name} needs a model, and --profile-graph {file} has none; leave out {name}")
     return options
 
 
@@ -228,13 +241,16 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     for command in (presets, doctor):
         command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
+    pins_file: dict[str, Any] = {
+        "dest": "pins_file", "help": "the same in a TOML file with a table [pins], before --pin", **FILE,
+    }  # fmt: skip
     fastest = f"{BATCH}; auto: the smallest of nearly the most samples/s"
     _add_target(analyze, nargs="?", batch={"type": _batch, "help": fastest})
     analyze.add_argument("--profile-graph", help="instead of TARGET: layers, edges, times and sizes that somebody "
                          "measured (the format: docs/profile-graph.md)", **FILE)  # fmt: skip
     group = analyze.add_argument_group("what to plan for")
     add_options(group, PlanOptions)
-    _add_pins_file(group)
+    group.add_argument("--pins", **pins_file)
     group = analyze.add_argument_group("what to write")
     group.add_argument("--out", help="the plan, as JSON", **FILE)
     group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
@@ -243,7 +259,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(verify)
     verify.add_argument("--plan", help="the plan to verify (default: the one parplan chooses)", **FILE)
     add_options(verify, PlanOptions, "pins")
-    _add_pins_file(verify)
+    verify.add_argument("--pins", **pins_file)
     verify.add_argument("--devices", type=device_count, metavar="N", help=DEVICES)
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
 
@@ -258,27 +274,6 @@ def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[s
     command.add_argument("target", nargs=nargs, metavar="TARGET", help="the model, see above")
     add_options(command, TargetOptions, **changes)
     command.add_argument("--verbose", action="store_true", help=VERBOSE)
-
-
-def _add_pins_file(command: argparse._ActionsContainer) -> None:
-    pins = "the same in a TOML file with a table [pins], before --pin"
-    command.add_argument("--pins", dest="pins_file", help=pins, **FILE)
-
-
-def _check_profile_graph(options: argparse.Namespace, command: _Parser) -> None:
-    """A model or a profile, and with a profile nothing that a model is needed for."""
-    file = options.profile_graph
-    if options.target is None and file is None:
-        command.error("the following arguments are required: TARGET")
-    if file is None:
-        return
-    if options.target is not None:
-        command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
-    given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
-    if options.batch == "auto":
-        command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
-    for name in (name for name, is_given in given.items() if is_given):
-        command.error(f"{name} needs a model, and --profile-graph {file} has none; leave out {name}")
 
 
 def _batch(text: str) -> int | str:

@@ -22,14 +22,12 @@ def render_verification(found: Verification, console: Console) -> None:
     for note in found.notes:
         page.paragraph(note)
     page.blank()
-    rows = [
-        TableRow(
-            row.group,
-            [str(row.count), _difference(row), row.worst],
-            style="bold red" if _fails(row, found.tolerance) else "",
-        )
-        for row in found.rows
-    ]
+    rows = []
+    for row in found.rows:
+        value = row.max_relative_difference
+        difference = "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
+        cells = [str(row.count), difference if row.count else "-", row.worst]
+        rows.append(TableRow(row.group, cells, style="bold red" if _fails(row, found.tolerance) else ""))
     page.table([Column("tensors"), Column("relative difference"), Column("largest in", words=True)], rows)
     page.blank()
     limit = f"{found.tolerance:.0e}"
@@ -40,13 +38,6 @@ def render_verification(found: Verification, console: Console) -> None:
     failing = [row.group for row in found.rows if _fails(row, found.tolerance)]
     verb = "differs" if len(failing) == 1 else "differ"
     page.paragraph(f": {', '.join(failing)} {verb} by more than {limit}.", first="FAILED", first_style="bold red")
-
-
-def _difference(row: VerificationRow) -> str:
-    if row.count == 0:
-        return "-"
-    value = row.max_relative_difference
-    return "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
 
 
 def _fails(row: VerificationRow, tolerance: float) -> bool:
