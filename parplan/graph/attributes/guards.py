@@ -44,7 +44,6 @@ class Place(Protocol):
 
     def get(self, key: Any, default: Any, /) -> Any:
         """An attribute, or `default`."""
-        ...
 
 
 @dataclass(frozen=True)

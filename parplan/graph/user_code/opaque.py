@@ -62,14 +62,22 @@ class OpaqueCalls:
         Raises:
             CaptureError: of a call that no record can hold.
         """
-        self._model = model
+        self._model, plain_enter = model, saved_tensors_hooks.__enter__
+
+        def enter(hooks: saved_tensors_hooks) -> Any:
+            if not self._aside and not is_torchs(hooks.pack_hook):
+                _refuse(
+                    "the forward changes what is saved for the backward (saved_tensors_hooks)",
+                    "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
+                )
+            return plain_enter(hooks)
+
         with ExitStack() as patches:
             patches.enter_context(intercepted_functions(self._apply))
             patches.enter_context(known_sites(self.sites))
             patches.enter_context(mock.patch.object(Tensor, "register_hook", self._registering(Tensor.register_hook)))
             patches.enter_context(mock.patch.object(Tensor, "grad_fn", property(self._grad_fn)))
-            enter = saved_tensors_hooks.__enter__
-            patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", self._entering(enter)))
+            patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", enter))
             for owner, name in _REFUSED:
                 patches.enter_context(mock.patch.object(owner, name, self._refusing(owner, name)))
             yield
@@ -133,17 +141,6 @@ class OpaqueCalls:
         node = _GRAD_FN.__get__(tensor)
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or self._aside or asking.split(".")[0] == "torch" else _Node(node)
-
-    def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(hooks: saved_tensors_hooks) -> Any:
-            if not self._aside and not is_torchs(hooks.pack_hook):
-                _refuse(
-                    "the forward changes what is saved for the backward (saved_tensors_hooks)",
-                    "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
-                )
-            return plain(hooks)
-
-        return enter
 
     def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
         plain, (what, remedy) = getattr(owner, name), _REFUSED[owner, name]
