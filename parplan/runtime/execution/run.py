@@ -27,14 +27,6 @@ from parplan.runtime.transport.base import Held, Pending, Transport
 __all__ = ["Run", "SlotParts"]
 
 
-@dataclass(frozen=True)
-class _Moving:
-    """A movement that was started; waiting for it is recorded under its span."""
-
-    pending: Pending
-    span: Span
-
-
 class SlotParts:
     """The parts of every slot that are in this process, and those that are on their way to it."""
 
@@ -42,7 +34,7 @@ class SlotParts:
         self._transport = transport
         self._recorder = recorder
         self._parts: dict[str, Held] = defaultdict(dict)
-        self._coming: dict[str, list[_Moving]] = defaultdict(list)
+        self._coming: dict[str, list[tuple[Pending, Span]]] = defaultdict(list)  # waiting is recorded under the span
 
     def add(self, slot: str, device: int, tensor: Tensor) -> None:
         """Put a part, or add to it; never in place, as it may be shared."""
@@ -58,13 +50,13 @@ class SlotParts:
         """Start a movement whose results are added to this slot when it is read."""
         span = self._recorder.moving(exchange)
         with span:
-            self._coming[slot].append(_Moving(self._transport.start(exchange, tensors), span))
+            self._coming[slot].append((self._transport.start(exchange, tensors), span))
 
     def get(self, slot: str) -> Held:
         """The parts of a slot, after those on their way have arrived."""
-        for moving in self._coming.pop(slot, ()):
-            with moving.span:
-                arrived = moving.pending.wait()
+        for pending, span in self._coming.pop(slot, ()):
+            with span:
+                arrived = pending.wait()
             for device, tensor in arrived.items():
                 self.add(slot, device, tensor)
         return self._parts[slot]
