@@ -88,7 +88,7 @@ class PredictedVsMeasured:
 
 @dataclass(frozen=True)
 class Learned:
-    """What was put into a profile: distinct parts of layers, and how many of them were known before."""
+    """Counts of the distinct parts of layers that were put into a profile, and of those known before."""
 
     parts: int
     known: int
@@ -100,7 +100,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Replan:
-    """What the planner says with what was learned.
+    """The planner's choice with costs that include what was learned.
 
     Args:
         plan: what it would choose now.

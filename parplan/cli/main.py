@@ -168,7 +168,7 @@ def _plan(path: str | None) -> Plan | None:
 
 
 def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
-    """What is pinned, the file first; refused before the model is loaded if it cannot be read."""
+    """The pins, those of the file first; refused before the model is loaded if they cannot be read."""
     from parplan.pins import parse_pin, pins_from_toml, read_pins
 
     from_file = () if options.pins_file is None else pins_from_toml(options.pins_file)

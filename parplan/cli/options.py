@@ -158,7 +158,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What `parplan profile` measures, or does with what was measured."""
+    """Scope of `parplan profile`: what is measured, or the export and import of measurements."""
 
     devices: int | None = option(
         None, "how many to plan for later (default: the GPUs that are here, else 1 CPU device)", type=device_count,

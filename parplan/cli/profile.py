@@ -49,21 +49,16 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
     if options.exported:
         with ProfileStore(read_only=True) as store:
             return f"{export_profile(store, options.exported)} entries written to {options.exported}\n"
-    return "\n".join(_measure(target, options) if target.target is not None else _listing()) + "\n"
-
-
-def _listing() -> Iterator[str]:
-    """Describe the store, by conditions."""
-    from parplan.cost_models.profile.store import ProfileStore
-
+    if target.target is not None:
+        return "\n".join(_measure(target, options)) + "\n"
     with ProfileStore(read_only=True) as store:
         found = store.counts()
-        yield f"Profile store: {store.path}{'' if found else ' (empty)'}"
-        for counts in found:
-            last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
-            yield f"  {counts.conditions.describe()}: {counts.describe()}{last}"
-    if not found:
-        yield "`parplan profile TARGET --devices N` measures what plans of a model need."
+    lines = [f"Profile store: {store.path}{'' if found else ' (empty)'}"]
+    for counts in found:
+        last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
+        lines.append(f"  {counts.conditions.describe()}: {counts.describe()}{last}")
+    hint = [] if found else ["`parplan profile TARGET --devices N` measures what plans of a model need."]
+    return "\n".join([*lines, *hint]) + "\n"
 
 
 def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:

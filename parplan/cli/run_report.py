@@ -83,7 +83,18 @@ def run_report(job: Job) -> Report | None:
         ParplanError: the target, the plan or a process cannot be used.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        results = _run_as_torchrun_rank(job)
+        # This process is a rank of torchrun; the first rank gets the results of all.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        try:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            options = replace(job.options, devices=job.options.devices or ranks)
+            with one_thread(torch.device("cpu")):
+                own = _run_rank(replace(job, options=options), rank, ranks)
+            told: list[Any] = [None] * ranks
+            dist.gather_object(own, told if rank == 0 else None)
+            results: list[_RankResult] = told if rank == 0 else []
+        finally:
+            dist.destroy_process_group()
     elif job.options.processes:
         results = in_processes(job.count, partial(_run_rank, job))
     else:
@@ -98,21 +109,6 @@ def run_report(job: Job) -> Report | None:
     measured = slowest_of([one.measured for one in results]) if len(results) > 1 else first.measured
     compared = PredictedVsMeasured(Plan.from_json(first.plan), first.predicted, measured, first.reference_s)
     return Report(compared, _learned(job, compared) if job.options.learn else ())
-
-
-def _run_as_torchrun_rank(job: Job) -> list[_RankResult]:
-    """This process is a rank of torchrun; the first rank gets the results of all."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    try:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        options = replace(job.options, devices=job.options.devices or ranks)
-        with one_thread(torch.device("cpu")):
-            own = _run_rank(replace(job, options=options), rank, ranks)
-        found: list[Any] = [None] * ranks
-        dist.gather_object(own, found if rank == 0 else None)
-        return found if rank == 0 else []
-    finally:
-        dist.destroy_process_group()
 
 
 def _run_rank(job: Job, rank: int, ranks: int) -> _RankResult:

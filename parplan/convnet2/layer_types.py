@@ -163,14 +163,14 @@ def _fully_connected(spec: LayerSpec) -> Made:
     return Made(_drawn(module, spec.section, numbers), Extent(outputs))
 
 
-def _drawn(module: nn.Module, section: IniSection, shares: list[int]) -> nn.Module:
-    """Normal weights, deviation `initW` for each input's share, and biases `initB`."""
-    deviations = section.numbers("initW", len(shares), _DEVIATION)
+def _drawn(module: nn.Module, section: IniSection, sizes: list[int]) -> nn.Module:
+    """Normal weights, deviation `initW` for each input's part (of `sizes`), and biases `initB`."""
+    deviations = section.numbers("initW", len(sizes), _DEVIATION)
     weights = [parameter for name, parameter in module.named_parameters() if name != "bias"]
     with torch.no_grad():
         for weight in weights:
             weight.normal_()
-        parts = weights[0].split(shares, 1) if len(weights) == 1 else weights
+        parts = weights[0].split(sizes, 1) if len(weights) == 1 else weights
         for part, deviation in zip(parts, deviations, strict=True):
             part.mul_(deviation)
         module.get_parameter("bias").fill_(section.number("initB", 0.0))

@@ -1,7 +1,7 @@
-"""What the planner asks of a cost model, and the records it gets back.
+"""The interface of cost models, and the records they give.
 
-Roofline, measurement and (later) stored profiles answer the same three questions, each figure with
-its source, so the planner never knows which one it talks to.
+Roofline, measurements and layer profiles price layers, transfers and memory alike, each figure with its source, so the
+planner never knows which of them it uses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What is said of a whole step rather than of its layers and transfers.
+    """Costs of a whole step, beside those of its layers and transfers.
 
     Args:
         overhead_s: what the runtime itself takes (Python, autograd), in every step.
@@ -176,7 +176,7 @@ class CostModel(Protocol):
 
     @property
     def step(self) -> StepCost:
-        """What is said of whole steps."""
+        """Costs of whole steps."""
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Cost of the slowest device's part of `layer`, in one of so many passes over the batch (update: of all)."""

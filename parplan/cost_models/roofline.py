@@ -45,7 +45,7 @@ _PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf
 
 @dataclass(frozen=True)
 class PartKey:
-    """What a device's part of a layer depends on: not on which devices there are."""
+    """Key of a device's part of a layer: all that its cost depends on; not on which devices there are."""
 
     layer: str
     replicas: int
@@ -151,7 +151,7 @@ class RooflineCosts:
         )
 
     def ideal_seconds(self, flops: float, nbytes: float) -> float:
-        """What so much work takes at the peaks of the first device: the slower of arithmetic and memory."""
+        """Seconds of so much work at the peaks of the first device: the slower of arithmetic and memory."""
         return max(self.peak_seconds(flops, nbytes), self.cluster.devices[0].launch_s)
 
     def peak_seconds(self, flops: float, nbytes: float) -> float:
@@ -210,13 +210,13 @@ class RooflineCosts:
 
 
 def estimated_step(cluster: Cluster) -> StepCost:
-    """What a cluster's links say of whole steps; nothing is known of the runtime."""
+    """Step costs that a cluster's links imply; nothing is known of the runtime."""
     spread = LINK_DOUBT if any(link.estimated for link in cluster.links) else LINK_SPREAD
     return StepCost(spread=spread, late=1 - cluster.overlap)
 
 
 def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
-    """What the reader must know of devices that have no rate for `precision`: CPUs fall back on their fp32 rate.
+    """Notes on devices that have no rate for `precision`: CPUs fall back on their fp32 rate.
 
     Raises:
         ClusterError: another device has none.

@@ -83,7 +83,7 @@ def _figure(scale: units.Scale, value: float | None) -> str:
 
 
 def _ratio(ratio: float | None) -> Styled:
-    """Measured over predicted, in a colour: far from 1 is worth a look."""
+    """Measured over predicted, in a colour: the farther from 1, the more striking."""
     if ratio is None:
         return Styled("-")
     distance = max(ratio, 1 / ratio) if ratio > 0 else 0.0

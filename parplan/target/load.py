@@ -23,7 +23,7 @@ from parplan.errors import TargetError
 from parplan.pins import Pin
 from parplan.target.candidates import build, choose
 from parplan.target.inputs import from_example, from_options, with_batch
-from parplan.target.layer_file import is_layer_file, layer_file, layer_file_inputs
+from parplan.target.layer_file import layer_file, layer_file_inputs
 from parplan.target.trouble import trouble
 
 __all__ = ["Target", "load"]
@@ -87,7 +87,7 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, laye
     Raises:
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
-    if is_layer_file(target):
+    if target.endswith(".cfg"):
         file = layer_file(target, inputs, layer_params)
         args = layer_file_inputs(file, inputs, batch)
         return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)

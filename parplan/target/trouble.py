@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from pathlib import Path
+
+from parplan.graph.user_line import is_users
 
 __all__ = ["trouble"]
 
@@ -13,12 +14,8 @@ def trouble(error: BaseException, folder: Path) -> str:
     """`model.py:12: ValueError: its text`; the line is the innermost one of a file in `folder`."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}:{error.lineno}: {_words(error)}"
-    # In the folder, but neither ours nor installed (an environment may live inside the folder).
-    others = [Path(__file__).resolve().parent.parent]
-    others += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(folder) and not any(path.is_relative_to(other) for other in others):
+        if Path(frame.filename).is_relative_to(folder) and is_users(frame.filename):
             return f"{_shown(frame.filename)}:{frame.lineno}: {_words(error)}"
     return _words(error)
 

@@ -67,7 +67,7 @@ class ProfileCosts:
 
     @property
     def step(self) -> StepCost:
-        """Nothing is known of the runtime; what the links' rates are worth and what they let overlap is."""
+        """Overlap and doubt of the links' rates; nothing is known of the runtime."""
         return self._step
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def _seconds(name: str) -> Field:
     return Field(name, seconds.expected, lambda word: seconds.read(float(word)))
 
 
-def _whole(name: str, least: int, most: int, meaning: str) -> Field:
-    whole = count(name, least, most, meaning)
+def _whole(name: str, least: int, limit: int, meaning: str) -> Field:
+    whole = count(name, least, limit, meaning)
 
     def read(word: str) -> int:
         value = float(word)
@@ -62,12 +63,8 @@ def _whole(name: str, least: int, most: int, meaning: str) -> Field:
     return Field(name, whole.expected, read)
 
 
-def _bytes(name: str) -> Field:
-    return _whole(name, 0, _MOST_BYTES, "a whole number of bytes")
-
-
-def _count(name: str) -> Field:
-    return _whole(name, 1, _MOST_COUNT, "a whole number")
+_bytes = partial(_whole, least=0, limit=_MOST_BYTES, meaning="a whole number of bytes")
+_count = partial(_whole, least=1, limit=_MOST_COUNT, meaning="a whole number")
 
 
 def _read_cuts(words: str) -> tuple[AxisCut, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -86,8 +87,7 @@ def _convolution(call: OpCall, transposed: bool = False) -> float:
     return 2.0 * image.elements * weight.elements / max(1, weight.shape[0])
 
 
-def _transposed_convolution(call: OpCall) -> float:
-    return _convolution(call, transposed=True)
+_transposed_convolution = partial(_convolution, transposed=True)
 
 
 def _contracted(call: OpCall) -> float:

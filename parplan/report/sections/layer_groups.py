@@ -67,7 +67,7 @@ class TableLine:
 
     @property
     def pinned(self) -> str:
-        """What pins decide: what is said of all layers, else how many it is said of."""
+        """Text on pins: that of all layers where it is the same, else how many layers are pinned."""
         said = {layer.pinned for layer in self.layers}
         if len(said) == 1:
             return said.pop()
@@ -91,7 +91,7 @@ class StrategyGroup:
 
     @property
     def pinned(self) -> str:
-        """What pins decide about all its layers alike; empty where they differ."""
+        """Text on pins that all its layers share; empty where they differ."""
         said = {layer.pinned for row in self.rows for layer in row.layers}
         return said.pop() if len(said) == 1 else ""
 

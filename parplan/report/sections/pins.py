@@ -1,4 +1,4 @@
-"""What pins cost: each against the best plan without it, and all together against the best plan without any."""
+"""Prices of pins: each against the best plan without it, and all together against the best plan without any."""
 
 from __future__ import annotations
 

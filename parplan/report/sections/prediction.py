@@ -56,7 +56,7 @@ def _row(name: str, figure: str, share: str, remark: str, style: str = "") -> Ta
 
 
 def _hidden(step: Prediction) -> str:
-    """What became of the gradient reductions that the step does not wait for."""
+    """Text on gradient reductions: their time on the links, and the share that is hidden."""
     if step.reduce_s <= 0:
         return ""
     links = units.time(step.reduce_s).text(step.reduce_s)
