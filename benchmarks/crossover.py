@@ -18,11 +18,11 @@ from functools import lru_cache
 
 import torch
 
+from benchmarks.scaled_costs import ScaledCosts
 from examples.alexnet import build
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch

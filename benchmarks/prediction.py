@@ -28,7 +28,7 @@ from benchmarks.prediction_networks import NETWORKS, Network
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import MeasuredCosts, profiled_costs
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
 from parplan.cost_models.profile.records import SessionProfile
@@ -162,7 +162,7 @@ class Bench:
         self.transport = DistributedTransport(CPU) if devices > 1 else None
         self.counts = (1, devices) if devices > 1 else (1,)
         self.ranks: dict[int, ProcessGroup] = {
-            count: Ranks(count, CPU) if devices > 1 else SingleProcess() for count in self.counts
+            count: Ranks(count, CPU) if devices > 1 else ProcessGroup() for count in self.counts
         }
         self.runtime = {
             count: RuntimeCosts(CPU, self.ranks[count], self.transport if count == devices else None)

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
+from benchmarks.scaled_costs import ScaledCosts
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.plan import Scheme
 from parplan.planner.decide import predict
 from parplan.planner.decision import Prediction

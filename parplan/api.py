@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from parplan.cluster import MOST_DEVICES, Cluster
 from parplan.errors import ClusterError, ModelError, ParplanError, PlanError
-from parplan.pins import Pin, PinsLike
+from parplan.pins import PinsLike
 from parplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def analyze(
     found = _cluster(options)
     if progress is not None:
         progress.phase("capture")
-    graph = _named(capture(model, _arguments(example_inputs), kwargs), name)
+    graph = capture(model, _arguments(example_inputs), kwargs)
+    graph = replace(graph, model=name or graph.model)
     captured_s = time.perf_counter() - started
     request = options.request(notes=(*notes, *found.notes), capture_s=captured_s, started=started)
     pricing = Pricing(found.cluster, request, found.device, measure, progress)
@@ -290,11 +291,16 @@ def verify(
 
     options = PlanOptions.of(locals())
     _check_module(model)
-    count = devices if devices is not None else (options.plan.devices if options.plan else _devices_of(options.pins))
+    count = devices if devices is not None else options.plan.devices if options.plan is not None else None
+    if count is None:  # as many as the pins need; where none says which devices, at least 2
+        pinned = options.pins
+        needed = [max(1 + max(pin.devices or (0,)), (pin.replicas or 1) * (pin.shards or 1)) for pin in pinned]
+        count = max([*needed, 1 if any(pin.devices for pin in pinned) else 2])
     if count > MOST_DEVICES:
         raise ClusterError(f"{count} devices: parplan plans for up to {MOST_DEVICES}")
     args, kwargs = _arguments(example_inputs), dict(kwargs or {})
-    graph = _named(capture(model, args, kwargs), name)
+    graph = capture(model, args, kwargs)
+    graph = replace(graph, model=name or graph.model)
     if options.plan is not None:
         found = _checked(options.plan, graph, count)
     else:
@@ -310,12 +316,6 @@ def verify(
         # Some models take one number of samples only.
         ran = verify_plan(model, args, kwargs, lambda _: found, devices=count, seed=seed)
     return replace(ran, notes=mismatches(found, graph))
-
-
-def _devices_of(pins: Sequence[Pin]) -> int:
-    """As many devices as the pins need; where none says which devices, at least 2."""
-    needed = [max(1 + max(pin.devices or (0,)), (pin.replicas or 1) * (pin.shards or 1)) for pin in pins]
-    return max([*needed, 1 if any(pin.devices for pin in pins) else 2])
 
 
 def _check_module(model: object) -> None:
@@ -341,7 +341,3 @@ def _cluster(options: PlanOptions) -> FoundCluster:
     return find_cluster(
         ClusterRequest(gpus, options.gpu, options.link, options.memory_bytes, options.cluster, options.measure)
     )
-
-
-def _named(graph: LayerGraph, name: str | None) -> LayerGraph:
-    return replace(graph, model=name) if name else graph

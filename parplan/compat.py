@@ -1,4 +1,4 @@
-"""What parplan uses of PyTorch beyond its documentation, all in one place, each with a test.
+"""Undocumented parts of PyTorch that parplan uses, all in one place, each with a test.
 
 When a new release changes one of these, it is mended here and nowhere else (tests/test_compat.py says
 which). The runtime's own two, which are about autograd, are in parplan/runtime/compat.py.

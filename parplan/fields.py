@@ -114,9 +114,6 @@ def shown(value: Any) -> str:
     return words if len(words) <= 60 else f"{words[:57]}..."
 
 
-# ---- fields ----------------------------------------------------------------------------------------------------------
-
-
 def text(name: str, pattern: str = ".*", expected: str = "text") -> Field:
     """A text, all of which the regular expression `pattern` matches."""
 
@@ -193,9 +190,6 @@ def list_of(name: str, item: Field | None = None) -> Field:
         return value if item is None else [item.read(each) for each in value]
 
     return Field(name, "a list" if item is None else f"a list, each {item.expected}", read)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def read_file(path: str | Path, kind: str, error: type[ParplanError], instead: str) -> str:

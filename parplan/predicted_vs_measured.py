@@ -14,7 +14,8 @@ from statistics import median
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph
@@ -87,7 +88,7 @@ class PredictedVsMeasured:
 
 @dataclass(frozen=True)
 class Learned:
-    """What was put into a profile: distinct parts of layers, and how many of them were known before."""
+    """Counts of the distinct parts of layers that were put into a profile, and of those known before."""
 
     parts: int
     known: int
@@ -99,7 +100,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Replan:
-    """What the planner says with what was learned.
+    """The planner's choice with costs that include what was learned.
 
     Args:
         plan: what it would choose now.
@@ -185,9 +186,6 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         )
 
     return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
-
-
-# -- learning --
 
 
 def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: Profile) -> Learned:

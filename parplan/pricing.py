@@ -36,7 +36,7 @@ MEASURE_S = 120.0
 
 @dataclass(frozen=True)
 class Pricing:
-    """What graphs are planned for, and how.
+    """Prices and plans graphs for one cluster and one request.
 
     Args:
         device: one of the cluster's, where they are here.
@@ -56,9 +56,9 @@ class Pricing:
 
     def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""
-        asked = request or self.request
+        requested = request or self.request
         costs, notes = self._costs(graph)
-        return decide(graph, self.cluster, costs, replace(asked, notes=(*asked.notes, *notes)), self.progress)
+        return decide(graph, self.cluster, costs, replace(requested, notes=(*requested.notes, *notes)), self.progress)
 
     def decided_at_best_batch(self, graph: LayerGraph) -> Decision:
         """The decision at the batch that promises most, of one captured graph at several.
@@ -72,8 +72,8 @@ class Pricing:
             reason = str(error).partition(";")[0]
             raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
         cases = Cases(
-            lambda batch, asked: self.estimated(at_batch(graph, batch), asked),
-            lambda batch, asked: self.decided(at_batch(graph, batch), asked),
+            lambda batch, request: self.estimated(at_batch(graph, batch), request),
+            lambda batch, request: self.decided(at_batch(graph, batch), request),
         )
         return best_batch(cases, self.cluster, self.request, graph.batch)
 

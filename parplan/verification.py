@@ -80,7 +80,13 @@ def verify_plan(
     so that a wrong order of samples shows. The user's model is copied, not changed.
     """
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
-    plain, compiled_model = (_double_without_dropout(model) for _ in range(2))
+    # Copies in double precision (complex numbers too), in training mode, that drop nothing in their modules.
+    plain, compiled_model = (copy.deepcopy(model).cpu()._apply(double).train() for _ in range(2))
+    for module in (*plain.modules(), *compiled_model.modules()):
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # those that drop inside of one function
+            module.dropout = 0.0
     samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
     try:
         with _NoDropout():
@@ -96,17 +102,6 @@ def verify_plan(
     assert compiled.plan is not None
     rows = tuple(_compared(group, expected, found[group]) for group, expected in reference.items() if expected)
     return Verification(compiled.plan, samples, rows)
-
-
-def _double_without_dropout(model: nn.Module) -> nn.Module:
-    """A copy in double precision (complex numbers too), in training mode, that drops nothing in its modules."""
-    twin: nn.Module = copy.deepcopy(model).cpu()._apply(double).train()
-    for module in twin.modules():
-        if isinstance(module, _DROPOUTS):
-            module.p = 0.0
-        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # those that drop inside of one function
-            module.dropout = 0.0
-    return twin
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:

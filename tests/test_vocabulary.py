@@ -17,9 +17,8 @@ from tests.source_code import Identifier, Module, docstring_starts, identifiers,
 ROOT = Path(__file__).resolve().parent.parent
 
 UNCHECKED = (
-    "api.py", "cli/", "cluster.py", "compat.py", "convnet2/", "cost_models/", "layout.py", "pins.py",
-    "planner/batch_size.py", "planner/decide.py", "planner/decision.py", "planner/explain/", "planner/request.py",
-    "planner/search/", "predicted_vs_measured.py", "pricing.py", "profiler/", "report/", "target/", "verification.py",
+    "cost_models/communication/", "cost_models/memory/", "layout.py", "planner/batch_size.py", "planner/decide.py",
+    "planner/decision.py", "planner/explain/", "planner/request.py", "planner/search/",
 )  # fmt: skip
 """Folders and files below parplan/ that are not checked yet; planner/search/ waits for its redesign."""
 

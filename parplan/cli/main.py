@@ -64,7 +64,12 @@ def _noticed() -> Iterator[list[int]]:
 def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
     verbose = "--verbose" in argv
     try:
-        options = _parsed(argv)
+        try:
+            options = parse(argv)
+        except SystemExit:
+            if sys.stdout is not None:
+                _write("")  # the text of `--help` and `--version` is written out before they end the process
+            raise
         with warnings.catch_warnings():
             if not options.verbose:  # warnings of libraries are for `--verbose`
                 warnings.simplefilter("ignore")
@@ -82,16 +87,6 @@ def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
         if isinstance(error, ParplanError):
             return _say(f"error: {error}", REFUSED)
         return _say(f"error: a bug of parplan, {type(error).__name__}; please report the lines above", BUG)
-
-
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; the text of `--help` and `--version` is written out before they end the process."""
-    try:
-        return parse(argv)
-    except SystemExit:
-        if sys.stdout is not None:
-            _write("")
-        raise
 
 
 def _write(text: str) -> None:
@@ -148,7 +143,19 @@ def _analyze(options: argparse.Namespace) -> int:
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
     write_files(texts)
-    _write(json_alone or _report(decision, options))
+
+    def report(console: Console) -> None:
+        from parplan.report.terminal import render
+
+        render(decision, console, options.all_layers)
+        check = f"; this checks its numbers:\n  parplan verify {options.target} --plan {options.out}"
+        if options.profile_graph is not None:
+            check = ", for reading: a profile has no model that could run it."
+        if options.out:
+            text = f"Plan written to {options.out}{check}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    _write(json_alone or _printed(report))
     return DONE
 
 
@@ -161,7 +168,7 @@ def _plan(path: str | None) -> Plan | None:
 
 
 def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
-    """What is pinned, the file first; refused before the model is loaded if it cannot be read."""
+    """The pins, those of the file first; refused before the model is loaded if they cannot be read."""
     from parplan.pins import parse_pin, pins_from_toml, read_pins
 
     from_file = () if options.pins_file is None else pins_from_toml(options.pins_file)
@@ -204,21 +211,6 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
 
 def _target(options: argparse.Namespace) -> TargetOptions:
     return TargetOptions(**chosen(TargetOptions, options))
-
-
-def _report(decision: Decision, options: argparse.Namespace) -> str:
-    from parplan.report.terminal import render
-
-    def written(console: Console) -> None:
-        render(decision, console, options.all_layers)
-        check = f"; this checks its numbers:\n  parplan verify {options.target} --plan {options.out}"
-        if options.profile_graph is not None:
-            check = ", for reading: a profile has no model that could run it."
-        if options.out:
-            text = f"Plan written to {options.out}{check}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    return _printed(written)
 
 
 def _printed(write: Callable[[Console], None]) -> str:
@@ -308,12 +300,12 @@ def _run_report(options: argparse.Namespace) -> int:
 
     found = report.compared
     said = title(found.measured), [*notes(found.measured), *report.learned]
-    text = to_json(found, *said) if options.json else ""
+    text = to_json(found.plan, found.lines, *said) if options.json else ""
     if options.json == "-":
         _write(text)
         return DONE
     write_files({options.json: text} if options.json else {})
-    _write(_printed(lambda console: render_comparison(found, *said, console, options.all_layers)))
+    _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.all_layers)))
     return DONE
 
 

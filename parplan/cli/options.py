@@ -105,9 +105,6 @@ examples:
   parplan profile --export here.json         to share it
   parplan profile --import theirs.json"""
 
-# Optimizers whose updates are timed.
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd", "rmsprop", "adagrad")
-
 FILE: Mapping[str, Any] = {"metavar": "FILE"}
 JSON = "as JSON; - is standard output, alone"
 VERBOSE = "show warnings, and where an error was raised"
@@ -161,13 +158,13 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What `parplan profile` measures, or does with what was measured."""
+    """Scope of `parplan profile`: what is measured, or the export and import of measurements."""
 
     devices: int | None = option(
         None, "how many to plan for later (default: the GPUs that are here, else 1 CPU device)", type=device_count,
         metavar="N",
     )  # fmt: skip
-    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=OPTIMIZERS)
+    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=tuple(OPTIMIZER_STATES))
     time_limit: float = option(
         600.0, "seconds for the parts of layers (default: 600); the same command goes on from there", type=positive,
         metavar="S",
@@ -202,8 +199,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]}?" if close else ""
         command.error(f"{unknown[0]} is not known{hint}")
-    if options.command == "analyze":
-        _check_profile_graph(options, commands[options.command])
+    if options.command != "analyze":
+        return options
+    # A model or a profile, and with a profile nothing that a model is needed for.
+    command, file = commands[options.command], options.profile_graph
+    if options.target is None and file is None:
+        command.error("the following arguments are required: TARGET")
+    if file is None:
+        return options
+    if options.target is not None:
+        command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
+    given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
+    if options.batch == "auto":
+        command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
+    for name in (name for name, is_given in given.items() if is_given):
+        command.error(f"{name} needs a model, and --profile-graph {file} has none; leave out {name}")
     return options
 
 
@@ -231,13 +241,16 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     for command in (presets, doctor):
         command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
+    pins_file: dict[str, Any] = {
+        "dest": "pins_file", "help": "the same in a TOML file with a table [pins], before --pin", **FILE,
+    }  # fmt: skip
     fastest = f"{BATCH}; auto: the smallest of nearly the most samples/s"
     _add_target(analyze, nargs="?", batch={"type": _batch, "help": fastest})
     analyze.add_argument("--profile-graph", help="instead of TARGET: layers, edges, times and sizes that somebody "
                          "measured (the format: docs/profile-graph.md)", **FILE)  # fmt: skip
     group = analyze.add_argument_group("what to plan for")
     add_options(group, PlanOptions)
-    _add_pins_file(group)
+    group.add_argument("--pins", **pins_file)
     group = analyze.add_argument_group("what to write")
     group.add_argument("--out", help="the plan, as JSON", **FILE)
     group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
@@ -246,7 +259,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(verify)
     verify.add_argument("--plan", help="the plan to verify (default: the one parplan chooses)", **FILE)
     add_options(verify, PlanOptions, "pins")
-    _add_pins_file(verify)
+    verify.add_argument("--pins", **pins_file)
     verify.add_argument("--devices", type=device_count, metavar="N", help=DEVICES)
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default: 0)")
 
@@ -261,27 +274,6 @@ def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[s
     command.add_argument("target", nargs=nargs, metavar="TARGET", help="the model, see above")
     add_options(command, TargetOptions, **changes)
     command.add_argument("--verbose", action="store_true", help=VERBOSE)
-
-
-def _add_pins_file(command: argparse._ActionsContainer) -> None:
-    pins = "the same in a TOML file with a table [pins], before --pin"
-    command.add_argument("--pins", dest="pins_file", help=pins, **FILE)
-
-
-def _check_profile_graph(options: argparse.Namespace, command: _Parser) -> None:
-    """A model or a profile, and with a profile nothing that a model is needed for."""
-    file = options.profile_graph
-    if options.target is None and file is None:
-        command.error("the following arguments are required: TARGET")
-    if file is None:
-        return
-    if options.target is not None:
-        command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
-    given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
-    if options.batch == "auto":
-        command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
-    for name in (name for name, is_given in given.items() if is_given):
-        command.error(f"{name} needs a model, and --profile-graph {file} has none; leave out {name}")
 
 
 def _batch(text: str) -> int | str:

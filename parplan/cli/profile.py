@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parplan.errors import ParplanError
@@ -15,20 +15,14 @@ if TYPE_CHECKING:
 
     from parplan.cli.options import ProfileOptions, TargetOptions
 
-__all__ = ["TargetSource", "run"]
+__all__ = ["load_target", "run"]
 
 
-@dataclass(frozen=True)
-class TargetSource:
-    """A command line's TARGET, to be loaded by every process that measures (a profiler.session.ModelSource)."""
-
-    target: TargetOptions
-
-    def load(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """Load the model; it, its positional and its keyword arguments."""
-        with contextlib.redirect_stdout(sys.stderr):
-            found = self.target.load()
-        return found.module, found.args, found.kwargs
+def load_target(target: TargetOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Load a command line's TARGET (a profiler.session.ModelSource): it, its positional and its keyword arguments."""
+    with contextlib.redirect_stdout(sys.stderr):
+        found = target.load()
+    return found.module, found.args, found.kwargs
 
 
 def run(target: TargetOptions, options: ProfileOptions) -> str:
@@ -55,21 +49,16 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
     if options.exported:
         with ProfileStore(read_only=True) as store:
             return f"{export_profile(store, options.exported)} entries written to {options.exported}\n"
-    return "\n".join(_measure(target, options) if target.target is not None else _listing()) + "\n"
-
-
-def _listing() -> Iterator[str]:
-    """Describe the store, by conditions."""
-    from parplan.cost_models.profile.store import ProfileStore
-
+    if target.target is not None:
+        return "\n".join(_measure(target, options)) + "\n"
     with ProfileStore(read_only=True) as store:
         found = store.counts()
-        yield f"Profile store: {store.path}{'' if found else ' (empty)'}"
-        for counts in found:
-            last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
-            yield f"  {counts.conditions.describe()}: {counts.describe()}{last}"
-    if not found:
-        yield "`parplan profile TARGET --devices N` measures what plans of a model need."
+    lines = [f"Profile store: {store.path}{'' if found else ' (empty)'}"]
+    for counts in found:
+        last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
+        lines.append(f"  {counts.conditions.describe()}: {counts.describe()}{last}")
+    hint = [] if found else ["`parplan profile TARGET --devices N` measures what plans of a model need."]
+    return "\n".join([*lines, *hint]) + "\n"
 
 
 def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
@@ -90,7 +79,7 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
         again=options.again,
     )
     try:
-        found = profile(TargetSource(target), settings, Progress)
+        found = profile(partial(load_target, target), settings, Progress)
     except KeyboardInterrupt:
         print("What was measured is kept; the same command goes on from there.", file=sys.stderr)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,9 +20,9 @@ from parplan.compat import pytree
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions
+from parplan.cost_models.measurement.optimizer_updates import OPTIMIZERS
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import Profile
-from parplan.cost_models.profile.store import ProfileStore
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.sampling import one_thread
 from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of, capture
@@ -37,17 +37,7 @@ from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.processes import TIMEOUT_S, in_processes
 from parplan.target import Target
 
-__all__ = ["OPTIMIZERS", "Job", "Report", "run_report"]
-
-# Nothing is kept of what an update does, so any step size will do.
-_RATE = 1e-3
-
-OPTIMIZERS: Mapping[str, Any] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=_RATE),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=_RATE),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=_RATE, momentum=0.9),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
-}
+__all__ = ["Job", "Report", "run_report"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,18 @@ def run_report(job: Job) -> Report | None:
         ParplanError: the target, the plan or a process cannot be used.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        results = _run_as_torchrun_rank(job)
+        # This process is a rank of torchrun; the first rank gets the results of all.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        try:
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            options = replace(job.options, devices=job.options.devices or ranks)
+            with one_thread(torch.device("cpu")):
+                own = _run_rank(replace(job, options=options), rank, ranks)
+            told: list[Any] = [None] * ranks
+            dist.gather_object(own, told if rank == 0 else None)
+            results: list[_RankResult] = told if rank == 0 else []
+        finally:
+            dist.destroy_process_group()
     elif job.options.processes:
         results = in_processes(job.count, partial(_run_rank, job))
     else:
@@ -108,24 +109,6 @@ def run_report(job: Job) -> Report | None:
     measured = slowest_of([one.measured for one in results]) if len(results) > 1 else first.measured
     compared = PredictedVsMeasured(Plan.from_json(first.plan), first.predicted, measured, first.reference_s)
     return Report(compared, _learned(job, compared) if job.options.learn else ())
-
-
-# -- running --
-
-
-def _run_as_torchrun_rank(job: Job) -> list[_RankResult]:
-    """This process is a rank of torchrun; the first rank gets the results of all."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    try:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        options = replace(job.options, devices=job.options.devices or ranks)
-        with one_thread(torch.device("cpu")):
-            own = _run_rank(replace(job, options=options), rank, ranks)
-        found: list[Any] = [None] * ranks
-        dist.gather_object(own, found if rank == 0 else None)
-        return found if rank == 0 else []
-    finally:
-        dist.destroy_process_group()
 
 
 def _run_rank(job: Job, rank: int, ranks: int) -> _RankResult:
@@ -189,9 +172,6 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
     assert compiled.plan is not None
     measured = replace(measured, model=target.name)
     return _RankResult(compiled.plan.to_json(), predictions[-1], measured, median(references))
-
-
-# -- learning --
 
 
 def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:

@@ -119,7 +119,14 @@ def _conv(spec: LayerSpec) -> Made:
     defaults, least = (None, 1, 0, 1), (1, 1, 0, 1)
     found = [section.integers(key, count, d, m) for key, d, m in zip(keys, defaults, least, strict=True)]
     windows = [Window(extent.channels, *rest) for extent, *rest in zip(images, *found, strict=True)]
-    filters = _filters(section, windows)
+    # `filters` counts the output maps of one group.
+    totals = {own * way.groups for own, way in zip(section.integers("filters", count), windows, strict=True)}
+    if len(totals) > 1:
+        raise section.error("filters", "filters x groups has to be the same for every input, as they are summed")
+    filters = totals.pop()
+    for way in windows:
+        if way.channels % way.groups:
+            raise section.error("groups", f"{way.channels} channels cannot make {way.groups} groups; use a divisor")
     for way, side in zip(windows, pixels, strict=True):
         if way.size > side + 2 * way.padding:
             raise section.error("filterSize", f"filters of {way.size} do not fit on {side} pixels with a border of "
@@ -133,18 +140,6 @@ def _conv(spec: LayerSpec) -> Made:
     shared = section.flag("sharedBiases", True)
     module = Conv(windows, pixels, filters, shared, neuron_of(section))
     return Made(_drawn(module, section, [way.channels // way.groups for way in windows]), Extent(filters, sides[0]))
-
-
-def _filters(section: IniSection, windows: list[Window]) -> int:
-    """Number of output maps: `filters` counts those of one group."""
-    each = section.integers("filters", len(windows))
-    totals = {own * way.groups for own, way in zip(each, windows, strict=True)}
-    if len(totals) > 1:
-        raise section.error("filters", "filters x groups has to be the same for every input, as they are summed")
-    for way in windows:
-        if way.channels % way.groups:
-            raise section.error("groups", f"{way.channels} channels cannot make {way.groups} groups; use a divisor")
-    return totals.pop()
 
 
 def _maps(spec: LayerSpec, index: int, channels: int) -> Extent:
@@ -168,14 +163,14 @@ def _fully_connected(spec: LayerSpec) -> Made:
     return Made(_drawn(module, spec.section, numbers), Extent(outputs))
 
 
-def _drawn(module: nn.Module, section: IniSection, shares: list[int]) -> nn.Module:
-    """Normal weights, deviation `initW` for each input's share, and biases `initB`."""
-    deviations = section.numbers("initW", len(shares), _DEVIATION)
+def _drawn(module: nn.Module, section: IniSection, sizes: list[int]) -> nn.Module:
+    """Normal weights, deviation `initW` for each input's part (of `sizes`), and biases `initB`."""
+    deviations = section.numbers("initW", len(sizes), _DEVIATION)
     weights = [parameter for name, parameter in module.named_parameters() if name != "bias"]
     with torch.no_grad():
         for weight in weights:
             weight.normal_()
-        parts = weights[0].split(shares, 1) if len(weights) == 1 else weights
+        parts = weights[0].split(sizes, 1) if len(weights) == 1 else weights
         for part, deviation in zip(parts, deviations, strict=True):
             part.mul_(deviation)
         module.get_parameter("bias").fill_(section.number("initB", 0.0))

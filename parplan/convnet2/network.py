@@ -71,9 +71,7 @@ class ConvNet(nn.Module):
         if train and self.costs:
             found = tuple(values[name] for name in self.costs)
         else:
-            found = tuple(self._shown(name, values[name]) for name in self.predictions)
+            layers = {name: self.get_submodule(name) for name in self.predictions}
+            logarithms = {name for name, layer in layers.items() if isinstance(layer, Softmax) and layer.logarithms}
+            found = tuple(torch.exp(values[n]) if n in logarithms else values[n] for n in self.predictions)
         return found[0] if len(found) == 1 else found
-
-    def _shown(self, name: str, value: Tensor) -> Tensor:
-        layer = self.get_submodule(name)
-        return torch.exp(value) if isinstance(layer, Softmax) and layer.logarithms else value

@@ -73,20 +73,19 @@ def replica_notes(file: str, wires: Sequence[Wire], devices: Mapping[str, Device
 
 def size_notes(file: str, sections: Mapping[str, IniSection]) -> list[str]:
     """Sizes that cuda-convnet2's kernels do not take, in one sentence."""
-    odd = [f"{name} ({why})" for name, section in sections.items() if (why := _odd(section))]
+    odd = []
+    for name, section in sections.items():
+        kind = section.text("type")
+        if kind not in ("conv", "pool", "cmrnorm", "rnorm"):
+            continue
+        channels = section.integers("channels", len(section.names("channels")))
+        step = 4 if kind == "rnorm" else 16
+        if kind == "conv":
+            if any(number % 16 for number in section.integers("filters", len(section.names("filters")))):
+                odd.append(f"{name} (filters that are no multiple of 16)")
+            elif any(n > 3 and n % 4 for n in channels):
+                odd.append(f"{name} (channels above 3 that are no multiple of 4)")
+        elif any(number % step for number in channels):
+            odd.append(f"{name} (channels that are no multiple of {step})")
     more = f" and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else ""
     return [f"{file}: cuda-convnet2's kernels refuse the sizes of {', '.join(odd[:MOST_TOLD])}{more}."] if odd else []
-
-
-def _odd(section: IniSection) -> str:
-    """A demand of cuda-convnet2 on this type's numbers that is not met; else empty."""
-    kind = section.text("type")
-    if kind not in ("conv", "pool", "cmrnorm", "rnorm"):
-        return ""
-    channels = section.integers("channels", len(section.names("channels")))
-    if kind == "conv":
-        if any(number % 16 for number in section.integers("filters", len(section.names("filters")))):
-            return "filters that are no multiple of 16"
-        return "channels above 3 that are no multiple of 4" if any(n > 3 and n % 4 for n in channels) else ""
-    step = 4 if kind == "rnorm" else 16
-    return f"channels that are no multiple of {step}" if any(number % step for number in channels) else ""

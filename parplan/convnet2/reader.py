@@ -18,7 +18,7 @@ from parplan.convnet2.ini import IniSection, read_sections
 from parplan.convnet2.layer_types import COST, LayerSpec, check_keys, make
 from parplan.convnet2.modules import Conv, FullyConnected
 from parplan.convnet2.network import ConvNet, Wire
-from parplan.convnet2.placement import Devices, devices_of, replica_notes, size_notes
+from parplan.convnet2.placement import devices_of, replica_notes, size_notes
 from parplan.convnet2.rates import Rates, parameter_groups, rates_of, unused_notes
 from parplan.convnet2.wiring import wires_of
 from parplan.errors import LayerFileError
@@ -121,10 +121,22 @@ def read(
     if functions:
         listed = ", ".join(functions)
         notes.append(f"{file.name}: initWFunc and initBFunc of {listed} are not run, initW and initB count.")
+    pins = []  # per layer with known devices
+    for wire in (wire for wire in wires if wire.layer in devices):
+        name, section = wire.layer, sections[wire.layer]
+        kind, neuron = section.text("type"), section.text("neuron", "ident")
+        # A layer that computes nothing: a plan has no layer of its name.
+        if neuron == "ident" and (kind == "neuron" or (kind in ("pass", "concat") and len(wire.inputs) == 1)):
+            continue
+        period = rates[name].update_period if name in rates else None
+        origin = f"{file.name} [{name}]" + ("" if section.has("gpu") else ", inherited")
+        pins.append(
+            Pin(glob.escape(name), len(devices[name]), 1, devices=devices[name], update_period=period, origin=origin)
+        )
     return LayerFile(
         path=str(path),
         network=network,
-        pins=_pins(file.name, sections, wires, devices, rates),
+        pins=tuple(pins),
         gpus=1 + max(max(own) for own in devices.values()) if devices else None,
         rates=MappingProxyType(rates),
         notes=tuple(notes),
@@ -151,31 +163,3 @@ def _network(
         layers[wire.layer], gives[wire.layer] = made.module, made.gives
     labels = frozenset(name for name, each in data.items() if each.gives is None)
     return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives
-
-
-def _pins(
-    file: str,
-    sections: Mapping[str, IniSection],
-    wires: Sequence[Wire],
-    devices: Mapping[str, Devices],
-    rates: Mapping[str, Rates],
-) -> tuple[Pin, ...]:
-    """A pin per layer with known devices."""
-    return tuple(
-        Pin(
-            pattern=glob.escape(wire.layer),
-            replicas=len(devices[wire.layer]),
-            shards=1,
-            devices=devices[wire.layer],
-            update_period=rates[wire.layer].update_period if wire.layer in rates else None,
-            origin=f"{file} [{wire.layer}]" + ("" if sections[wire.layer].has("gpu") else ", inherited"),
-        )
-        for wire in wires
-        if wire.layer in devices and not _is_nothing(sections[wire.layer], wire)
-    )
-
-
-def _is_nothing(section: IniSection, wire: Wire) -> bool:
-    """Whether a layer computes nothing, so that a plan has no layer of its name."""
-    kind, neuron = section.text("type"), section.text("neuron", "ident")
-    return neuron == "ident" and (kind == "neuron" or (kind in ("pass", "concat") and len(wire.inputs) == 1))

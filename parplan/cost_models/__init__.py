@@ -1,1 +1,1 @@
-"""What layers, transfers and memory cost, and where each number comes from."""
+"""Costs of layers, transfers and memory, each number with its source."""

@@ -1,7 +1,7 @@
-"""What the planner asks of a cost model, and the records it gets back.
+"""The interface of cost models, and the records they give.
 
-Roofline, measurement and (later) stored profiles answer the same three questions, each figure with
-its source, so the planner never knows which one it talks to.
+Roofline, measurements and layer profiles price layers, transfers and memory alike, each figure with its source, so the
+planner never knows which of them it uses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What is said of a whole step rather than of its layers and transfers.
+    """Costs of a whole step, beside those of its layers and transfers.
 
     Args:
         overhead_s: what the runtime itself takes (Python, autograd), in every step.
@@ -176,7 +176,7 @@ class CostModel(Protocol):
 
     @property
     def step(self) -> StepCost:
-        """What is said of whole steps."""
+        """Costs of whole steps."""
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Cost of the slowest device's part of `layer`, in one of so many passes over the batch (update: of all)."""
@@ -203,26 +203,5 @@ class AdaptedCosts:
     """Base of cost models that price layers and steps in their own way, and all else as another one does."""
 
     def __init__(self, base: CostModel) -> None:
-        self._base = base
-
-    def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
-        """Bytes on each device of `layer`."""
-        return self._base.memory(layer, strategy)
-
-    def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
-        """Peak bytes per device of a whole plan."""
-        return self._base.peaks(strategies)
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self._base.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self._base.transfer_matrix(value, sources, targets)
-
-    def reduction(self, layer: Layer, strategy: Strategy) -> float:
-        """Seconds on the links to sum the weight gradients of `layer` over its copies."""
-        return self._base.reduction(layer, strategy)
+        self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
+        self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

@@ -16,8 +16,8 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import Profile, SessionProfile
-from parplan.cost_models.profile.store import ProfileStore
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 
@@ -56,8 +56,10 @@ def known_costs(
     roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer)
     if device is None:
         return KnownCosts(roofline)
-    if refusal := _of_another_precision(device, precision):
-        return KnownCosts(roofline, (refusal,))
+    # What was measured is of the captured types, computed as torch's settings say: never autocast.
+    if precision != "fp32" and not any(precision in words and "matmul" in words for words in switches(device)):
+        how = "under autocast" if precision in ("fp16", "bf16") else "with other settings of torch"
+        return KnownCosts(roofline, (f"Estimates: nothing was measured in {precision}, which is computed {how}.",))
     stored = store if store is not None else ProfileStore(read_only=True)
     profiles: dict[int, Profile] = {}
     backend = "gloo" if device.type == "cpu" else "nccl"
@@ -80,50 +82,20 @@ def known_costs(
         optimizer=optimizer,
         reference_s=now_s if device.type == "cpu" else 0.0,
     )
-    return KnownCosts(
-        costs, (_summary(profiles, device, backend), *_fewer(profiles, cluster), *_drift(profiles, now_s))
-    )
-
-
-def _summary(profiles: dict[int, Profile], device: torch.device, backend: str) -> str:
-    moments = [entry.measurement.when for profile in profiles.values() for entry in profile.all()]
-    last = max(moments, default="")
+    measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)
+    last = max((measurement.when for measurement in measured), default="")
     day = f", the last on {last[:10]}" if last else ""
     missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
-    conditions = current_conditions(device, max(profiles)).describe()
-    return f"Costs from the profile of {conditions}: {len(moments)} parts measured{day}{missing}."
-
-
-def _of_another_precision(device: torch.device, precision: str) -> str:
-    """Why nothing measured under torch's settings can stand for `precision`; nothing when it can.
-
-    What was measured is of the captured types, computed as the settings say: never autocast.
-    """
-    if precision == "fp32" or any(precision in words and "matmul" in words for words in switches(device)):
-        return ""
-    how = "under autocast" if precision in ("fp16", "bf16") else "with other settings of torch"
-    return f"Estimates: nothing was measured in {precision}, which is computed {how}."
-
-
-def _fewer(profiles: dict[int, Profile], cluster: Cluster) -> tuple[str, ...]:
-    """Whether fewer devices were at work than are planned for."""
-    most = max(profiles)
-    if most >= cluster.count:
-        return ()
-    return (
-        f"Measured with {most} device{'s' if most > 1 else ''} at work, planned for {cluster.count}: "
-        f"`parplan profile TARGET --devices {cluster.count}` measures those.",
-    )
-
-
-def _drift(profiles: dict[int, Profile], now_s: float) -> tuple[str, ...]:
-    """Whether the device runs at another speed than when it was measured."""
-    known = (entry.measurement.reference_s for profile in profiles.values() for entry in profile.all())
-    then = [seconds for seconds in known if seconds > 0]
-    if not then:
-        return ()
-    ratio = now_s / median_high(then)
-    if abs(ratio - 1) <= DRIFT:
-        return ()
-    word = "slower" if ratio > 1 else "faster"
-    return (f"The reference kernel is {max(ratio, 1 / ratio):.2f} x {word} now than when the profile was measured.",)
+    conditions = current_conditions(device, busiest).describe()
+    notes = [f"Costs from the profile of {conditions}: {len(measured)} parts measured{day}{missing}."]
+    if busiest < cluster.count:
+        notes.append(
+            f"Measured with {busiest} device{'s' if busiest > 1 else ''} at work, planned for {cluster.count}: "
+            f"`parplan profile TARGET --devices {cluster.count}` measures those."
+        )
+    then = [measurement.reference_s for measurement in measured if measurement.reference_s > 0]
+    ratio = now_s / median_high(then) if then else 1.0
+    if abs(ratio - 1) > DRIFT:
+        speed = f"{max(ratio, 1 / ratio):.2f} x {'slower' if ratio > 1 else 'faster'}"
+        notes.append(f"The reference kernel is {speed} now than when the profile was measured.")
+    return KnownCosts(costs, tuple(notes))

@@ -16,7 +16,6 @@ there is of memory and power; and at what the slowest of m takes, given how runs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
@@ -26,8 +25,9 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLinks
 from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
-from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.measurement.runnable_parts import gradient_marks, part_entry
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
@@ -147,28 +147,26 @@ class MeasuredCosts(AdaptedCosts):
         # The measured number of devices at work that is closest: the next larger, else the largest.
         busy = next((busy for busy in self._profiles if busy >= len(strategy.devices)), max(self._profiles))
         key = (part_key(layer, strategy, passes), busy)
-        if key not in self._costs:
-            self._costs[key] = self._price(layer, strategy, passes, busy)
-        return self._costs[key]
-
-    def _price(self, layer: Layer, strategy: Strategy, passes: int, busy: int) -> LayerCost:
+        if key in self._costs:
+            return self._costs[key]
         graph, estimate = self._fallback.graph, self._fallback.layer(layer, strategy, passes)
         update_s = self._update_s(layer, strategy, busy, estimate)
         entry = part_entry(graph, part_of(graph, layer, strategy, passes), Measurement(0.0, 0.0, 0.0, 0))
         stored = self._profiles[busy].get(entry.signature)
         if stored is not None:
             known = stored.measurement
-            scale = self._scale(known) * _slowest_of(len(strategy.devices), known.spread)
+            scale, devices = self._scale(known), len(strategy.devices)
+            if devices > 1:  # what the slowest takes over what one does (Blom's order statistic)
+                scale *= 1 + min(known.spread, MOST_SPREAD) * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
             source = Source.SHIPPED if stored.origin else Source.MEASURED
             cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
-            return self._corrections[busy].apply(cost)
-        ratio = self._ratio(entry, busy)
-        if ratio is None:
+        elif (ratio := self._ratio(entry, busy)) is not None:
+            ideal_s = self._ideal_s(entry)
+            backward_s = ideal_s * ratio.backward if estimate.backward_s > 0 else 0.0
+            cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
+        else:
             return replace(estimate, update_s=update_s)
-        ideal_s = self._ideal_s(entry)
-        backward_s = ideal_s * ratio.backward if estimate.backward_s > 0 else 0.0
-        cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
-        return self._corrections[busy].apply(cost)
+        return self._costs.setdefault(key, self._corrections[busy].apply(cost))
 
     def _update_s(self, layer: Layer, strategy: Strategy, busy: int, estimate: LayerCost) -> float:
         """The update of the parameters the device holds, each counted by the first layer that uses it."""
@@ -185,10 +183,9 @@ class MeasuredCosts(AdaptedCosts):
     def _scale(self, measured: Measurement) -> float:
         return _scale(measured, self._reference_s)
 
-    # -- what was not measured --
-
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
-        size_s, gradients = self._size_s(entry), _gradients(entry.signature)
+        """Measured over ideal seconds of a part that was not measured; None where nothing like it was."""
+        size_s, gradients = self._size_s(entry), gradient_marks(entry.signature)
         family = (busy, entry.family)
         if family not in self._points:
             found = [self._point(other) for other in self._profiles[busy].family(entry.family)]
@@ -199,28 +196,33 @@ class MeasuredCosts(AdaptedCosts):
         below = max((p for p in alike if p.size_s <= size_s), key=lambda p: p.size_s, default=None)
         above = min((p for p in alike if p.size_s >= size_s), key=lambda p: p.size_s, default=None)
         if below is not None and above is not None:
-            return _between(below, above, size_s)
+            doubt = max(LEAST_DOUBT, below.spread)
+            if above.size_s <= below.size_s:
+                return _Ratio(below.forward, below.backward, Source.INTERPOLATED, doubt)
+            share = log(size_s / below.size_s) / log(above.size_s / below.size_s)
+            forward = exp((1 - share) * log(below.forward) + share * log(above.forward))
+            backward = (1 - share) * below.backward + share * above.backward
+            doubt = max(doubt, abs(log(above.forward / below.forward)) / 2, above.spread)
+            return _Ratio(forward, backward, Source.INTERPOLATED, doubt)
         if points:
             nearest = min(alike or points, key=lambda p: abs(log(size_s / p.size_s)))
             distance = abs(log(size_s / nearest.size_s))
             doubt = min(DOUBT, max(2 * LEAST_DOUBT, nearest.spread) * (1 + distance))
             return _Ratio(nearest.forward, nearest.backward, Source.ESTIMATED, doubt)
         key = (busy, entry.flops > 0)
-        if key not in self._medians:
-            self._medians[key] = self._median(*key)
-        return self._medians[key]
-
-    def _median(self, busy: int, product: bool) -> _Ratio | None:
-        """The median of all measured parts that are products (or are not)."""
+        if key in self._medians:
+            return self._medians[key]
+        # The median of all measured parts that are products (or are not).
         parts = [e for e in self._profiles[busy].all() if not e.family.startswith(("update ", "runtime "))]
-        alike = [entry for entry in parts if (entry.flops > 0) == product and entry.nbytes]
-        points = [point for entry in alike if (point := self._point(entry)) is not None]
-        if not points:
-            return None
-        middle = median(point.forward for point in points)
-        scatter = 1.4826 * median(abs(log(point.forward / middle)) for point in points)
-        backward = median(point.backward for point in points)
-        return _Ratio(middle, backward, Source.ESTIMATED, max(DOUBT / 2, min(DOUBT, scatter)))
+        others = [other for other in parts if (other.flops > 0) == key[1] and other.nbytes]
+        points = [point for other in others if (point := self._point(other)) is not None]
+        middle_ratio: _Ratio | None = None
+        if points:
+            middle = median(point.forward for point in points)
+            scatter = 1.4826 * median(abs(log(point.forward / middle)) for point in points)
+            doubt = max(DOUBT / 2, min(DOUBT, scatter))
+            middle_ratio = _Ratio(middle, median(point.backward for point in points), Source.ESTIMATED, doubt)
+        return self._medians.setdefault(key, middle_ratio)
 
     def _point(self, entry: PartEntry) -> _Point | None:
         ideal_s, scale = self._ideal_s(entry), self._scale(entry.measurement)
@@ -228,7 +230,7 @@ class MeasuredCosts(AdaptedCosts):
             return None
         forward = entry.measurement.forward_s * scale / ideal_s
         backward = entry.measurement.backward_s * scale / ideal_s
-        size_s, gradients = self._size_s(entry), _gradients(entry.signature)
+        size_s, gradients = self._size_s(entry), gradient_marks(entry.signature)
         return _Point(size_s, gradients, forward, backward, entry.measurement.spread)
 
     def _ideal_s(self, entry: PartEntry) -> float:
@@ -282,28 +284,6 @@ def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
 def _scale(measured: Measurement, reference_s: float) -> float:
     """The reference kernel's time now over then, where both are known."""
     return reference_s / measured.reference_s if reference_s > 0 and measured.reference_s > 0 else 1.0
-
-
-def _gradients(signature: str) -> str:
-    """Which tensors of a part need a gradient, of all that it reads and writes (runnable_parts.part_signature)."""
-    return "".join(mark or "-" for mark in re.findall(r"\](g?)", signature))
-
-
-def _slowest_of(devices: int, spread: float) -> float:
-    """Expected time of the slowest of several devices over that of one (Blom's order statistic)."""
-    if devices < 2:
-        return 1.0
-    return 1 + min(spread, MOST_SPREAD) * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
-
-
-def _between(below: _Point, above: _Point, size_s: float) -> _Ratio:
-    if above.size_s <= below.size_s:
-        return _Ratio(below.forward, below.backward, Source.INTERPOLATED, max(LEAST_DOUBT, below.spread))
-    share = log(size_s / below.size_s) / log(above.size_s / below.size_s)
-    forward = exp((1 - share) * log(below.forward) + share * log(above.forward))
-    backward = (1 - share) * below.backward + share * above.backward
-    doubt = max(LEAST_DOUBT, abs(log(above.forward / below.forward)) / 2, below.spread, above.spread)
-    return _Ratio(forward, backward, Source.INTERPOLATED, doubt)
 
 
 def profiled_costs(

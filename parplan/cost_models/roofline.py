@@ -7,18 +7,16 @@ the largest part is priced once for each kind of device that has a part, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
-from typing import TypeVar
 
 import torch
 
 from parplan.cluster import Cluster, Device
 from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
-from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost, TransferCost, TransferMatrix
+from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel, optimizer_states
 from parplan.cost_models.memory.plan_peaks import peaks
@@ -28,7 +26,6 @@ from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Layout
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -45,12 +42,10 @@ DOUBT, LINK_SPREAD, LINK_DOUBT = 0.4, 0.2, 0.4
 
 _PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class PartKey:
-    """What a device's part of a layer depends on: not on which devices there are."""
+    """Key of a device's part of a layer: all that its cost depends on; not on which devices there are."""
 
     layer: str
     replicas: int
@@ -119,6 +114,7 @@ class RooflineCosts:
         on_cpu = all(CPU.kind in (device.kind, device.like) for device in kinds)
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
+        self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
@@ -134,7 +130,17 @@ class RooflineCosts:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
         used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
         key = part_key(layer, strategy, passes)
-        costs = [_once(own.layers, key, partial(self._layer, layer, strategy, passes, own)) for own in used]
+        for own in (kind for kind in used if key not in kind.layers):
+            works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
+            forward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.forward)
+            backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
+            trained_bytes = self.memory(layer, strategy).gradients_bytes
+            # The update in one go reads weights, gradients and state, and writes weights and state.
+            moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
+            update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
+            update_s = self._seconds(update, own) if trained_bytes else 0.0
+            own.layers[key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
+        costs = [own.layers[key] for own in used]
         if len(costs) == 1:
             return costs[0]
         return replace(  # where devices differ, forward, backward and update each wait for the slowest
@@ -145,7 +151,7 @@ class RooflineCosts:
         )
 
     def ideal_seconds(self, flops: float, nbytes: float) -> float:
-        """What so much work takes at the peaks of the first device: the slower of arithmetic and memory."""
+        """Seconds of so much work at the peaks of the first device: the slower of arithmetic and memory."""
         return max(self.peak_seconds(flops, nbytes), self.cluster.devices[0].launch_s)
 
     def peak_seconds(self, flops: float, nbytes: float) -> float:
@@ -156,8 +162,10 @@ class RooflineCosts:
 
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
-        part = part_of(self.graph, layer, strategy)
-        return _once(self._memories, part_key(layer, strategy), lambda: self._memory_model.layer_memory(part))
+        key = part_key(layer, strategy)
+        if key not in self._memories:
+            self._memories[key] = self._memory_model.layer_memory(part_of(self.graph, layer, strategy))
+        return self._memories[key]
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """Peak bytes per device of a whole plan, transfers included."""
@@ -166,16 +174,6 @@ class RooflineCosts:
             program = lower(self.graph, strategies, StepSetting.per_process(self.cluster.count, self.graph.batch or 1))
             self._peaks[key] = peaks(self._memory_model, program)
         return self._peaks[key]
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self.transfers.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self.transfers.transfer_matrix(value, sources, targets)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.
@@ -203,17 +201,6 @@ class RooflineCosts:
         """A layer's share of a message."""
         return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
-    def _layer(self, layer: Layer, strategy: Strategy, passes: int, kind: _Kind) -> LayerCost:
-        works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
-        forward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.forward)
-        backward_s = sum(self._seconds(kernel, kind) for work in works for kernel in work.backward)
-        trained_bytes = self.memory(layer, strategy).gradients_bytes
-        # The update in one go reads weights, gradients and state, and writes weights and state.
-        moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
-        update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
-        update_s = self._seconds(update, kind) if trained_bytes else 0.0
-        return LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
-
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = _PRECISIONS.get(kernel.dtype, self.precision)
         if precision not in kind.efficiencies:
@@ -223,13 +210,13 @@ class RooflineCosts:
 
 
 def estimated_step(cluster: Cluster) -> StepCost:
-    """What a cluster's links say of whole steps; nothing is known of the runtime."""
+    """Step costs that a cluster's links imply; nothing is known of the runtime."""
     spread = LINK_DOUBT if any(link.estimated for link in cluster.links) else LINK_SPREAD
     return StepCost(spread=spread, late=1 - cluster.overlap)
 
 
 def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
-    """What the reader must know of devices that have no rate for `precision`: CPUs fall back on their fp32 rate.
+    """Notes on devices that have no rate for `precision`: CPUs fall back on their fp32 rate.
 
     Raises:
         ClusterError: another device has none.
@@ -240,9 +227,3 @@ def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:
             known = ", ".join(device.flops_per_s)
             raise ClusterError(f"{device.kind} has no {precision} rate; use one of {known}")
     return tuple(f"{d.kind} has no {precision} rate: what it computes is priced at its fp32 rate." for d in lacking)
-
-
-def _once(known: dict[PartKey, T], key: PartKey, work_out: Callable[[], T]) -> T:
-    if key not in known:
-        known[key] = work_out()
-    return known[key]

@@ -59,7 +59,7 @@ class LayerAxes:
 
 def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
     """All axes of the ops in `nodes`, joined where they meet."""
-    calls = [node for node in nodes if not _is_getitem(node)]
+    calls = [node for node in nodes if op_name(node) != "getitem"]
     axes = _with_merged({node.name: list(axes_of(node)) for node in calls}, _sizes(nodes))
     union = UnionFind()  # of the places that belong to one axis
     for op_axes in axes.values():
@@ -78,7 +78,7 @@ def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
             known.units = gcd(known.units, axis.units)
     for node in calls:
         # Places in a call's tensors that its row says nothing about stay whole.
-        results = [user for user in node.users if _is_getitem(user)] or [node]
+        results = [user for user in node.users if op_name(user) == "getitem"] or [node]
         tensors = [t for t in (*node.all_input_nodes, *results) if is_tensor(t)]
         mentioned = {place for axis in axes[node.name] for place in axis.places()}
         leading = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
@@ -118,10 +118,6 @@ def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, .
     return axes
 
 
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
 def layer_axes(
     nodes: Sequence[fx.Node],
     outputs: Sequence[str],
@@ -146,7 +142,7 @@ def layer_axes(
         # An axis merged behind another cannot be cut where its tensor comes from or goes to other layers.
         if any(outer > 1 and (tensor not in inside or tensor in outputs) for tensor, outer in axis.outer.items()):
             axis.cuts.add(Cut.BLOCKED)
-    taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and not _is_getitem(n)}
+    taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and op_name(n) != "getitem"}
     batches = [
         axis
         for axis in joint

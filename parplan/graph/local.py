@@ -64,11 +64,9 @@ class Marks(Protocol):
 
     def before(self, layer: str) -> Callable[[], None]:
         """Called in front of a layer."""
-        ...
 
     def after(self, layer: str) -> Callable[[Sequence[Tensor]], None]:
         """Called behind a layer, with its outputs."""
-        ...
 
 
 def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, ...]:

@@ -51,9 +51,6 @@ class Packed:
         )
 
 
-# --- the op ----------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("parplan::rnn_packed", mutates_args=())
 def rnn_packed(
     values: Sequence[Tensor],
@@ -80,7 +77,7 @@ def _(
     dropout: float,
 ) -> list[Tensor]:
     padded, options = values[0], _Options(*flags, *sizes)
-    out = padded.new_empty((*padded.shape[:2], options.directions * options.out_size))
+    out = padded.new_empty((*padded.shape[:2], options.directions * (options.projected or options.hidden)))
     shapes = options.state_shapes(mode, padded.shape[0 if options.batch_first else 1])
     return [out, *(padded.new_empty(shape) for shape in shapes)]
 
@@ -105,15 +102,11 @@ class _Options:
     def directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    @property
-    def out_size(self) -> int:
-        return self.projected or self.hidden
-
     def state_shapes(self, mode: str, samples: int) -> list[tuple[int, int, int]]:
         """Of the hidden state, and of the cells where there are such."""
         rows = self.layers * self.directions
         cells = [(rows, samples, self.hidden)] if mode == "LSTM" else []
-        return [(rows, samples, self.out_size), *cells]
+        return [(rows, samples, self.projected or self.hidden), *cells]
 
 
 def run_packed(
@@ -172,9 +165,6 @@ def _axes(call: Call) -> tuple[OpAxis, ...]:
 
 
 OWN_ROWS[RNN_PACKED] = _axes
-
-
-# --- while a model is captured ---------------------------------------------------------------
 
 
 @contextmanager

@@ -16,22 +16,18 @@ class CodeSite(Protocol):
     @property
     def name(self) -> str:
         """The code's name."""
-        ...
 
     @property
     def whole(self) -> str:
         """Why it has to see all samples at once; empty where samples stay apart."""
-        ...
 
     @property
     def repeatable(self) -> bool:
         """Whether several devices may do the same, each going back with its own term of the gradient."""
-        ...
 
     @property
     def random(self) -> bool:
         """Whether it draws random numbers."""
-        ...
 
 
 def site_of(node: fx.Node) -> CodeSite | None:

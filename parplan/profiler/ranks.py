@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
+
 __all__ = ["Ranks"]
 
 
-class Ranks:
-    """The first ranks of a process group (an in_context_timing.ProcessGroup).
+class Ranks(ProcessGroup):
+    """The first ranks of torch's process group.
 
     Args:
         count: how many ranks; made by all ranks of the default group together, in the same order.
@@ -28,23 +30,23 @@ class Ranks:
         self._device = device
 
     def barrier(self) -> None:
-        """Wait until all are here."""
+        """Wait until all processes are here."""
         self.mean([0.0])
 
     def any(self, flag: bool) -> bool:
-        """Whether any wants to."""
+        """Whether the flag of any process is set."""
         vote = torch.tensor([float(flag)], device=self._device)
         dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
         return bool(vote.item())
 
     def mean(self, figures: Sequence[float]) -> list[float]:
-        """Each figure's mean over all."""
+        """Each figure's mean over all processes."""
         total = torch.tensor(figures, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=self._group)
         return [float(figure) / self.count for figure in total.tolist()]
 
     def max(self, figure: float) -> float:
-        """The largest of all."""
+        """The largest figure of all processes."""
         found = torch.tensor([figure], dtype=torch.float64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return float(found.item())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -24,7 +25,8 @@ from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now,
 from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import part_signature
-from parplan.cost_models.profile.records import PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 from parplan.graph.capture.capture import capture
@@ -58,21 +60,23 @@ class RuntimeCosts:
     def measure(self, profile: Profile, again: bool = False) -> None:
         """Measure the figures that `profile` lacks (or all, `again`), and put them there."""
         for depth in _DEPTHS:
-            self._overhead(profile, depth, again)
-        for name in CALIBRATION:
-            self._correction(profile, name, again)
+            signature = f"{OVERHEAD}, {2 * depth} parameters"
+            if self._ranks.any(again or profile.get(signature) is None):
+                found = self._network(signature, partial(_linear_layers, depth)).step_and_parts()
+                left_s = max(0.0, found.forward_s - found.backward_s)
+                measured = replace(found, forward_s=left_s, backward_s=0.0)
+                profile.put(PartEntry(signature, OVERHEAD, 0.0, 2.0 * depth, measured))
+        for name, make in CALIBRATION.items():
+            # A step by itself, without the runtime's overhead, and the sum of its parts.
+            signature = f"{CORRECTION}, {name}"
+            if self._ranks.any(again or profile.get(signature) is None):
+                network = self._network(signature, make)
+                found = network.step_and_parts()
+                own_s = max(0.0, found.forward_s - overhead_s(profile)(len(network.graph.parameters)))
+                layers = float(len(network.graph.layers))
+                profile.put(PartEntry(signature, CORRECTION, 0.0, layers, replace(found, forward_s=own_s)))
         if self._transport is not None:
             self._agreement(self._transport, profile, again)
-
-    def _overhead(self, profile: Profile, depth: int, again: bool) -> None:
-        signature = f"{OVERHEAD}, {2 * depth} parameters"
-        if not self._ranks.any(again or profile.get(signature) is None):
-            return
-        net = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth)))
-        found = self._network(signature, lambda: (net, torch.ones(_SAMPLES, _WIDTH))).step_and_parts()
-        left_s = max(0.0, found.forward_s - found.backward_s)
-        measured = replace(found, forward_s=left_s, backward_s=0.0)
-        profile.put(PartEntry(signature, OVERHEAD, 0.0, 2.0 * depth, measured))
 
     def _agreement(self, transport: DistributedTransport, profile: Profile, again: bool) -> None:
         """Seconds that a step of several processes takes more: telling each other how many samples there are."""
@@ -91,17 +95,6 @@ class RuntimeCosts:
         middle = median(times)
         measured = Measurement(middle, 0.0, spread_of(times, middle), len(times), median(references), when=now())
         profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
-
-    def _correction(self, profile: Profile, name: str, again: bool) -> None:
-        """A step by itself, without the runtime's overhead, and the sum of its parts."""
-        signature = f"{CORRECTION}, {name}"
-        if not self._ranks.any(again or profile.get(signature) is None):
-            return
-        network = self._network(signature, CALIBRATION[name])
-        found = network.step_and_parts()
-        own_s = max(0.0, found.forward_s - overhead_s(profile)(len(network.graph.parameters)))
-        layers = float(len(network.graph.layers))
-        profile.put(PartEntry(signature, CORRECTION, 0.0, layers, replace(found, forward_s=own_s)))
 
     def _network(self, name: str, make: Callable[[], tuple[nn.Module, Tensor]]) -> _Network:
         if name not in self._networks:
@@ -131,22 +124,19 @@ class _Network:
             self._step()
             for _ in range(rounds):
                 references.append(reference_now(reference, self._ranks, 5))
-                times += self._steps()
+                steps: list[float] = []
+                while self._ranks.any(
+                    len(steps) < _LEAST_STEPS or (sum(steps) < _STEPS_S and len(steps) < _MOST_STEPS)
+                ):
+                    self._ranks.barrier()
+                    start = perf_counter()
+                    self._step()
+                    steps.append(perf_counter() - start)
+                times += steps
                 parts.append(self._parts_s())
         spread = spread_of(times, median(times))
         step_s, parts_s, reference_s = self._ranks.mean([median(times), median(parts), median(references)])
         return Measurement(step_s, parts_s, spread, len(times), reference_s, when=now())
-
-    def _steps(self) -> list[float]:
-        times: list[float] = []
-        while True:
-            self._ranks.barrier()
-            start = perf_counter()
-            self._step()
-            times.append(perf_counter() - start)
-            enough = len(times) >= _MOST_STEPS or (len(times) >= _LEAST_STEPS and sum(times) >= _STEPS_S)
-            if not self._ranks.any(not enough):
-                return times
 
     def _step(self) -> None:
         self._compiled(self._inputs).backward(self._gradients)
@@ -167,7 +157,8 @@ class _Network:
         return sum(measured.forward_s + measured.backward_s for measured in figures)
 
 
-# -- networks that steps are corrected by: small ones of the usual kinds --
+def _linear_layers(depth: int) -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth))), torch.ones(_SAMPLES, _WIDTH)
 
 
 def _convolutional() -> tuple[nn.Module, Tensor]:
@@ -204,6 +195,7 @@ class _Attention(nn.Module):
         return x + back
 
 
+# Networks that steps are corrected by: small ones of the usual kinds.
 CALIBRATION: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "convolutional": _convolutional,
     "perceptron": _perceptron,

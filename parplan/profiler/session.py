@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measurement.conditions import current_conditions
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
-from parplan.cost_models.profile.records import Profile, SessionProfile
-from parplan.cost_models.profile.store import ProfileStore, StoredProfile
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
@@ -33,6 +35,7 @@ from parplan.planner.search_space.strategies import cluster_blocks, offers_uneve
 from parplan.profiler.communication import measure_links
 from parplan.profiler.ranks import Ranks
 from parplan.profiler.runtime_costs import RuntimeCosts
+from parplan.report.progress import Progress
 from parplan.runtime.processes import in_processes
 from parplan.runtime.transport.distributed import DistributedTransport
 
@@ -41,20 +44,8 @@ __all__ = ["ModelSource", "ProfilingSummary", "Settings", "profile", "requests_b
 JOIN_S = 600
 
 
-class ModelSource(Protocol):
-    """Loads the model in every process that measures: small enough to be sent to them."""
-
-    def load(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """The model, its positional and its keyword arguments, the whole step's batch."""
-        ...
-
-
-class MeasurementProgress(Protocol):
-    """Receives how far measuring is; see report/progress.py."""
-
-    def phase(self, name: str) -> None: ...
-
-    def advance(self, done: int, total: int) -> None: ...
+# Loads the model in a process that measures: it, its positional and its keyword arguments, of the whole step's batch.
+ModelSource = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +95,9 @@ def profile(
 ) -> ProfilingSummary:
     """Measure; blocks until done. Progress is shown by the first process.
 
+    Args:
+        source: loads the model; small enough to be sent to processes.
+
     Raises:
         ParplanError: the model cannot be captured, or a process failed.
         KeyboardInterrupt: interrupted; what was measured is kept.
@@ -131,24 +125,12 @@ def _measure(
 ) -> tuple[Outcome, tuple[str, ...]]:
     """One process of `world`: capture the model and measure; all take part in everything that needs them."""
     device = torch.device(settings.device_type, rank) if settings.device_type == "cuda" else torch.device("cpu")
-    model, args, kwargs = source.load()
+    model, args, kwargs = source()
     graph = capture(model, args, kwargs)
     transport = DistributedTransport(device) if world > 1 else None
-    with make_progress() if make_progress is not None and rank == 0 else _Quiet() as progress:
-        return _measured(graph, settings, device, world, transport, progress)
-
-
-def _measured(
-    graph: LayerGraph,
-    settings: Settings,
-    device: torch.device,
-    world: int,
-    transport: DistributedTransport | None,
-    progress: MeasurementProgress,
-) -> tuple[Outcome, tuple[str, ...]]:
-    """The outcome for all parts together, and the conditions that were measured under, in words."""
-    first = transport is None or transport.rank == 0
-    store = ProfileStore(settings.store) if first else None
+    hidden = Progress(Console(file=StringIO(), force_terminal=False))
+    shown = make_progress() if make_progress is not None and rank == 0 else hidden
+    store = ProfileStore(settings.store) if rank == 0 else None
     cluster = this_cluster(settings.devices, device)
     costs = RooflineCosts(graph, cluster)
     backend = dist.get_backend() if transport is not None else "local"
@@ -157,64 +139,46 @@ def _measured(
         by_devices = {1: [request for requests in by_devices.values() for request in requests]}
     outcomes, conditions = [], []
     left_s = settings.time_cap_s
-    for count, requests in by_devices.items():
-        ranks: ProcessGroup = Ranks(count, device) if transport is not None else SingleProcess()
-        now = current_conditions(device, count)
-        conditions.append(now.describe())
-        profile = _shared(store.under(now) if store is not None else None, world)
-        if transport is not None and count > 1:
-            progress.phase(f"communication of {count}")
-            measure_links(transport, ranks, backend, profile, progress.advance, again=settings.again)
-        if not ranks.member:
-            continue
-        for optimizer in settings.optimizers:
-            measure_updates(optimizer, device, profile, ranks, again=settings.again)
-        progress.phase(f"parts, {count} at work")
-        begin = perf_counter()
-        outcomes.append(
-            measure_parts(
-                graph,
-                costs,
-                requests,
-                device,
-                profile,
-                stop=settings.stop,
-                time_cap_s=max(0.0, left_s),
-                ranks=ranks,
-                on_progress=progress.advance,
-                again=settings.again,
-                sharing=count if device.type == "cpu" else 1,
+    with shown as progress:
+        for count, requests in by_devices.items():
+            ranks = Ranks(count, device) if transport is not None else ProcessGroup()
+            now = current_conditions(device, count)
+            conditions.append(now.describe())
+            # The store's entries on the first rank; on the others a copy of them, which ends with the process.
+            known = [store.groups(now) if store is not None else None]
+            if world > 1:
+                dist.broadcast_object_list(known, 0)
+            profile: Profile = store.under(now) if store is not None else SessionProfile(*known[0] or ())
+            if transport is not None and count > 1:
+                progress.phase(f"communication of {count}")
+                measure_links(transport, ranks, backend, profile, progress.advance, again=settings.again)
+            if not ranks.member:
+                continue
+            for optimizer in settings.optimizers:
+                measure_updates(optimizer, device, profile, ranks, again=settings.again)
+            progress.phase(f"parts, {count} at work")
+            begin = perf_counter()
+            outcomes.append(
+                measure_parts(
+                    graph,
+                    costs,
+                    requests,
+                    device,
+                    profile,
+                    stop=settings.stop,
+                    time_cap_s=max(0.0, left_s),
+                    ranks=ranks,
+                    on_progress=progress.advance,
+                    again=settings.again,
+                    sharing=count if device.type == "cpu" else 1,
+                )
             )
-        )
-        left_s -= perf_counter() - begin
-        if count == world:
-            progress.phase("runtime")
-        RuntimeCosts(device, ranks, transport if count == world else None).measure(profile, settings.again)
+            left_s -= perf_counter() - begin
+            if count == world:
+                progress.phase("runtime")
+            RuntimeCosts(device, ranks, transport if count == world else None).measure(profile, settings.again)
     if transport is not None:
         dist.barrier()
     failed = dict.fromkeys(reason for outcome in outcomes for reason in outcome.failed)
     measured, known, left = (sum(getattr(o, name) for o in outcomes) for name in ("measured", "known", "left"))
     return Outcome(measured, known, left, tuple(failed)), tuple(conditions)
-
-
-def _shared(stored: StoredProfile | None, world: int) -> Profile:
-    """The store's entries on the first rank; on the others a copy of them, which ends with the process."""
-    if world > 1:
-        known = [stored.store.groups(stored.conditions) if stored is not None else None]
-        dist.broadcast_object_list(known, 0)
-    if stored is not None:
-        return stored
-    return SessionProfile(*known[0] or ())
-
-
-class _Quiet:
-    """Progress that is not shown."""
-
-    def __enter__(self) -> _Quiet:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def advance(self, done: int, total: int) -> None: ...

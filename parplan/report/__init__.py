@@ -1,1 +1,1 @@
-"""What people read: the report on the terminal, and the same facts as JSON."""
+"""Reports for people: on the terminal, and the same facts as JSON."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, is_dataclass, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parplan.cluster import Cluster, Device
-    from parplan.planner.decision import Decision, LayerReport, Pins
+    from parplan.cluster import Device
+    from parplan.planner.decision import Decision, Pins
 
 __all__ = ["SCHEMA", "to_dict", "to_json"]
 
@@ -22,18 +22,31 @@ def to_dict(decision: Decision) -> dict[str, Any]:
 
     An unknown figure (a bound no solver gave, the time of a plan that is not legal) is None.
     """
-    passes, pins = decision.passes, decision.pins
+    passes, pins, cluster = decision.passes, decision.pins, decision.cluster
+    layers = []
+    for layer in decision.layers:
+        figures = _record(layer, "name", "kind", "strategy", "bends", "copies", "pinned")
+        layers.append({"name": layer.name, "kind": layer.kind, **_record(layer.strategy, "update_period"), **figures})
     return {
         "schema": SCHEMA,
         "model": decision.plan.model,
         "parameters": decision.parameters,
-        "cluster": _cluster(decision.cluster),
+        "cluster": {
+            "name": cluster.describe(),
+            "count": cluster.count,
+            **({} if cluster.mixed else _device(cluster.device)),
+            "devices": [
+                {**_device(group.device), "count": len(group.members), "numbers": list(group.members)}
+                for group in cluster.groups
+            ],
+            "links": _plain(cluster.links),
+        },
         "batch": decision.plan.batch,
         "precision": decision.precision,
         "optimizer": decision.optimizer,
         "notes": list(decision.notes),
         "plan": json.loads(decision.plan.to_json()),
-        "layers": [_layer(layer) for layer in decision.layers],
+        "layers": layers,
         "bends": {layer.name: list(layer.bends) for layer in decision.layers if layer.bends},
         "copies": {layer.name: _plain(layer.copies) for layer in decision.layers if layer.copies},
         "pins": None if pins is None else _pins(decision, pins),
@@ -73,19 +86,6 @@ def _plain(value: Any) -> Any:
     return _record(value) if is_dataclass(value) else value
 
 
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "name": cluster.describe(),
-        "count": cluster.count,
-        **({} if cluster.mixed else _device(cluster.device)),
-        "devices": [
-            {**_device(group.device), "count": len(group.members), "numbers": list(group.members)}
-            for group in cluster.groups
-        ],
-        "links": _plain(cluster.links),
-    }
-
-
 def _device(device: Device) -> dict[str, Any]:
     return {
         "device": device.kind,
@@ -93,12 +93,6 @@ def _device(device: Device) -> dict[str, Any]:
         "source": device.source,
         "estimated": device.estimated,
     }
-
-
-def _layer(layer: LayerReport) -> dict[str, Any]:
-    figures = _record(layer, "strategy", "bends", "copies", "pinned")
-    strategy = _record(layer.strategy, "update_period")
-    return {"name": figures.pop("name"), "kind": figures.pop("kind"), **strategy, **figures}
 
 
 def _pins(decision: Decision, pins: Pins) -> dict[str, Any]:

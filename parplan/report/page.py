@@ -141,19 +141,16 @@ class Page:
             if len(name) > width:
                 self.line(Styled(name, row.style))
                 name = ""
-            self._print_row(Styled(name.ljust(width), row.style), cells, [one for one in row.remarks if one.text])
-
-    def _print_row(self, name: Styled, figures: Text, remarks: Sequence[Styled]) -> None:
-        """Remarks beside the figures where there is room to wrap them, or for a short one alone; else below."""
-        indent = len(name.text) + len(figures) + 2
-        room = self.width - indent
-        beside = room >= REMARKS or (len(remarks) == 1 and len(remarks[0].text) <= room)
-        if not beside:
-            indent, room = 4, self.prose - 4
-        lines = [Styled(line, remark.style) for remark in remarks for line in self.wrap(remark.text, room)]
-        self.line(name, figures, "  ", *lines[: int(beside)])
-        for line in lines[int(beside) :]:
-            self.line(" " * indent, line)
+            # Remarks beside the figures where there is room to wrap them, or for a short one alone; else below.
+            remarks, indent = [one for one in row.remarks if one.text], width + len(cells) + 2
+            space = self.width - indent
+            beside = space >= REMARKS or (len(remarks) == 1 and len(remarks[0].text) <= space)
+            if not beside:
+                indent, space = 4, self.prose - 4
+            wrapped = [Styled(text, one.style) for one in remarks for text in self.wrap(one.text, space)]
+            self.line(Styled(name.ljust(width), row.style), cells, "  ", *wrapped[: int(beside)])
+            for remark in wrapped[int(beside) :]:
+                self.line(" " * indent, remark)
 
     def _aligned(
         self, columns: Sequence[Column], rows: Sequence[TableRow], gap: int = 2

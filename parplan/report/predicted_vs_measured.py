@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -15,141 +14,68 @@ from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 from parplan.report.sections.layer_groups import LIMIT, group_layers
 from parplan.report.sections.layer_table import heading, print_folded
+from parplan.runtime.measurement.measured_step import ComparedLine, StepPart
+from parplan.runtime.measurement.predicted import BothTimes
 
-__all__ = ["Compared", "Comparison", "render_comparison", "to_json"]
+__all__ = ["render_comparison", "to_json"]
 
 # Ratios of measured to predicted that are worth a colour.
 CLOSE, FAR = 1.15, 2.0
 
 
-class Directions(Protocol):
-    """Seconds forward and backward."""
-
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def backward_s(self) -> float: ...
-
-
-class Named(Protocol):
-    """What a line is about: "layer", "transfer", "step", ..."""
-
-    @property
-    def value(self) -> str: ...
-
-
-class Compared(Protocol):
-    """One line: predicted (None where nothing was) beside measured."""
-
-    @property
-    def part(self) -> Named: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def predicted(self) -> Directions | None: ...
-    @property
-    def measured(self) -> Directions: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def spread(self) -> float: ...
-    @property
-    def ratio(self) -> float | None: ...
-
-
-class Comparison(Protocol):
-    """A plan that has run."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def layers(self) -> Sequence[LayerReport]: ...
-    @property
-    def lines(self) -> Sequence[Compared]: ...
-
-
 def render_comparison(
-    found: Comparison, title: str, notes: Sequence[str], console: Console, all_layers: bool = False
+    lines: Sequence[ComparedLine],
+    layers: Sequence[LayerReport],
+    title: str,
+    notes: Sequence[str],
+    console: Console,
+    all_layers: bool = False,
 ) -> None:
-    """Print the comparison; `title` says what ran, `notes` follow at the end."""
+    """Print predicted beside measured; `layers` are the plan's, `title` says what ran, `notes` follow at the end."""
     page = Page(console)
     page.paragraph(title, style="bold")
-    layers = [line for line in found.lines if line.part.value == "layer"]
-    moved = [line for line in found.lines if line.part.value == "transfer"]
-    wholes = [line for line in found.lines if line.part.value not in ("layer", "transfer")]
-    _print_layers(page, found, layers, all_layers)
-    if moved:
-        _print_lines(page, "Transfers", [_Line(line.label, _TimeSums.of([line])) for line in moved])
-    _print_wholes(page, wholes)
+    by_name = {line.label: line for line in lines if line.part is StepPart.LAYER}
+    reports = [layer for layer in layers if layer.name in by_name]
+    rows: list[tuple[ComparedLine, tuple[str, str] | None]] = []
+    for group in group_layers(reports, None if all_layers else LIMIT):
+        for row in group.rows:
+            own = [by_name[layer.name] for layer in row.layers]
+            known = [line.predicted for line in own if line.predicted is not None]
+            total = replace(
+                own[0],
+                label=row.label,
+                predicted=sum(known, BothTimes()) if known else None,
+                measured=sum((line.measured for line in own), BothTimes()),
+                source=" + ".join(dict.fromkeys(layer.source.value for layer in row.layers)),
+            )
+            rows.append((total, heading(group) if row is group.rows[0] else None))
+    _print_lines(page, "Layers", rows)
+    print_folded(page, len(reports), len(rows))
+    if moved := [(line, None) for line in lines if line.part is StepPart.TRANSFER]:
+        _print_lines(page, "Transfers", moved)
+    _print_wholes(page, [line for line in lines if line.part not in (StepPart.LAYER, StepPart.TRANSFER)])
     for note in notes:
         page.blank()
         page.paragraph(note)
 
 
-def _print_layers(page: Page, found: Comparison, compared: Sequence[Compared], all_layers: bool) -> None:
-    by_name = {line.label: line for line in compared}
-    reports = [layer for layer in found.layers if layer.name in by_name]
-    groups = group_layers(reports, None if all_layers else LIMIT)
-    lines = [
-        _Line(
-            row.label,
-            _TimeSums.of([by_name[layer.name] for layer in row.layers]),
-            " + ".join(dict.fromkeys(layer.source.value for layer in row.layers)),
-            heading(group) if row is group.rows[0] else None,
-        )
-        for group in groups
-        for row in group.rows
-    ]
-    _print_lines(page, "Layers", lines)
-    print_folded(page, len(reports), len(lines))
-
-
-@dataclass(frozen=True)
-class _TimeSums:
-    """Seconds forward and backward; of several layers those of all together, None where nothing was predicted."""
-
-    predicted: tuple[float | None, float | None]
-    measured: tuple[float, float]
-
-    @staticmethod
-    def of(lines: Sequence[Compared]) -> _TimeSums:
-        """The sum of these lines."""
-        known = [line.predicted for line in lines if line.predicted is not None]
-        measured = [line.measured for line in lines]
-        return _TimeSums(
-            (sum(p.forward_s for p in known), sum(p.backward_s for p in known)) if known else (None, None),
-            (sum(m.forward_s for m in measured), sum(m.backward_s for m in measured)),
-        )
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted."""
-        total = sum(value for value in self.predicted if value is not None)
-        return sum(self.measured) / total if total > 0 else None
-
-
-@dataclass(frozen=True)
-class _Line:
-    label: str
-    sums: _TimeSums
-    source: str = ""
-    heading: tuple[str, str] | None = None
-
-
-def _print_lines(page: Page, title: str, lines: Sequence[_Line]) -> None:
-    """Predicted and measured figures of both directions, and their ratio in a colour."""
-    values = [value for line in lines for value in (*line.sums.predicted, *line.sums.measured)]
-    scale = units.time_column(value for value in values if value is not None)
-    mixed = len({line.source for line in lines}) > 1
+def _print_lines(page: Page, title: str, rows: Sequence[tuple[ComparedLine, tuple[str, str] | None]]) -> None:
+    """Predicted and measured figures of both directions, and their ratio in a colour; some below a heading."""
+    seconds: list[list[float | None]] = []
+    for line, _ in rows:
+        measured = line.measured
+        forward_s, backward_s = (p.forward_s, p.backward_s) if (p := line.predicted) is not None else (None, None)
+        seconds.append([forward_s, measured.forward_s, backward_s, measured.backward_s])
+    scale = units.time_column(value for values in seconds for value in values if value is not None)
+    mixed = len({line.source for line, _ in rows}) > 1
     columns = [Column(name) for name in ("forward", "measured", "backward", "measured", "ratio")]
-    rows = []
-    for line in lines:
-        pairs = zip(line.sums.predicted, line.sums.measured, strict=True)
-        figures = [_figure(scale, value) for pair in pairs for value in pair]
-        cells: list[str | Styled] = [*figures, _ratio(line.sums.ratio), *[line.source] * mixed]
-        rows.append(TableRow(line.label, cells, heading=line.heading))
+    table = []
+    for (line, above), values in zip(rows, seconds, strict=True):
+        figures = [_figure(scale, value) for value in values]
+        cells: list[str | Styled] = [*figures, _ratio(line.ratio), *[line.source] * mixed]
+        table.append(TableRow(line.label, cells, heading=above))
     page.section(title, f"times in {scale.unit}: predicted and measured, medians; - is none")
-    page.table([*columns, *[Column("source", words=True)] * mixed], rows)
+    page.table([*columns, *[Column("source", words=True)] * mixed], table)
 
 
 def _figure(scale: units.Scale, value: float | None) -> str:
@@ -157,7 +83,7 @@ def _figure(scale: units.Scale, value: float | None) -> str:
 
 
 def _ratio(ratio: float | None) -> Styled:
-    """Measured over predicted, in a colour: far from 1 is worth a look."""
+    """Measured over predicted, in a colour: the farther from 1, the more striking."""
     if ratio is None:
         return Styled("-")
     distance = max(ratio, 1 / ratio) if ratio > 0 else 0.0
@@ -165,7 +91,7 @@ def _ratio(ratio: float | None) -> Styled:
     return Styled(f"{ratio:.2f}", style if ratio > 0 else "")
 
 
-def _print_wholes(page: Page, lines: Sequence[Compared]) -> None:
+def _print_wholes(page: Page, lines: Sequence[ComparedLine]) -> None:
     """Print lines without directions, and the step, which is the sum of all."""
     measured = [line.measured.forward_s for line in lines]
     predicted = [line.predicted.forward_s if line.predicted is not None else None for line in lines]
@@ -175,14 +101,14 @@ def _print_wholes(page: Page, lines: Sequence[Compared]) -> None:
         TableRow(
             line.label,
             [_figure(scale, before), _figure(scale, after), _ratio(line.ratio)],
-            style="bold" if line.part.value == "step" else "",
+            style="bold" if line.part is StepPart.STEP else "",
         )
         for line, before, after in zip(lines, predicted, measured, strict=True)
     ]
     page.table([Column("predicted"), Column("measured"), Column("ratio")], rows)
 
 
-def to_json(found: Comparison, title: str, notes: Sequence[str]) -> str:
+def to_json(plan: Plan, compared: Sequence[ComparedLine], title: str, notes: Sequence[str]) -> str:
     """The comparison as JSON; times in seconds, null where nothing was predicted."""
     lines = [
         {
@@ -196,7 +122,7 @@ def to_json(found: Comparison, title: str, notes: Sequence[str]) -> str:
             "ratio": line.ratio,
             "source": line.source,
         }
-        for line in found.lines
+        for line in compared
     ]
-    facts = {"title": title, "plan": json.loads(found.plan.to_json()), "lines": lines, "notes": list(notes)}
+    facts = {"title": title, "plan": json.loads(plan.to_json()), "lines": lines, "notes": list(notes)}
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"

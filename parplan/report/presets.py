@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, LinkRow, Number
+from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, Number
 from parplan.cost_models.devices.presets import USABLE_MEMORY
 from parplan.report.page import Column, Page, TableRow
 
@@ -38,7 +38,13 @@ def render_presets(console: Console) -> None:
     )
     page.section("Links", "GB/s that one pair gets in one direction, latency per message in µs")
     words = [Column(heading, words=True) for heading in ("shared", "overlap", "")]
-    page.table([Column("GB/s"), Column("latency"), *words], [*map(_link_row, ALL_LINKS)], indent=0)
+    links = []
+    for link in ALL_LINKS:
+        shared = f"{_figure(link.numbers(), 'contention')} out of {link.island}" if link.island else ""
+        overlap = _figure(link.numbers(), "overlap") if link.overlap < 1 else ""
+        figures = [_figure(link.numbers(), name) for name in ("bandwidth", "latency")]
+        links.append(TableRow(link.name, [*figures, shared, overlap, "network" if link.network else ""]))
+    page.table([Column("GB/s"), Column("latency"), *words], links, indent=0)
     page.blank()
     page.paragraph(
         "Shared: what is left of the bandwidth when all devices talk at once out of their islands of so many devices. "
@@ -87,11 +93,3 @@ def _figure(numbers: Iterable[Number], name: str) -> str:
     """A number as the table shows it: `19.5`, `~112` where it is estimated, `-` where there is none."""
     number = next((number for number in numbers if number.name == name), None)
     return "-" if number is None else f"{'~' if number.origin.estimated else ''}{number.value:g}"
-
-
-def _link_row(row: LinkRow) -> TableRow:
-    numbers = list(row.numbers())
-    contention = f"{_figure(numbers, 'contention')} out of {row.island}" if row.island else ""
-    overlap = _figure(numbers, "overlap") if row.overlap < 1 else ""
-    figures = [_figure(numbers, name) for name in ("bandwidth", "latency")]
-    return TableRow(row.name, [*figures, contention, overlap, "network" if row.network else ""])

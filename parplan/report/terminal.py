@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from parplan.cluster import Cluster
 from parplan.planner.decision import Decision
 from parplan.report import units
 from parplan.report.page import Page
@@ -34,7 +33,12 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     plan, cluster = decision.plan, decision.cluster
     facts = f": {decision.parameters:,} parameters, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
     page.paragraph(facts, first=plan.model, first_style="bold")
-    page.paragraph(f"{cluster.describe()}; {_memory(cluster)}; {plan.rules} rules")
+    memory = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
+    if len(memory) > 1:
+        memory = [f"{size} on a {group.device.kind}" for size, group in zip(memory, cluster.groups, strict=True)]
+    elif cluster.count > 1:
+        memory = [f"{memory[0]} each"]
+    page.paragraph(f"{cluster.describe()}; {', '.join(memory)}; {plan.rules} rules")
     # Layers in front of the passes run once: their update periods mean nothing.
     once = () if decision.passes is None else decision.passes.in_front
     layers = [
@@ -54,11 +58,3 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     print_baselines(page, decision)
     print_proof(page, decision)
     print_seconds(page, decision.seconds)
-
-
-def _memory(cluster: Cluster) -> str:
-    """Memory of each device; by kind, where there are several."""
-    sizes = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
-    if len(sizes) == 1:
-        return f"{sizes[0]}{' each' if cluster.count > 1 else ''}"
-    return ", ".join(f"{size} on a {group.device.kind}" for size, group in zip(sizes, cluster.groups, strict=True))

@@ -43,12 +43,12 @@ class Scale:
         return f"{'0' if figure == '-' else figure} {self.unit}"
 
 
-def _largest(values: Iterable[float]) -> float:
-    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-
-
-def _scale(largest: float, units: Sequence[tuple[str, float, float]], decimals: Sequence[int]) -> Scale:
-    """The first of `units` (name, size, from where on) that `largest` reaches; `decimals` below 10, 100, above."""
+def _scale(
+    values: float | Iterable[float], units: Sequence[tuple[str, float, float]], decimals: Sequence[int]
+) -> Scale:
+    """The first of `units` (name, size, from where on) that the largest reaches; `decimals` below 10, 100, above."""
+    listed = (values,) if isinstance(values, int | float) else values
+    largest = max((abs(value) for value in listed if math.isfinite(value)), default=0.0)
     name, size, _ = next((unit for unit in units if largest >= unit[2]), units[-1])
     shown = largest / size
     return Scale(name, size, decimals[0] if shown < 10 else decimals[1] if shown < 100 else decimals[2])
@@ -62,18 +62,17 @@ _SIZES_COLUMN = (("GiB", GIB, 10 * GIB), *_SIZES[1:])
 
 def time_column(values: Iterable[float]) -> Scale:
     """Scale for a column of times in seconds: small ones keep digits beside large ones."""
-    return _scale(_largest(values), _TIMES_COLUMN, (3, 2, 2))
+    return _scale(values, _TIMES_COLUMN, (3, 2, 2))
 
 
 def size_column(values: Iterable[float]) -> Scale:
     """Scale for a column of sizes in bytes: small ones keep digits beside large ones."""
-    return _scale(_largest(values), _SIZES_COLUMN, (2, 1, 1))
+    return _scale(values, _SIZES_COLUMN, (2, 1, 1))
 
 
 def time(values: float | Iterable[float]) -> Scale:
     """Scale for one time in seconds, or for several that are compared: three digits of the largest."""
-    listed = (values,) if isinstance(values, int | float) else values
-    return _scale(_largest(listed), _TIMES, (2, 1, 0))
+    return _scale(values, _TIMES, (2, 1, 0))
 
 
 def step(step_s: float) -> Scale:
@@ -83,8 +82,7 @@ def step(step_s: float) -> Scale:
 
 def size(values: float | Iterable[float]) -> Scale:
     """Scale for one size in bytes, or for several that are compared: three digits of the largest."""
-    listed = (values,) if isinstance(values, int | float) else values
-    return _scale(_largest(listed), _SIZES, (2, 1, 0))
+    return _scale(values, _SIZES, (2, 1, 0))
 
 
 def percent(share: float) -> str:

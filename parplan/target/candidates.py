@@ -64,11 +64,22 @@ def choose(source: ModuleType, target: str, name: str = "") -> Candidate:
         TargetError: nothing there, nothing of that name, or several.
     """
     if name:
-        return _named(source, target, name)
-    for usual in CONVENTION:
-        value = vars(source).get(usual)
+        if not hasattr(source, name):
+            head = target.removesuffix(f":{name}")
+            usual = [usual for usual in CONVENTION if hasattr(source, usual)]
+            names = [*(each.name for each in _search(source, head)), *usual]
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(names)}" if names else ""
+            raise TargetError(f"{head} has no {name}{hint}")
+        value = getattr(source, name)
+        if not _leads_to_a_model(value) and not callable(value):
+            raise TargetError(f"{target} is {_a(type(value).__name__)}; a torch.nn.Module, a class of one, or a "
+                              "function that returns one is needed")  # fmt: skip
+        return Candidate(name, value, target)
+    for name in CONVENTION:
+        value = vars(source).get(name)
         if _leads_to_a_model(value):
-            return Candidate(usual, value, f"{target}:{usual}")
+            return Candidate(name, value, f"{target}:{name}")
     found = _search(source, target)
     ready = [each for each in found if isinstance(each.value, nn.Module) or not each.required]
     if len(ready) == 1:
@@ -114,22 +125,6 @@ def _leads_to_a_model(value: Any) -> bool:
     if inspect.isclass(value):
         return issubclass(value, nn.Module)
     return isinstance(value, nn.Module) or inspect.isroutine(value)
-
-
-def _named(source: ModuleType, target: str, name: str) -> Candidate:
-    if not hasattr(source, name):
-        head = target.removesuffix(f":{name}")
-        names = [each.name for each in _search(source, head)] + [
-            usual for usual in CONVENTION if hasattr(source, usual)
-        ]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(names)}" if names else ""
-        raise TargetError(f"{head} has no {name}{hint}")
-    value = getattr(source, name)
-    if not _leads_to_a_model(value) and not callable(value):
-        raise TargetError(f"{target} is {_a(type(value).__name__)}; a torch.nn.Module, a class of one, or a function "
-                          "that returns one is needed")  # fmt: skip
-    return Candidate(name, value, target)
 
 
 def _search(source: ModuleType, target: str) -> list[Candidate]:

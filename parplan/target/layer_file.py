@@ -12,12 +12,7 @@ from parplan.convnet2 import LayerFile, read
 from parplan.errors import TargetError
 from parplan.target.inputs import from_options
 
-__all__ = ["is_layer_file", "layer_file", "layer_file_inputs"]
-
-
-def is_layer_file(target: str) -> bool:
-    """Whether a target is to be read as a layer file."""
-    return target.endswith(".cfg")
+__all__ = ["layer_file", "layer_file_inputs"]
 
 
 def layer_file(target: str, inputs: Sequence[str], layer_params: str | None) -> LayerFile:

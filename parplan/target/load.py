@@ -22,8 +22,8 @@ from torch import nn
 from parplan.errors import TargetError
 from parplan.pins import Pin
 from parplan.target.candidates import build, choose
-from parplan.target.inputs import Inputs, from_example, from_options, with_batch
-from parplan.target.layer_file import is_layer_file, layer_file, layer_file_inputs
+from parplan.target.inputs import from_example, from_options, with_batch
+from parplan.target.layer_file import layer_file, layer_file_inputs
 from parplan.target.trouble import trouble
 
 __all__ = ["Target", "load"]
@@ -87,7 +87,7 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, laye
     Raises:
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
-    if is_layer_file(target):
+    if target.endswith(".cfg"):
         file = layer_file(target, inputs, layer_params)
         args = layer_file_inputs(file, inputs, batch)
         return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
@@ -99,7 +99,17 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, laye
         source = _guarded(lambda: _imported(place), place, f"{place.text}: importing it failed")
         chosen = choose(source, place.text, place.name)
         found = build(chosen, lambda run: _guarded(run, place, f"{place.text}: {chosen.words} failed"))
-        examples = given or found.inputs or _examples(place, source)
+        examples = given or found.inputs
+        if examples is None:
+            example = getattr(source, "example_inputs", None)
+            if example is None:
+                raise TargetError(
+                    f"{place.text} has no example_inputs; add them (a tensor, a tuple of tensors, a dict, or a "
+                    "function that returns one), or say the shapes: --input 64x3x224x224"
+                )
+            if callable(example):
+                example = _guarded(example, place, f"{place.text}: example_inputs() failed")
+            examples = from_example(example, f"{place.text}: example_inputs")
     examples = with_batch(examples, batch) if batch is not None else examples
     kind = type(found.module)
     # Containers of torch.nn say nothing: their name is the file's.
@@ -111,8 +121,19 @@ def _place(target: str) -> _Place:
     if target.endswith(".py") or Path(target).is_file():
         return _file(target, target, "")
     head, colon, name = target.rpartition(":")
+    path = Path(target)
+    if not colon and not target.strip():
+        raise TargetError("the target is empty; name a model.py, model.py:name or package.module:name")
+    if not colon and Path(f"{target}.py").is_file():
+        raise TargetError(f"{target} is not a file; did you mean {target}.py?")
+    if not colon and path.is_dir():
+        files = sorted(entry.name for entry in path.glob("*.py"))
+        inside = f"; it holds {', '.join(files[:8])}" if files else ""
+        raise TargetError(f"{target} is a folder; name a file in it{inside}")
+    if not colon and "." in target and all(part.isidentifier() for part in target.split(".")):
+        return _Place(target, None, target, "")
     if not colon:
-        return _without_name(target)
+        raise TargetError(f"{target}: no such file; a target is model.py, model.py:name or package.module:name")
     if not head or not name:
         raise TargetError(f"{target}: a name is missing; write model.py:name or package.module:name")
     if head.endswith(".py") or Path(head).is_file():
@@ -120,21 +141,6 @@ def _place(target: str) -> _Place:
     if not all(part.isidentifier() for part in head.split(".")):
         raise TargetError(f"{target}: {head} is neither a .py file nor a module; write model.py:name")
     return _Place(target, None, head, name)
-
-
-def _without_name(target: str) -> _Place:
-    if not target.strip():
-        raise TargetError("the target is empty; name a model.py, model.py:name or package.module:name")
-    path = Path(target)
-    if Path(f"{target}.py").is_file():
-        raise TargetError(f"{target} is not a file; did you mean {target}.py?")
-    if path.is_dir():
-        files = sorted(entry.name for entry in path.glob("*.py"))
-        inside = f"; it holds {', '.join(files[:8])}" if files else ""
-        raise TargetError(f"{target} is a folder; name a file in it{inside}")
-    if "." in target and all(part.isidentifier() for part in target.split(".")):
-        return _Place(target, None, target, "")
-    raise TargetError(f"{target}: no such file; a target is model.py, model.py:name or package.module:name")
 
 
 def _file(target: str, path: str, name: str) -> _Place:
@@ -191,13 +197,3 @@ def _guarded(run: Callable[[], T], place: _Place, what: str) -> T:
         raise
     except (Exception, SystemExit) as error:
         raise TargetError(f"{what}: {trouble(error, place.folder)}") from error
-
-
-def _examples(place: _Place, source: ModuleType) -> Inputs:
-    example = getattr(source, "example_inputs", None)
-    if example is None:
-        raise TargetError(f"{place.text} has no example_inputs; add them (a tensor, a tuple of tensors, a dict, or a "
-                          "function that returns one), or say the shapes: --input 64x3x224x224")  # fmt: skip
-    if callable(example):
-        example = _guarded(example, place, f"{place.text}: example_inputs() failed")
-    return from_example(example, f"{place.text}: example_inputs")

@@ -12,11 +12,11 @@ import torch
 from benchmarks import published
 from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
 from benchmarks.published import ALONE, EACH, SLOW, TABLE, Row, calibrated, machine, predicted, speedup
+from benchmarks.scaled_costs import ScaledCosts
 from examples.alexnet import build
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.capture.capture import capture
 from parplan.plan import Scheme
 from parplan.planner.decide import predict

@@ -47,7 +47,7 @@ def test_the_comparison_alone_is_on_stdout(model: str, capsys: pytest.CaptureFix
 
 
 def test_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run-report", model, "--steps", "1", "--json", "-", "--optimizer", "sgd", "--batch", "4"]) == 0
+    assert main(["run-report", model, "--steps", "1", "--json", "-", "--optimizer", "rmsprop", "--batch", "4"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert "1 training steps of 4 samples" in read["title"]
     *lines, step = read["lines"]

@@ -28,7 +28,8 @@ from parplan.cost_models.measured import (
 )
 from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import LinkEntry, PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile.records import LinkEntry, PartEntry, SessionProfile
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.capture.capture import capture

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scaled_costs import ScaledCosts
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
@@ -15,7 +16,6 @@ from parplan.cost_models.layer_profile.costs import ProfileCosts
 from parplan.cost_models.layer_profile.graph import profile_graph
 from parplan.cost_models.layer_profile.text import load_layer_profile
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy

@@ -24,11 +24,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.scaled_costs import ScaledCosts
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.devices.cluster_file import load_cluster
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parplan.cost_models.measurement.in_context_timing import SingleProcess
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.profiler import communication
 from parplan.profiler.communication import LEAST_RUNS, between_compute, measure_links
@@ -53,17 +53,17 @@ class FakeClock:
 def test_what_is_added_between_compute(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     clock = FakeClock(0.0)
     monkeypatch.setattr(communication, "perf_counter", clock)
-    assert between_compute(clock.takes(0.25), clock, SingleProcess(), times) == pytest.approx(0.25)  # type: ignore[arg-type]
+    assert between_compute(clock.takes(0.25), clock, ProcessGroup(), times) == pytest.approx(0.25)  # type: ignore[arg-type]
 
 
 def test_what_noise_hides_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute that came out slower by itself than with the message in it."""
     clock = FakeClock(0.3, -0.3)
     monkeypatch.setattr(communication, "perf_counter", clock)
-    assert between_compute(clock.takes(0.01), clock, SingleProcess(), 1) == 0  # type: ignore[arg-type]
+    assert between_compute(clock.takes(0.01), clock, ProcessGroup(), 1) == 0  # type: ignore[arg-type]
 
 
-class OneOfTwo(SingleProcess):
+class OneOfTwo(ProcessGroup):
     """A group of two, of which the other says the same."""
 
     count, member = 2, True

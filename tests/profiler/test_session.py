@@ -108,18 +108,18 @@ def test_requests_are_all_that_the_planner_prices() -> None:
 
 
 def test_one_device(file: Path) -> None:
-    first = profile(Perceptron(), settings(file))
+    first = profile(Perceptron().load, settings(file))
     assert first.outcome == Outcome(len(distinct(1)), 0, 0)
     assert first.conditions == (current_conditions(CPU, 1).describe(),)
     with ProfileStore(file) as store:
         kept = parts_kept(store, 1)
     assert kept.keys() == distinct(1)
-    assert profile(Perceptron(), settings(file)).outcome == Outcome(0, len(distinct(1)), 0)
-    assert profile(Perceptron(), settings(file, time_cap_s=60.0)).outcome.known == len(kept)
+    assert profile(Perceptron().load, settings(file)).outcome == Outcome(0, len(distinct(1)), 0)
+    assert profile(Perceptron().load, settings(file, time_cap_s=60.0)).outcome.known == len(kept)
 
 
 def test_two_devices(file: Path) -> None:
-    first = profile(Perceptron(), settings(file, 2))
+    first = profile(Perceptron().load, settings(file, 2))
     assert first.outcome == Outcome(len(distinct(2)), 0, 0)
     assert first.conditions == (current_conditions(CPU, 1).describe(), current_conditions(CPU, 2).describe())
     with ProfileStore(file) as store:
@@ -135,13 +135,13 @@ def test_updates_and_the_runtime_are_measured_too(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(runtime_costs, "CALIBRATION", {"small": lambda: (nn.Linear(8, 8), torch.ones(4, 8))})
     monkeypatch.setattr(runtime_costs, "_STEPS_S", 0.0)
     file = tmp_path / "new.sqlite"
-    profile(Perceptron(), settings(file, optimizers=("sgd", "adam")))
+    profile(Perceptron().load, settings(file, optimizers=("sgd", "adam")))
     with ProfileStore(file) as store:
         families = [entry.family for entry in store.under(current_conditions(CPU, 1)).all()]
         before = store.groups()
     assert [families.count(f"update {name} float32") for name in ("sgd", "adam")] == [3, 3]
     assert (families.count(OVERHEAD), families.count(CORRECTION)) == (2, 1)
-    profile(Perceptron(), settings(file, optimizers=("sgd", "adam")))
+    profile(Perceptron().load, settings(file, optimizers=("sgd", "adam")))
     with ProfileStore(file) as store:
         assert store.groups() == before
 
@@ -173,33 +173,33 @@ def test_progress_and_an_interrupt(file: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(measuring, "MOST_PARTS", 2)
     everything = len(distinct(1))
     with pytest.raises(KeyboardInterrupt):
-        profile(Perceptron(), settings(file), Watcher(interrupt_after=1))
+        profile(Perceptron().load, settings(file), Watcher(interrupt_after=1))
     with ProfileStore(file) as store:
         assert len(parts_kept(store, 1)) == 2
     watcher = Watcher()
-    assert profile(Perceptron(), settings(file), watcher).outcome == Outcome(everything - 2, 2, 0)
+    assert profile(Perceptron().load, settings(file), watcher).outcome == Outcome(everything - 2, 2, 0)
     assert watcher.phases[0] == "parts, 1 at work"
     assert watcher.advances[-1] == (everything - 2, everything - 2)
 
 
 def test_out_of_time(file: Path) -> None:
-    assert profile(Perceptron(), settings(file, time_cap_s=0.0)).outcome == Outcome(0, 0, len(distinct(1)))
+    assert profile(Perceptron().load, settings(file, time_cap_s=0.0)).outcome == Outcome(0, 0, len(distinct(1)))
 
 
 @pytest.mark.full
 def test_what_a_process_refuses_is_the_refusal(file: Path) -> None:
     with pytest.raises(ParplanError, match=r"^net\.py: no such file$"):
-        profile(Perceptron(known=False), settings(file, 2))
+        profile(Perceptron(known=False).load, settings(file, 2))
 
 
 @pytest.mark.full
 def test_a_process_that_is_killed_is_a_refusal(file: Path) -> None:
     with pytest.raises(ParplanError, match=r"ended from outside .*SIGKILL.* smaller --batch"):
-        profile(Killed(), settings(file, 2))
+        profile(Killed().load, settings(file, 2))
 
 
 def test_the_parts_of_a_profile_price_the_model_without_a_guess(file: Path) -> None:
-    profile(Perceptron(), settings(file))
+    profile(Perceptron().load, settings(file))
     kept, own = SessionProfile(), graph()
     with ProfileStore(file) as store:
         for entry in store.under(current_conditions(CPU, 1)).all():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass
-from enum import Enum
 
 import pytest
 from rich.console import Console
@@ -13,59 +12,34 @@ from rich.console import Console
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import LayerReport
 from parplan.report.predicted_vs_measured import render_comparison, to_json
+from parplan.runtime.measurement.measured_step import ComparedLine, StepPart
+from parplan.runtime.measurement.predicted import BothTimes
 from tests.report.decisions import DATA, SHARDED, facts, plan_of
-
-
-class Part(Enum):
-    LAYER = "layer"
-    TRANSFER = "transfer"
-    RUNTIME = "runtime"
-    STEP = "step"
-
-
-@dataclass(frozen=True)
-class Times:
-    forward_s: float
-    backward_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Line:
-    part: Part
-    label: str
-    predicted: Times | None
-    measured: Times
-    source: str = ""
-    spread: float = 0.01
-    comparable: bool = True
-
-    @property
-    def ratio(self) -> float | None:
-        if self.predicted is None or not self.comparable:
-            return None
-        return (self.measured.forward_s + self.measured.backward_s) / (
-            self.predicted.forward_s + self.predicted.backward_s
-        )
 
 
 @dataclass(frozen=True)
 class Found:
     plan: Plan
     layers: tuple[LayerReport, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedLine, ...]
 
 
 def found(names: list[str], strategy: Strategy = DATA) -> Found:
     """Layers that took half as long again as was predicted."""
     layers = tuple(facts(name, "linear", strategy, 2.0, "") for name in names)
     lines = [
-        Line(Part.LAYER, f.name, Times(f.forward_s, f.backward_s), Times(1.5 * f.forward_s, 1.5 * f.backward_s))
+        ComparedLine(
+            StepPart.LAYER,
+            f.name,
+            BothTimes(f.forward_s, f.backward_s),
+            BothTimes(1.5 * f.forward_s, 1.5 * f.backward_s),
+        )
         for f in layers
     ]
-    moved = Line(Part.TRANSFER, f"{names[0]} -> {names[-1]}", Times(1e-4, 1e-4), Times(2e-4, 2e-4))
-    arrived = Line(Part.TRANSFER, f"(inputs) -> {names[0]}", None, Times(3e-4))
-    rest = Line(Part.RUNTIME, "runtime", None, Times(1e-3))
-    step = Line(Part.STEP, "step", Times(0.2), Times(0.3), comparable=False)
+    moved = ComparedLine(StepPart.TRANSFER, f"{names[0]} -> {names[-1]}", BothTimes(1e-4, 1e-4), BothTimes(2e-4, 2e-4))
+    arrived = ComparedLine(StepPart.TRANSFER, f"(inputs) -> {names[0]}", None, BothTimes(3e-4))
+    rest = ComparedLine(StepPart.RUNTIME, "runtime", None, BothTimes(1e-3))
+    step = ComparedLine(StepPart.STEP, "step", BothTimes(0.2), BothTimes(0.3), comparable=False)
     return Found(plan_of("Net", 8, layers), layers, (*lines, arrived, moved, rest, step))
 
 
@@ -75,7 +49,7 @@ LONG = [f"blocks.{block}.{name}" for block in range(24) for name in ("attention"
 def printed(of: Found, width: int, terminal: bool = False, all_layers: bool = False) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=terminal)
-    render_comparison(of, "Net: 20 steps", ["A note."], console, all_layers)
+    render_comparison(of.lines, of.layers, "Net: 20 steps", ["A note."], console, all_layers)
     return stream.getvalue()
 
 
@@ -111,7 +85,7 @@ def test_long_models_are_folded_and_their_figures_summed() -> None:
 
 def test_json_has_every_line() -> None:
     of = found(["a", "b"])
-    read = json.loads(to_json(of, "Net", ["A note."]))
+    read = json.loads(to_json(of.plan, of.lines, "Net", ["A note."]))
     assert read["title"] == "Net"
     assert [line["label"] for line in read["lines"]] == [line.label for line in of.lines]
     assert read["lines"][2]["predicted_forward_s"] is None

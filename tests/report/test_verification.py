@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 
-from parplan.plan import Plan
 from parplan.report.verification import render_verification
+from parplan.verification import Verification
+from parplan.verification import VerificationRow as Row
 from tests.report.decisions import alexnet
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a verification says of one group of tensors."""
-
-    group: str
-    count: int
-    max_relative_difference: float
-    worst: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """A verification."""
-
-    plan: Plan
-    rows: tuple[Row, ...]
-    batch: int = 8
-    tolerance: float = 1e-9
-    notes: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether every difference is small."""
-        return all(row.max_relative_difference <= self.tolerance for row in self.rows)
 
 
 def printed(*rows: Row) -> str:
     """The table of these rows."""
     stream = io.StringIO()
-    render_verification(Found(alexnet().plan, rows), Console(file=stream, width=80))
+    render_verification(Verification(alexnet().plan, 8, rows), Console(file=stream, width=80))
     return stream.getvalue()
 
 
 def test_notes_come_before_the_table() -> None:
     stream = io.StringIO()
-    render_verification(Found(alexnet().plan, (), notes=("Made for 4 samples.",)), Console(file=stream, width=80))
+    render_verification(
+        Verification(alexnet().plan, 8, (), notes=("Made for 4 samples.",)), Console(file=stream, width=80)
+    )
     assert "in float64\nMade for 4 samples.\n\n" in stream.getvalue()
 
 

@@ -19,6 +19,7 @@ no device has are taken for mistakes of unit. docs/clusters.md explains the file
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +33,7 @@ __all__ = ["DEVICE_KEYS", "LINK_KEYS", "load_cluster", "read_cluster"]
 T = TypeVar("T")
 
 
-def _words(name: str) -> Field:
-    return text(name, r".*\S.*", "a text in quotes that is not empty")
+_words = partial(text, pattern=r".*\S.*", expected="a text in quotes that is not empty")
 
 
 def _tables(name: str) -> Field:

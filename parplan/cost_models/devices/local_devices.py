@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from statistics import median
 from time import perf_counter
 
@@ -128,8 +129,14 @@ def calibrate_cpu() -> Device:
         rates = {"fp32": _product_rate(torch.float32), "fp64": _product_rate(torch.float64)}
         source = torch.rand(16 << 20)
         target = torch.empty_like(source)
-        copy_s = _median_s(lambda: target.copy_(source), 5)
-        launch_s = _median_s(_small_ops, 20) / (2 * _SMALL_OPS)
+        copy_s, leaf, ops = _median_s(lambda: target.copy_(source), 5), torch.ones(16, requires_grad=True), 50
+
+        def small_ops() -> None:
+            """A chain of ops too small to matter, forward and backward."""
+            end = reduce(lambda value, _: value * 1.0, range(ops), leaf)
+            torch.autograd.grad(end, leaf, torch.ones(16))
+
+        launch_s = _median_s(small_ops, 20) / (2 * ops)
     return replace(
         preset,
         flops_per_s={**rates, "bf16": rates["fp32"], "fp16": rates["fp32"]},
@@ -143,18 +150,6 @@ def calibrate_cpu() -> Device:
 def _product_rate(dtype: torch.dtype, side: int = 768) -> float:
     a = torch.rand(side, side, dtype=dtype)
     return 2 * side**3 / _median_s(lambda: a @ a, 7)
-
-
-_SMALL_OPS = 50
-
-
-def _small_ops() -> None:
-    """A chain of ops too small to matter, forward and backward."""
-    leaf = torch.ones(16, requires_grad=True)
-    end = leaf
-    for _ in range(_SMALL_OPS):
-        end = end * 1.0
-    torch.autograd.grad(end, leaf, torch.ones(16))
 
 
 def _median_s(run: Callable[[], object], times: int) -> float:

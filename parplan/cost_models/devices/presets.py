@@ -125,18 +125,17 @@ def _device(row: GpuRow) -> Device:
 
 
 def _gpu(name: str) -> GpuRow:
-    kind = ALIASES.get(name.lower(), name.lower())
-    for row in (*GPUS, CPU):
-        if row.kind == kind:
-            return row
-    raise _unknown("device", name, (*device_names(), *ALIASES), device_names())
+    kind, rows = ALIASES.get(name.lower(), name.lower()), {row.kind: row for row in (*GPUS, CPU)}
+    if kind not in rows:
+        raise _unknown("device", name, (*rows, *ALIASES), rows)
+    return rows[kind]
 
 
 def _link_row(name: str) -> LinkRow:
-    for row in (*LINKS, CPU_LINK):
-        if row.name == name.lower():
-            return row
-    raise _unknown("link", name, link_names(), link_names())
+    rows = {row.name: row for row in (*LINKS, CPU_LINK)}
+    if name.lower() not in rows:
+        raise _unknown("link", name, rows, rows)
+    return rows[name.lower()]
 
 
 def _unknown(what: str, name: str, candidates: Iterable[str], listed: Iterable[str]) -> ClusterError:

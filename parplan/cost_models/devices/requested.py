@@ -92,32 +92,29 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
     """
     if request.memory_bytes is not None and request.memory_bytes < 1:
         raise ClusterError(f"{request.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
-    found = _from_presets(request) if request.cluster is None else _given(request, request.cluster)
+    if request.cluster is None:
+        found = _from_presets(request)
+    else:
+        from parplan.cost_models.devices.cluster_file import load_cluster
+
+        said = {"--gpus": request.gpus, "--gpu": request.gpu, "--link": request.link}
+        if twice := [option for option, value in said.items() if value is not None]:
+            raise ClusterError(
+                f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
+                "or change the file"
+            )
+        if request.measure:
+            raise ClusterError(
+                "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
+            )
+        cluster = request.cluster if isinstance(request.cluster, Cluster) else load_cluster(request.cluster)
+        if cluster.count > MOST_DEVICES:
+            raise ClusterError(f"--cluster has {cluster.count} devices; parplan plans for up to {MOST_DEVICES}")
+        note = "The memory of every device is as --memory says, not as the cluster says."
+        found = FoundCluster(cluster, () if request.memory_bytes is None else (note,))
     if request.memory_bytes is None:
         return found
     return replace(found, cluster=found.cluster.with_memory(request.memory_bytes))
-
-
-def _given(request: ClusterRequest, cluster: Cluster | str | Path) -> FoundCluster:
-    from parplan.cost_models.devices.cluster_file import load_cluster
-
-    said = {"--gpus": request.gpus, "--gpu": request.gpu, "--link": request.link}
-    twice = [option for option, value in said.items() if value is not None]
-    if twice:
-        raise ClusterError(
-            f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
-            "or change the file"
-        )
-    if request.measure:
-        raise ClusterError(
-            "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
-        )
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    if found.count > MOST_DEVICES:
-        raise ClusterError(f"--cluster has {found.count} devices; parplan plans for up to {MOST_DEVICES}")
-    if request.memory_bytes is None:
-        return FoundCluster(found)
-    return FoundCluster(found, ("The memory of every device is as --memory says, not as the cluster says.",))
 
 
 def _from_presets(request: ClusterRequest) -> FoundCluster:

@@ -20,15 +20,12 @@ from parplan.cost_models.costs import (
     Moments,
     Source,
     StepCost,
-    TransferCost,
-    TransferMatrix,
 )
 from parplan.cost_models.layer_profile.records import LayerProfile, Times
 from parplan.cost_models.optimizers import optimizer_memory
 from parplan.cost_models.roofline import BUCKET_BYTES, estimated_step
 from parplan.errors import ClusterError
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
-from parplan.layout import Layout
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 
 __all__ = ["ProfileCosts"]
@@ -57,6 +54,7 @@ class ProfileCosts:
                 f"{cluster.describe()}: a layer profile is of one kind of device ({profile.device}); name equal devices"
             )
         self.transfers = Transfers(cluster)
+        self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         self._step = estimated_step(cluster)
         self._graph, self._batch = graph, graph.batch or profile.batch
         self._measured_batch = profile.batch
@@ -69,7 +67,7 @@ class ProfileCosts:
 
     @property
     def step(self) -> StepCost:
-        """Nothing is known of the runtime; what the links' rates are worth and what they let overlap is."""
+        """Overlap and doubt of the links' rates; nothing is known of the runtime."""
         return self._step
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
@@ -85,7 +83,15 @@ class ProfileCosts:
     def memory(self, layer: Layer, strategy: Strategy) -> LayerMemory:
         """Bytes on each device of `layer`."""
         weights_bytes = self._parameter_bytes(layer, strategy)
-        state_bytes, saved_bytes = self._optimizer.states * weights_bytes, self._saved_bytes(layer, strategy)
+        known, state_bytes = self._layers[layer.name], self._optimizer.states * weights_bytes
+        axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
+        whole = [] if axis is None or not layer.parameters else [name for name in layer.inputs if name not in axis.dims]
+        saved_bytes = sum(self._held_bytes(layer, name, strategy) for name in whole)
+        if known.saved_bytes is None:
+            saved_bytes += self._held_bytes(layer, layer.name, strategy)
+        else:
+            share = 1.0 if layer.constant else self._samples(layer, strategy) / self._measured_batch
+            saved_bytes += ceil(known.saved_bytes * share / strategy.shards)
         moved_bytes = sum(self._held_bytes(layer, value, strategy) for value in (*layer.inputs, layer.name))
         index, moments = self._position[layer.name], self._moments
         back = moments.backward(index)
@@ -101,16 +107,6 @@ class ProfileCosts:
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> None:
         """None: a profile has no ops to simulate; layers are added up."""
-
-    def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
-        """Cost of changing `value` from one layout to another."""
-        return self.transfers.transfer(value, source, target)
-
-    def transfer_matrix(
-        self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> TransferMatrix:
-        """Times of `transfer` for all pairs of layouts at once."""
-        return self.transfers.transfer_matrix(value, sources, targets)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""
@@ -130,16 +126,6 @@ class ProfileCosts:
         rows = strategy.replicas if layout.batch_dim is not None else 1
         columns = strategy.shards if layout.shard_dim is not None else 1
         return -(-self._graph.values[value].nbytes // (rows * columns))
-
-    def _saved_bytes(self, layer: Layer, strategy: Strategy) -> int:
-        known = self._layers[layer.name]
-        axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
-        whole = [] if axis is None or not layer.parameters else [name for name in layer.inputs if name not in axis.dims]
-        gathered_bytes = sum(self._held_bytes(layer, name, strategy) for name in whole)
-        if known.saved_bytes is None:
-            return gathered_bytes + self._held_bytes(layer, layer.name, strategy)
-        share = 1.0 if layer.constant else self._samples(layer, strategy) / self._measured_batch
-        return gathered_bytes + ceil(known.saved_bytes * share / strategy.shards)
 
 
 def _at(times: Sequence[Times], samples: int) -> tuple[Times, Source]:

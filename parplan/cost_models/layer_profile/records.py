@@ -1,8 +1,8 @@
 """Layers measured elsewhere, as records and as text: enough to plan with, without the model's code.
 
-docs/profile-graph.md describes the text and how to make it of other tools' profiles. text.py reads and writes it,
-graph.py and costs.py plan with it, export.py makes it of a captured model. Times are in seconds on one device, sizes in
-bytes of all samples of the profile's batch.
+docs/profile-graph.md describes the text and how to make it of other tools' profiles. text.py reads it, graph.py
+and costs.py plan with it, examples/export_layer_profile.py makes it of a captured model. Times are in seconds on one
+device, sizes in bytes of all samples of the profile's batch.
 """
 
 from __future__ import annotations

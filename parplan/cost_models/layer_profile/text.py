@@ -1,12 +1,13 @@
-"""Reads and writes the text of a layer profile (docs/profile-graph.md): one statement a line, in any order.
+"""Reads the text of a layer profile (docs/profile-graph.md): one statement a line, in any order.
 
 Every refusal names the line, the layer or edge, the field, what was found and what would fix it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,13 @@ from parplan.fields import (
     text,
 )
 
-__all__ = ["format_layer_profile", "load_layer_profile", "parse_layer_profile"]
+__all__ = ["FORMAT", "VERSION", "load_layer_profile", "parse_layer_profile"]
 
-_FORMAT, _VERSION = "parplan-layer-profile", "1"
-_HEAD = f"a layer profile is text that begins with `{_FORMAT} {_VERSION}`"
+FORMAT, VERSION = "parplan-layer-profile", "1"
+_HEAD = f"a layer profile is text that begins with `{FORMAT} {VERSION}`"
 
 # Beyond these a number is a typing error or another unit: eleven days, a pebibyte, two thousand million.
 _MOST_SECONDS, _MOST_BYTES, _MOST_COUNT = 1e6, 2**50, 2**31
-
-
-# ---- fields ----------------------------------------------------------------------------------------------------------
 
 
 def _seconds(name: str) -> Field:
@@ -55,8 +53,8 @@ def _seconds(name: str) -> Field:
     return Field(name, seconds.expected, lambda word: seconds.read(float(word)))
 
 
-def _whole(name: str, least: int, most: int, meaning: str) -> Field:
-    whole = count(name, least, most, meaning)
+def _whole(name: str, least: int, limit: int, meaning: str) -> Field:
+    whole = count(name, least, limit, meaning)
 
     def read(word: str) -> int:
         value = float(word)
@@ -65,12 +63,8 @@ def _whole(name: str, least: int, most: int, meaning: str) -> Field:
     return Field(name, whole.expected, read)
 
 
-def _bytes(name: str) -> Field:
-    return _whole(name, 0, _MOST_BYTES, "a whole number of bytes")
-
-
-def _count(name: str) -> Field:
-    return _whole(name, 1, _MOST_COUNT, "a whole number")
+_bytes = partial(_whole, least=0, limit=_MOST_BYTES, meaning="a whole number of bytes")
+_count = partial(_whole, least=1, limit=_MOST_COUNT, meaning="a whole number")
 
 
 def _read_cuts(words: str) -> tuple[AxisCut, ...]:
@@ -161,9 +155,6 @@ _HEADER: dict[str, tuple[Field, str]] = {
 }
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Statement:
     """A `layer`, `times` or `edge` line; `where` is file:line."""
@@ -195,11 +186,11 @@ def parse_layer_profile(source: str, where: str = "profile") -> LayerProfile:
     if not lines:
         raise ProfileError(f"{where}: empty; {_HEAD}")
     first, (name, *version) = lines[0]
-    if name != _FORMAT:
+    if name != FORMAT:
         raise ProfileError(f"{first}: begins with {shown(name)}; {_HEAD}")
-    if version != [_VERSION]:
+    if version != [VERSION]:
         found = " ".join(version) or "none"
-        raise ProfileError(f"{first}: version {shown(found)}; this parplan reads version {_VERSION}")
+        raise ProfileError(f"{first}: version {shown(found)}; this parplan reads version {VERSION}")
     header: dict[str, Any] = {}
     entries: dict[str, dict[Any, _Statement]] = {keyword: {} for keyword in _FORMS}
     for line, words in lines[1:]:
@@ -321,72 +312,3 @@ def _profile(header: dict[str, Any], entries: dict[str, dict[Any, _Statement]], 
         ),
         precision=header.get("precision", ""),
     )
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def format_layer_profile(profile: LayerProfile) -> str:
-    """The profile as text, which `parse_layer_profile` reads back to an equal profile.
-
-    Raises:
-        ProfileError: a name that the text cannot hold; a layer without times at the profile's batch.
-    """
-    header = {"model": profile.model, "device": profile.device, "precision": profile.precision}
-    lines = [f"{_FORMAT} {_VERSION}", f"batch {profile.batch}", "per batch"]
-    for name, words in header.items():
-        if words or name != "precision":
-            lines.append(f"{name} {_writable(words, name, several=True)}")
-    lines.append("")
-    for layer in profile.layers:
-        lines += _layer_lines(layer, profile.batch)
-    lines += [""] * bool(profile.edges)
-    for edge in profile.edges:
-        size = "" if edge.activation_bytes is None else f" activation-bytes={edge.activation_bytes}"
-        lines.append(f"edge {edge.source} {edge.target}{size}")
-    return "\n".join(lines) + "\n"
-
-
-def _layer_lines(layer: ProfiledLayer, batch: int) -> Iterator[str]:
-    whole = next((times for times in layer.times if times.batch == batch), None)
-    if whole is None:
-        raise ProfileError(f"layer {layer.name} has no times at the profile's batch of {batch}; give it some")
-    fields = {
-        "activation-bytes": str(layer.activation_bytes),
-        "parameter-bytes": str(layer.parameter_bytes),
-        "saved-bytes": "" if layer.saved_bytes is None else str(layer.saved_bytes),
-        "update-s": repr(float(layer.update_s)) if layer.update_s else "",
-        "kind": "" if layer.kind == "other" else _writable(layer.kind, "kind"),
-        "samples": "" if layer.samples is Samples.SPLIT else layer.samples.value,
-        "cut": ",".join(_cut_text(cut) for cut in layer.cuts),
-    }
-    words = [f"layer {_writable(layer.name, 'layer')} {_seconds_text(whole)}"]
-    yield " ".join([*words, *(f"{key}={value}" for key, value in fields.items() if value)])
-    for times in layer.times:
-        if times is not whole:
-            yield f"times {layer.name} batch={times.batch} {_seconds_text(times)}"
-
-
-def _seconds_text(times: Times) -> str:
-    return f"forward-s={float(times.forward_s)!r} backward-s={float(times.backward_s)!r}"
-
-
-def _cut_text(cut: AxisCut) -> str:
-    if any(character in ":," for character in cut.axis):
-        raise ProfileError(f"axis {cut.axis!r} cannot be written: a name has neither ':' nor ','; rename it")
-    dims = {Effect.OUTPUT: f"{cut.gives}", Effect.INPUT: f"{cut.takes}", Effect.BOTH: f"{cut.takes}>{cut.gives}"}
-    at = "" if dims[cut.effect] in ("1", "1>1") else f"@{dims[cut.effect]}"
-    effect = "" if not at and cut.effect is AXIS_EFFECTS.get(cut.axis) else f":{cut.effect.value}{at}"
-    return f"{_writable(cut.axis, 'cut')}:{cut.units}{effect}"
-
-
-def _writable(name: str, noun: str, several: bool = False) -> str:
-    """`name`, if it is one word (or `several` with one blank between) that reading does not take for a comment."""
-    words = name.split()
-    comment = any(word.startswith("#") for word in words)
-    if not words or " ".join(words) != name or not name.isprintable() or comment or (len(words) > 1 and not several):
-        form = (
-            "words with one blank between, and none begins" if several else "it has to be one word that does not begin"
-        )
-        raise ProfileError(f"{noun} {name!r} cannot be written: {form} with #")
-    return name

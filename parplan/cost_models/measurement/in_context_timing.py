@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from math import sqrt
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import LayerPart
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 
-__all__ = ["ProcessGroup", "SingleProcess", "now", "reference_now", "time_in_context"]
+__all__ = ["ProcessGroup", "now", "reference_now", "time_in_context"]
 
 
-class ProcessGroup(Protocol):
+class ProcessGroup:
     """Processes that measure the same at the same time, so that every device is as busy as when a plan runs.
+
+    By itself this process alone; profiler/ranks.py has several.
 
     Attributes:
         count: how many processes.
@@ -41,50 +43,21 @@ class ProcessGroup(Protocol):
         lead: whether this process does what only one does.
     """
 
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def member(self) -> bool: ...
-
-    @property
-    def lead(self) -> bool: ...
-
-    def barrier(self) -> None:
-        """Wait until all processes are here."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set."""
-        ...
-
-    def mean(self, figures: Sequence[float]) -> list[float]:
-        """Each figure's mean over all processes."""
-        ...
-
-    def max(self, figure: float) -> float:
-        """The largest figure of all processes."""
-        ...
-
-
-class SingleProcess:
-    """A process group of this process alone."""
-
     count, member, lead = 1, True, True
 
     def barrier(self) -> None:
-        """No other process to wait for."""
+        """Wait until all processes are here."""
 
     def any(self, flag: bool) -> bool:
-        """This process's flag."""
+        """Whether the flag of any process is set."""
         return flag
 
     def mean(self, figures: Sequence[float]) -> list[float]:
-        """This process's figures."""
+        """Each figure's mean over all processes."""
         return list(figures)
 
     def max(self, figure: float) -> float:
-        """This process's figure."""
+        """The largest figure of all processes."""
         return figure
 
 
@@ -138,14 +111,6 @@ class _Figures:
         return 1.25 * self.spread / sqrt(len(self.forward))
 
 
-@dataclass
-class _Forward:
-    """Inputs and results of one part's forward; emptied by its backward."""
-
-    inputs: list[Tensor]
-    results: list[Any]
-
-
 def time_in_context(
     parts: Sequence[LayerPart],
     device: torch.device,
@@ -159,7 +124,7 @@ def time_in_context(
     Raises:
         whatever a part's code raises on its inputs.
     """
-    stop, ranks, stopwatch = stop or StoppingRule(), ranks or SingleProcess(), _Stopwatch(device)
+    stop, ranks, stopwatch = stop or StoppingRule(), ranks or ProcessGroup(), _Stopwatch(device)
     everything = [*parts, LayerPart.idle(device)]
     figures = [_Figures() for _ in everything]
     reference, references = Reference(device), []
@@ -196,17 +161,29 @@ def time_in_context(
 def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[float, float]]:
     """Seconds forward and backward of each part, in one sweep."""
     marks: list[list[Any]] = [[] for _ in parts]
-    forwards: list[_Forward] = []
+    forwards: list[tuple[list[Tensor], list[Any]]] = []  # inputs and results; emptied by the backward
     for part, own in zip(parts, marks, strict=True):
         inputs = part.fresh_inputs()
         own.append(stopwatch.mark())
         results = part.run(inputs)
         own.append(stopwatch.mark())
-        forwards.append(_Forward(inputs, list(results)))
+        forwards.append((inputs, list(results)))
         del inputs, results
-    gradients = []
+    gradients: list[list[Tensor | None]] = []
     for part, own in zip(reversed(parts), reversed(marks), strict=True):
-        gradients.append(_backward(part, forwards.pop(), own, stopwatch))
+        inputs, results = forwards.pop()
+        ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        arriving = [torch.ones_like(end) for end in ends]
+        moving = sum(tensor.requires_grad for tensor in inputs[: part.arriving])
+        own.append(stopwatch.mark())
+        gradients.append([])
+        if ends and leaves:
+            gradients[-1] += torch.autograd.grad(ends, leaves, arriving, allow_unused=True)[moving:]
+        # Inputs are freed before the time is read, weight gradients after all backwards.
+        for used in (results, inputs, ends, leaves, arriving):
+            used.clear()
+        own.append(stopwatch.mark())
     for weight_gradients, own in zip(gradients, reversed(marks), strict=True):
         own.append(stopwatch.mark())
         weight_gradients.clear()
@@ -215,19 +192,3 @@ def _sweep(parts: Sequence[LayerPart], stopwatch: _Stopwatch) -> list[tuple[floa
         torch.cuda.synchronize(stopwatch.device)
     between = stopwatch.between
     return [(between(m[0], m[1]), between(m[2], m[3]) + between(m[4], m[5])) for m in marks]
-
-
-def _backward(part: LayerPart, forward: _Forward, marks: list[Any], stopwatch: _Stopwatch) -> list[Tensor | None]:
-    """One part's backward; its inputs are freed before the time is read, its weight gradients are returned."""
-    ends = [result for result in forward.results if isinstance(result, Tensor) and result.requires_grad]
-    leaves = [tensor for tensor in forward.inputs if tensor.requires_grad]
-    arriving = [torch.ones_like(end) for end in ends]
-    moving = sum(tensor.requires_grad for tensor in forward.inputs[: part.arriving])
-    marks.append(stopwatch.mark())
-    weight_gradients: list[Tensor | None] = []
-    if ends and leaves:
-        weight_gradients += torch.autograd.grad(ends, leaves, arriving, allow_unused=True)[moving:]
-    for used in (forward.results, forward.inputs, ends, leaves, arriving):
-        used.clear()
-    marks.append(stopwatch.mark())
-    return weight_gradients

@@ -16,9 +16,9 @@ import torch
 
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import device_memory_bytes
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess, time_in_context
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, time_in_context
 from parplan.cost_models.measurement.runnable_parts import LayerPart, part_entry, part_signature
-from parplan.cost_models.profile.records import Profile
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -85,7 +85,7 @@ def measure_parts(
         again: measure also what the profile has.
         sharing: how many that measure at once share the device's memory.
     """
-    ranks, started = ranks or SingleProcess(), perf_counter()
+    ranks, started = ranks or ProcessGroup(), perf_counter()
     jobs: dict[str, _Job] = {}
     for request in requests:
         part = part_of(graph, request.layer, request.strategy)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parplan.cost_models.measurement.in_context_timing import ProcessGroup, SingleProcess, now, reference_now
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import PartEntry, Profile
+from parplan.cost_models.profile.records import PartEntry
+from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.sampling import Measurement, one_thread, spread_of
 
 __all__ = ["OPTIMIZERS", "UpdateTimes", "measure_updates"]
@@ -54,7 +55,7 @@ def measure_updates(
     again: bool = False,
 ) -> None:
     """Keep in `profile` what calling `optimizer` takes, and what one more parameter of every size adds."""
-    ranks = ranks or SingleProcess()
+    ranks = ranks or ProcessGroup()
     if ranks.any(again or any(profile.get(_signature(optimizer, size)) is None for size in (0, *_SIZES))):
         timer = _Timer(optimizer, device, ranks, runs)
         profile.put(PartEntry(_signature(optimizer, 0), _family(optimizer), 0.0, 0.0, timer.calling()))
@@ -128,19 +129,20 @@ class UpdateTimes:
 
     def seconds(self, sizes: Iterable[int]) -> float:
         """Seconds for parameters of these sizes in bytes, without what calling the optimizer takes."""
-        return sum(self._one(nbytes) for nbytes in sizes if nbytes)
-
-    def _one(self, nbytes: int) -> float:
-        points = self._points
-        if nbytes <= points[0].nbytes:
-            return points[0].seconds
-        if nbytes >= points[-1].nbytes:
-            return points[-1].seconds * nbytes / points[-1].nbytes
-        low, high = next(pair for pair in pairwise(points) if nbytes <= pair[1].nbytes)
-        share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
-        if min(low.seconds, high.seconds) <= 0:  # too short to be seen beside noise
-            return nbytes * ((1 - share) * low.per_byte + share * high.per_byte)
-        return float(nbytes * low.per_byte ** (1 - share) * high.per_byte**share)
+        points, total_s = self._points, 0.0
+        for nbytes in (size for size in sizes if size):
+            if nbytes <= points[0].nbytes:
+                total_s += points[0].seconds
+            elif nbytes >= points[-1].nbytes:
+                total_s += nbytes * points[-1].per_byte
+            else:
+                low, high = next(pair for pair in pairwise(points) if nbytes <= pair[1].nbytes)
+                share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
+                if min(low.seconds, high.seconds) <= 0:  # too short to be seen beside noise
+                    total_s += nbytes * ((1 - share) * low.per_byte + share * high.per_byte)
+                else:
+                    total_s += nbytes * low.per_byte ** (1 - share) * high.per_byte**share
+        return total_s
 
 
 @dataclass(frozen=True)

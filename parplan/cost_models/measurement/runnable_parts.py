@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 from parplan.graph.packed_sequences import longest
 
-__all__ = ["LayerPart", "family_of", "part_entry", "part_signature"]
+__all__ = ["LayerPart", "family_of", "gradient_marks", "part_entry", "part_signature"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -36,6 +37,15 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
         constants = fx.node.map_arg(call.arguments, lambda node: seen.get(node.name, "-"))
         lines.append(f"{call.op} {' '.join(tensors)} {constants}")
     return "\n".join(lines + [SHARED] * _shares_statistics(part))
+
+
+# In a signature: the end of a tensor's shape, and the mark of one that needs a gradient.
+_SHAPE_END = re.compile(r"\](g?)")
+
+
+def gradient_marks(signature: str) -> str:
+    """Which tensors of a part need a gradient: "g" or "-" for each list in its signature, shapes and constants."""
+    return "".join(mark or "-" for mark in _SHAPE_END.findall(signature))
 
 
 def family_of(graph: LayerGraph, part: LocalLayer) -> str:

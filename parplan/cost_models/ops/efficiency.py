@@ -61,13 +61,13 @@ def efficiency(device: Device, precision: str) -> Efficiency:
     return Efficiency(gemm, gemm * CONVOLUTION_TO_PRODUCT, OTHERWISE, device.launch_s)
 
 
-def kernel_seconds(kernel: Kernel, device: Device, rate: float, shares: Efficiency) -> float:
+def kernel_seconds(kernel: Kernel, device: Device, rate: float, reached: Efficiency) -> float:
     """Roofline of one kernel at `rate` FLOP/s peak: the slower of arithmetic and memory, never under a launch."""
-    memory_s = kernel.nbytes / (device.bandwidth_bytes_per_s * shares.memory)
+    memory_s = kernel.nbytes / (device.bandwidth_bytes_per_s * reached.memory)
     if kernel.engine is Engine.MEMORY:
         return max(device.launch_s, memory_s)
-    share = shares.conv if kernel.engine is Engine.CONV else shares.gemm
-    half = rate * shares.half_s
+    share = reached.conv if kernel.engine is Engine.CONV else reached.gemm
+    half = rate * reached.half_s
     compute_s = (kernel.flops + half) / (rate * share)
     return max(device.launch_s, memory_s, compute_s)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -65,9 +66,6 @@ def flops_of(call: OpCall) -> float:
     return count(call) if count else 0.0
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
-
-
 def _product(call: OpCall) -> OpWork:
     engine = Engine.CONV if call.op in _CONVOLUTIONS else Engine.GEMM
     moved = total_bytes(call.inputs) + total_bytes(call.outputs)
@@ -89,8 +87,7 @@ def _convolution(call: OpCall, transposed: bool = False) -> float:
     return 2.0 * image.elements * weight.elements / max(1, weight.shape[0])
 
 
-def _transposed_convolution(call: OpCall) -> float:
-    return _convolution(call, transposed=True)
+_transposed_convolution = partial(_convolution, transposed=True)
 
 
 def _contracted(call: OpCall) -> float:
@@ -128,9 +125,6 @@ _PRODUCTS: dict[str, Count] = {
 
 # Fused attention computes its weights again in the backward: five products for the forward's two.
 _BACKWARD_FACTOR = {"scaled_dot_product_attention": 2.5, "lstm": 2.0, "gru": 2.0, "rnn_tanh": 2.0, "rnn_relu": 2.0}
-
-
-# ---- everything else: bytes ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

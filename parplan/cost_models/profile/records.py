@@ -1,18 +1,14 @@
-"""Records of a profile: measured parts of layers and measured messages, by the conditions they were measured under.
-
-`Profile` is the interface that prices are read from: `SessionProfile` ends with the process, `store.StoredProfile` does
-not.
-"""
+"""Records of a profile: measured parts of layers and measured messages, by the conditions they were measured under."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from parplan.cost_models.sampling import Measurement
 
-__all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "Profile", "SessionProfile"]
+__all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "SessionProfile"]
 
 
 @dataclass(frozen=True)
@@ -119,30 +115,6 @@ class EntryGroup:
         return [*self.parts, *self.links]
 
 
-class Profile(Protocol):
-    """Measurements made under one set of conditions: a store's, or those of this process."""
-
-    def get(self, signature: str) -> PartEntry | None:
-        """The entry of a part, or None."""
-        ...
-
-    def family(self, family: str) -> Sequence[PartEntry]:
-        """All entries of an op class."""
-        ...
-
-    def all(self) -> Sequence[PartEntry]:
-        """All entries of parts."""
-        ...
-
-    def links(self, backend: str) -> Sequence[LinkEntry]:
-        """All communications measured with `backend`."""
-        ...
-
-    def put(self, *entries: PartEntry | LinkEntry) -> None:
-        """Add entries, or replace those with the same keys: all of them or none."""
-        ...
-
-
 class SessionProfile:
     """A profile that lasts as long as this process; it begins with the entries of `group`."""
 
@@ -169,7 +141,7 @@ class SessionProfile:
         return [entry for entry in self._links.values() if entry.backend == backend]
 
     def put(self, *entries: PartEntry | LinkEntry) -> None:
-        """Add or replace entries."""
+        """Add entries, or replace those with the same keys: all of them or none."""
         for entry in entries:
             if isinstance(entry, PartEntry):
                 self._parts[entry.signature] = entry

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
+from functools import partial
 from math import isinf
 from typing import Any, Generic
 
@@ -59,20 +60,10 @@ def _part(row: dict[str, Any]) -> PartEntry:
     return PartEntry(**row, measurement=Measurement(**figures))
 
 
-def _name(name: str) -> Field:
-    return text(name, f"{_CHARACTER}+", "text that is not empty")
-
-
-def _text(name: str) -> Field:
-    return text(name, f"{_CHARACTER}*")
-
-
-def _seconds(name: str) -> Field:
-    return number(name, 0, 1e6, "seconds")  # eleven days: no part of a step takes that long
-
-
-def _amount(name: str) -> Field:
-    return number(name, 0, 1e30)
+_name = partial(text, pattern=f"{_CHARACTER}+", expected="text that is not empty")
+_text = partial(text, pattern=f"{_CHARACTER}*")
+_seconds = partial(number, least=0, most=1e6, meaning="seconds")  # eleven days: no part of a step takes that long
+_amount = partial(number, least=0, most=1e30)
 
 
 def _bytes_or_none(name: str) -> Field:

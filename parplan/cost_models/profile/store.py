@@ -17,13 +17,13 @@ from sqlite3 import Connection, DatabaseError
 from typing import Any
 
 from parplan.cost_models.profile.mismatches import EntryCounts, mismatches
-from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry
+from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, EntryTable
 from parplan.cost_models.profile.store_file import default_path, open_store, reported, transaction
 from parplan.errors import ProfileError
 from parplan.fields import read_fields
 
-__all__ = ["Merged", "ProfileStore", "StoredProfile"]
+__all__ = ["Merged", "Profile", "ProfileStore", "StoredProfile"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,12 @@ class ProfileStore:
     def groups(self, conditions: Conditions | None = None) -> list[EntryGroup]:
         """All entries, or those under `conditions`, sorted: one moment's, whatever other processes write."""
         with self._using() as connection, transaction(connection, "DEFERRED"):
-            found = [conditions] if conditions is not None else _all_conditions(connection)
+            names, found = _listed(field.name for field in CONDITIONS), [conditions] if conditions is not None else []
+            if conditions is None:
+                rows = connection.execute(f"SELECT {names} FROM conditions ORDER BY {names}").fetchall()
+                with _damage():
+                    every = (read_fields(dict(row), CONDITIONS, "conditions", ProfileError) for row in rows)
+                    found = [Conditions(**values) for values in every]
             groups = [EntryGroup(c, _select(connection, PARTS, c), _select(connection, LINKS, c)) for c in found]
         return [group for group in groups if group.parts or group.links]
 
@@ -184,7 +189,8 @@ class StoredProfile:
         self.store.put(EntryGroup(self.conditions, parts, links))
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# Measurements made under one set of conditions, which prices are read from: a store's, or those of this process.
+Profile = SessionProfile | StoredProfile
 
 
 def _table_of(entry: PartEntry | LinkEntry) -> EntryTable[Any]:
@@ -194,13 +200,6 @@ def _table_of(entry: PartEntry | LinkEntry) -> EntryTable[Any]:
 def _second(entry: PartEntry | LinkEntry) -> str:
     """When it was measured, without the time zone, which is UTC however it is written: text that sorts by time."""
     return (entry.measurement.when if isinstance(entry, PartEntry) else entry.when)[:19]
-
-
-def _all_conditions(connection: Connection) -> list[Conditions]:
-    names = _listed(field.name for field in CONDITIONS)
-    rows = connection.execute(f"SELECT {names} FROM conditions ORDER BY {names}").fetchall()
-    with _damage():
-        return [Conditions(**read_fields(dict(row), CONDITIONS, "conditions", ProfileError)) for row in rows]
 
 
 def _select(

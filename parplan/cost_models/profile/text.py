@@ -97,9 +97,6 @@ def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
     return groups
 
 
-# ---- out -------------------------------------------------------------------------------------------------------------
-
-
 def _lines(table: EntryTable[Entry], entries: Sequence[Entry]) -> str:
     rows = [table.row(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
     for row in rows:
@@ -113,9 +110,6 @@ def _lines(table: EntryTable[Entry], entries: Sequence[Entry]) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-# ---- in --------------------------------------------------------------------------------------------------------------
 
 
 def _anything(name: str) -> Field:

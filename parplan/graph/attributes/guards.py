@@ -44,7 +44,6 @@ class Place(Protocol):
 
     def get(self, key: Any, default: Any, /) -> Any:
         """An attribute, or `default`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -182,9 +181,6 @@ class Guards:
             if key in holds and key not in held.written and not same(holds[key], value, self._held):
                 inner = name_of(path, now, key)
                 yield from self._numbers_in(place, (*keys, key), inner, path, holds[key], value)
-
-
-# --- global and closure variables that the code of a forward names: a graph has frozen them too ---
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,6 @@ class Recorder:
         read = [entry for key, entry in self._read.items() if key not in inputs]
         return Guards((*read, *versions), written, self._numbers)
 
-    # -- the forward begins and ends --
-
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook of the whole model."""
         for name, part in self._model.named_modules(remove_duplicate=False):
@@ -143,8 +141,6 @@ class Recorder:
             tensor.restore()
         with suppress(CaptureError):
             self._end_random()
-
-    # -- reads --
 
     def read(self, place: Any, key: str, value: Any) -> None:
         """The forward reads an attribute of a module, or finds that it is not there."""
@@ -228,8 +224,6 @@ class Recorder:
         """The path of a plain tensor that the forward has read, as users write it."""
         known = self._tensors.get(id(tensor))
         return known.path if known is not None else "a tensor that is not a parameter"
-
-    # -- writes --
 
     def _writes(self) -> Iterator[_Write]:
         for known in self._modules.values():
@@ -348,9 +342,6 @@ def _refusal(path: str, what: str) -> CaptureError:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-# --- while a model is captured ---------------------------------------------------------------
 
 
 @contextmanager

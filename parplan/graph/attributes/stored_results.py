@@ -37,7 +37,13 @@ class Template:
         """Whether both are built alike and have the same leaves."""
         if self.spec != other.spec or self.leaves.keys() != other.leaves.keys():
             return False
-        return all(_is_same(leaf, other.leaves[place]) for place, leaf in self.leaves.items())
+        for one, twin in ((leaf, other.leaves[place]) for place, leaf in self.leaves.items()):
+            try:
+                if one is not twin and not (type(one) is type(twin) and bool(one == twin)):
+                    return False
+            except (RuntimeError, ValueError):  # arrays, which are compared element by element
+                return False
+        return True
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """The nested values with these tensors."""
@@ -45,13 +51,6 @@ class Template:
         count = len(tensors) + len(self.leaves)
         leaves = [self.leaves[i] if i in self.leaves else next(rest) for i in range(count)]
         return pytree.tree_unflatten(leaves, self.spec)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return one is other or (type(one) is type(other) and bool(one == other))
-    except (RuntimeError, ValueError):  # arrays, which are compared element by element
-        return False
 
 
 @dataclass(frozen=True)

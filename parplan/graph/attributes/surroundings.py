@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,6 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
             setattr(torch, name, plain)
 
 
-# --- numbers that are read on the host ---------------------------------------------------------
-
 _READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__")
@@ -100,8 +99,6 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- random numbers of Python and NumPy --------------------------------------------------------
-
 _DRAWS = "random uniform randint randrange choice choices sample shuffle gauss normalvariate"
 _NUMPY_DRAWS = "random rand randn randint uniform normal choice permutation shuffle beta"
 
@@ -113,26 +110,24 @@ class RandomNumbers:
         self._before = self._states()
         self._line = ""
         self._replaced: list[tuple[Any, str, Any]] = []
+
+        def draw(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            line = calling_line()
+            self._line = f"\n  at {line}" if line else ""
+            return plain(*args, **kwargs)
+
         numpy = sys.modules.get("numpy")
         for home, names in ((random, _DRAWS), (getattr(numpy, "random", None), _NUMPY_DRAWS)):
             for name in (name for name in names.split() if hasattr(home, name)):
                 plain = getattr(home, name)
                 self._replaced.append((home, name, plain))
-                setattr(home, name, self._noting(plain))
+                setattr(home, name, partial(draw, plain))
 
     @staticmethod
     def _states() -> dict[str, Any]:
         numpy = sys.modules.get("numpy")
         found = {"random": random.getstate()}
         return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
-
-    def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            line = calling_line()
-            self._line = f"\n  at {line}" if line else ""
-            return plain(*args, **kwargs)
-
-        return draw
 
     def end(self) -> None:
         """Put back functions and generators.

@@ -8,7 +8,8 @@ from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
-    "all_but", "class_loss", "element_loss", "leading", "pair_loss", "pointwise", "reduction", "repeated", "similarity",
+    "all_but", "class_loss", "element_loss", "leading", "pair_loss", "pointwise", "reduction", "repeated", "same_dims",
+    "similarity",
 ]  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def pointwise(call: Call) -> tuple[OpAxis, ...]:
     return tuple(axes)
 
 
-def _same_dims(call: Call, dims: Iterable[int]) -> tuple[OpAxis, ...]:
+def same_dims(call: Call, dims: Iterable[int]) -> tuple[OpAxis, ...]:
     """Dimensions that the first operand and all results have at the same place."""
     return tuple(OpAxis(dict.fromkeys((call.tensors()[0].name, *call.outputs), dim)) for dim in dims)
 
@@ -37,7 +38,7 @@ def all_but(argument: str) -> Row:
 
     def row(call: Call) -> tuple[OpAxis, ...]:
         rank = len(shape_of(call.tensors()[0]))
-        return _same_dims(call, sorted(set(range(rank)) - call.dims(argument, rank)))
+        return same_dims(call, sorted(set(range(rank)) - call.dims(argument, rank)))
 
     return row
 
@@ -46,7 +47,7 @@ def leading(kept: int) -> Row:
     """Maps all but the last `kept` dimensions (pooling, resizing: spatial dimensions stay whole)."""
 
     def row(call: Call) -> tuple[OpAxis, ...]:
-        return _same_dims(call, range(len(shape_of(call.tensors()[0])) - kept))
+        return same_dims(call, range(len(shape_of(call.tensors()[0])) - kept))
 
     return row
 
@@ -55,7 +56,7 @@ def repeated(call: Call) -> tuple[OpAxis, ...]:
     """Every element several times along `dim`: parts of the operand give the same parts of the result."""
     if call["dim"] is None or call["output_size"] is not None:
         return ()
-    return _same_dims(call, range(len(shape_of(call.tensors()[0]))))
+    return same_dims(call, range(len(shape_of(call.tensors()[0]))))
 
 
 def reduction(cut: Cut) -> Row:

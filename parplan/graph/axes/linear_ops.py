@@ -57,21 +57,17 @@ def dependence(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> Dependen
     for node in nodes:
         if (linear | other).isdisjoint(node.all_input_nodes):
             continue
-        if node not in linear and other.isdisjoint(node.all_input_nodes) and _is_linear(node, linear):
+        touched = linear.intersection(node.all_input_nodes)
+        count = sum(argument in touched for argument in node.args if isinstance(argument, fx.Node))
+        is_linear = (
+            (node.target in _FIRST_OPS and count == 1 and node.args[0] in touched)
+            or (node.target in _EITHER_OPS and count == 1)
+            or (node.target in _BOTH_OPS and count == 2)
+        )
+        apart = node not in linear and other.isdisjoint(node.all_input_nodes)
+        if apart and is_linear and is_tensor(node) and node.meta["val"].dtype.is_floating_point:
             linear.add(node)
         else:
             linear.discard(node)
             other.add(node)
     return Dependence(frozenset(linear), frozenset(other))
-
-
-def _is_linear(node: fx.Node, sources: set[fx.Node]) -> bool:
-    touched = {source for source in node.all_input_nodes if source in sources}
-    count = sum(argument in touched for argument in node.args if isinstance(argument, fx.Node))
-    if not (is_tensor(node) and node.meta["val"].dtype.is_floating_point):
-        return False
-    if node.target in _FIRST_OPS:
-        return count == 1 and node.args[0] in touched
-    if node.target in _EITHER_OPS:
-        return count == 1
-    return node.target in _BOTH_OPS and count == 2

@@ -72,13 +72,6 @@ class _Word:
     once: bool
 
 
-def _word(text: str) -> _Word:
-    letter = text.rstrip("^.+!*")
-    marks = text[len(letter) :]
-    cut = next((cut for mark, cut in _MARKS.items() if mark in marks), Cut.MAP)
-    return _Word(letter, cut, repeated=".." in marks, once="^" in marks)
-
-
 @dataclass(frozen=True)
 class Row:
     """A parsed row: the words of every operand, then of every output."""
@@ -93,8 +86,15 @@ def parse_row(row: str) -> Row:
     >>> parse_row("b.. i+, o i+, o^ -> b.. o").outputs[0][1].letter
     'o'
     """
-    left, right = row.split("->")
-    sides = [tuple(tuple(_word(w) for w in operand.split()) for operand in side.split(",")) for side in (left, right)]
+    sides = []
+    for side in row.split("->"):
+        operands = []
+        for operand in side.split(","):
+            words = [(word.rstrip("^.+!*"), word) for word in operand.split()]
+            cuts = [next((cut for mark, cut in _MARKS.items() if mark in word), Cut.MAP) for _, word in words]
+            found = zip(words, cuts, strict=True)
+            operands.append(tuple(_Word(letter, cut, ".." in word, "^" in word) for (letter, word), cut in found))
+        sides.append(tuple(operands))
     return Row(*sides)
 
 

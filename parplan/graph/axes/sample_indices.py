@@ -183,8 +183,7 @@ def _is_mask(node: fx.Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
-# --- ops that index: (argument that is indexed, its dimension or None for any, node with the positions) --------------
-
+# Of an op that indexes: the argument that is indexed, its dimension (None: any), and the node with the positions.
 _Use = tuple[str, int | None, Any]
 
 

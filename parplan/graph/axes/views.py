@@ -15,6 +15,7 @@ from operator import mul
 import torch
 
 from parplan.graph.axes.call import Call, shape_of
+from parplan.graph.axes.elementwise import same_dims
 from parplan.graph.axes.row_syntax import OpAxis
 
 
@@ -250,12 +251,11 @@ def tiled(call: Call) -> tuple[OpAxis, ...]:
 
 def slices(call: Call) -> tuple[OpAxis, ...]:
     """Every dimension but the sliced one; that one too where all of it is taken (`x[:, 1:]` takes all of dim 0)."""
-    source, out = call.tensors()[0], call.outputs[0]
-    shape = shape_of(source)
+    shape = shape_of(call.tensors()[0])
     sliced = call.dim(int(call["dim"] or 0), len(shape))
     # `step` is an argument of slice, not of narrow, whose length is not put right.
     closed = {sliced} if call["step"] != 1 or shape[sliced] != call.out_shape[sliced] else set()
-    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(len(shape)) if dim not in closed)
+    return same_dims(call, (dim for dim in range(len(shape)) if dim not in closed))
 
 
 def expand(call: Call) -> tuple[OpAxis, ...]:
@@ -271,9 +271,7 @@ def expand(call: Call) -> tuple[OpAxis, ...]:
 
 def pad(call: Call) -> tuple[OpAxis, ...]:
     """The leading dimensions, which are not padded."""
-    source, out = call.tensors()[0], call.outputs[0]
-    untouched = len(call.out_shape) - len(call["pad"]) // 2
-    return tuple(OpAxis({source.name: dim, out: dim}) for dim in range(untouched))
+    return same_dims(call, range(len(call.out_shape) - len(call["pad"]) // 2))
 
 
 def filled(call: Call) -> tuple[OpAxis, ...]:

@@ -34,7 +34,7 @@ from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.functionalise import functionalise
 from parplan.graph.export.stand_ins import missing_devices, stand_ins
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
 from parplan.graph.packed_sequences import packed_sequences
@@ -128,23 +128,19 @@ class _Call:
 
     def resized(self, samples: frozenset[int], wanted: int | None) -> Any:
         """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
-        made = [
-            _like(leaf, self.dim, wanted if index in samples else None) if index in self.alike else leaf
-            for index, leaf in enumerate(self.leaves)
-        ]
+        made = list(self.leaves)
+        for index in self.alike:
+            leaf, shape = made[index], list(made[index].shape)
+            shape[self.dim] = wanted if index in samples and wanted is not None else shape[self.dim]
+            make = torch.empty if leaf.is_floating_point() else torch.zeros
+            try:
+                made[index] = make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+            except (RuntimeError, MemoryError) as error:
+                raise CaptureError(
+                    f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
+                    "use a smaller batch"
+                ) from error
         return pytree.tree_unflatten(made, self.in_spec)
-
-
-def _like(leaf: torch.Tensor, dim: int, size: int | None) -> torch.Tensor:
-    shape = [size if d == dim and size is not None else s for d, s in enumerate(leaf.shape)]
-    make = torch.empty if leaf.is_floating_point() else torch.zeros
-    try:
-        return make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-    except (RuntimeError, MemoryError) as error:
-        raise CaptureError(
-            f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
-            "use a smaller batch"
-        ) from error
 
 
 def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
@@ -310,6 +306,16 @@ def _assemble(
         flattened = dict(replaced.values())
         graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
         built = build_layers(graph.graph, *given)
+    fixed = changes.results
+    for layer in built.layers.values():  # whose code holds only for the captured batch
+        if layer.batch is None:
+            # `flatten` names no sizes, what it becomes without in-place changes does.
+            named = layer.reached and any(map(names_sizes, layer.nodes))
+            fixed = fixed or named or owner_of(layer.nodes[0]) in changes.all
+        else:
+            # A value that grows with the batch although no sample reaches it keeps its captured size.
+            dims = layer.batch.dims
+            fixed = fixed or any(node.name in changes.resized and node.name not in dims for node in layer.nodes)
     users = zip(inputs.users, call.leaves, strict=True)
     trainable = {name for name, path in graph.parameters.items() if model.get_parameter(path).requires_grad}
     trainable |= {name for name, leaf in users if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -339,18 +345,8 @@ def _assemble(
         late=functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),
-        fixed_batch=changes.results or any(_bound_to_batch(layer, changes) for layer in built.layers.values()),
+        fixed_batch=fixed,
     )
-
-
-def _bound_to_batch(layer: Layer, changes: BatchChanges) -> bool:
-    """Whether a layer's code holds only for the captured batch."""
-    owner = owner_of(layer.nodes[0])
-    if layer.batch is None:
-        # `flatten` names no sizes, what it becomes without in-place changes does.
-        return owner in changes.all or (layer.reached and any(map(names_sizes, layer.nodes)))
-    # A value that grows with the batch although no sample reaches it keeps its captured size.
-    return any(node.name in changes.resized and node.name not in layer.batch.dims for node in layer.nodes)
 
 
 def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:

@@ -64,9 +64,6 @@ def functionalise(exported: ExportedProgram) -> Functional:
     return Functional(program, {}, late)
 
 
-# --- no_grad regions -------------------------------------------------------------------------
-
-
 def _inline_grad_regions(exported: ExportedProgram) -> None:
     """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; results of the former are detached."""
     graph = exported.graph
@@ -103,9 +100,6 @@ def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
             spec.arg.name = new
 
 
-# --- ops that hide what they do --------------------------------------------------------------
-
-
 def _spell_out(graph: fx.Graph) -> None:
     """`broadcast_tensors` as one expansion per tensor, `squeeze` with the dimensions it removes."""
     for node in list(graph.nodes):
@@ -122,9 +116,6 @@ def _spell_out(graph: fx.Graph) -> None:
         elif node.target is aten.squeeze.default:
             sizes = node.args[0].meta["val"].shape
             node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])
-
-
-# --- in-place ops ----------------------------------------------------------------------------
 
 
 def _reveal_aliases(graph: fx.Graph) -> None:

@@ -31,21 +31,16 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
         for parameters, name, parameter in places:
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = _stand_in(parameter)
+                    made[id(parameter)] = parameter  # also of somebody else's class, which may be more than its values
+                    if type(parameter) is nn.Parameter:
+                        made[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    elif hasattr(parameter, "stand_in"):
+                        made[id(parameter)] = parameter.stand_in()
                 parameters[name] = made[id(parameter)]
         yield
     finally:
         for parameters, name, parameter in places:
             parameters[name] = parameter
-
-
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    if type(parameter) is nn.Parameter:
-        return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    if hasattr(parameter, "stand_in"):
-        made: nn.Parameter = parameter.stand_in()
-        return made
-    return parameter  # a class of somebody else's, which may be more than its values
 
 
 def missing_devices() -> AbstractContextManager[Any]:

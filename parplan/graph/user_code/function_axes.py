@@ -207,7 +207,18 @@ class _Reader:
                 if self._has(axis, node) and axis.open:
                     dim = axis.dims[node.name]
                     groups[dim, node.meta["val"].shape[dim]][id(axis)] = axis
-        return [_joined(list(group.values())) for group in groups.values() if len(group) > 1]
+        found = []
+        for group in (group for group in groups.values() if len(group) > 1):
+            found.append(JointAxis())
+            for axis in group.values():
+                found[-1].crossed |= {t for t, dim in axis.dims.items() if found[-1].dims.get(t, dim) != dim}
+                found[-1].dims.update(axis.dims)
+                found[-1].outer.update(axis.outer)
+                found[-1].cuts |= axis.cuts
+                found[-1].partial |= axis.partial
+                found[-1].first_only |= axis.first_only
+                found[-1].units = gcd(found[-1].units, axis.units)
+        return found
 
     def _is_free(self, axis: JointAxis) -> bool:
         """Whether parts of an axis give the same numbers: of what they compute, and of all gradients."""
@@ -226,19 +237,6 @@ class _Reader:
 
     def _has(self, axis: JointAxis, node: fx.Node) -> bool:
         return node.name in axis.dims and axis.outer[node.name] == 1
-
-
-def _joined(axes: Sequence[JointAxis]) -> JointAxis:
-    found = JointAxis()
-    for axis in axes:
-        found.crossed |= {tensor for tensor, dim in axis.dims.items() if found.dims.get(tensor, dim) != dim}
-        found.dims.update(axis.dims)
-        found.outer.update(axis.outer)
-        found.cuts |= axis.cuts
-        found.partial |= axis.partial
-        found.first_only |= axis.first_only
-        found.units = gcd(found.units, axis.units)
-    return found
 
 
 def _masked_writes(graph: fx.Graph) -> None:

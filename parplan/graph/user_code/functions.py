@@ -164,8 +164,6 @@ def function_of(node: fx.Node) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     return custom_function
 
 
-# --- shapes while a graph is traced ----------------------------------------------------------
-
 _known: list[Mapping[str, Any]] = []
 
 

@@ -11,7 +11,7 @@ values, so they are taken out of the closure, and put in anew in every step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -110,16 +110,14 @@ def _held(hook: Any) -> Any:
     if isinstance(hook, MethodType):
         return [_held(hook.__func__)]
     if isinstance(hook, FunctionType):
-        return [list(_contents(hook)), hook.__defaults__, hook.__kwdefaults__]
+        contents: list[Any] = []
+        for cell in hook.__closure__ or ():
+            try:
+                contents.append(cell.cell_contents)
+            except ValueError:  # not assigned yet
+                contents.append(None)
+        return [contents, hook.__defaults__, hook.__kwdefaults__]
     return []
-
-
-def _contents(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            yield None
 
 
 def _with(hook: Any, held: Any) -> Any:

@@ -37,7 +37,10 @@ def route_through_hooks(
             if sites[node.args[-1]].removed:
                 graph.erase_node(node)
             else:
-                hooks.setdefault(_same_tensor(node.args[0]), []).append(node)
+                made: Any = node.args[0]  # the tensor object, in front of ops that hand their operand back as it is
+                while made.target in _IDENTITIES and _looks(made) == _looks(made.args[0]):
+                    made = made.args[0]
+                hooks.setdefault(made, []).append(node)
     for source, own in hooks.items():
         site = sites[str(own[0].args[-1])]
         _check_unchanged(graph, source, site)
@@ -51,14 +54,6 @@ def route_through_hooks(
             if user.op == "output":
                 rename(source.name, place.name)
         _place(graph, source, own, site)
-
-
-def _same_tensor(node: Any) -> fx.Node:
-    """The node that made a tensor object, in front of ops that hand their operand back as it is."""
-    while node.target in _IDENTITIES and _looks(node) == _looks(node.args[0]):
-        node = node.args[0]
-    same: fx.Node = node
-    return same
 
 
 _IDENTITIES = (

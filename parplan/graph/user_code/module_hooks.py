@@ -69,9 +69,6 @@ def _axes(call: Call) -> tuple[OpAxis, ...]:
 OWN_ROWS.update(dict.fromkeys(MARKS, _axes))
 
 
-# --- what a module was called with -----------------------------------------------------------
-
-
 @dataclass
 class Site:
     """One call of a module that has hooks.
@@ -85,9 +82,6 @@ class Site:
     path: str
     inputs: Template | None = None
     outputs: Template | None = None
-
-
-# --- while a model is captured ---------------------------------------------------------------
 
 
 def own_hooks(registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
@@ -123,7 +117,7 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
                 )
             if any(_kinds(module)):
                 saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
-                _Marks(module, path, calls, sites).install()
+                _Marks(module, path, calls, sites)
         yield
     finally:
         for module, fields in saved:
@@ -165,19 +159,16 @@ class _Marks:
     """Stands in for the hooks of one module while it is captured."""
 
     def __init__(self, module: nn.Module, path: str, calls: Counter[str], sites: dict[str, Site]) -> None:
-        self._module = module
         self._path = path
         self._calls = calls
         self._sites = sites
         self._open: list[str] = []
         before, after, back = _kinds(module)
         self._before, self._after = before or back, after or back
-
-    def install(self) -> None:
-        """Take the user's hooks away, leave torch's, and add the marks."""
-        _remove_own(self._module)
-        self._module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self._module.register_forward_hook(self._leave, with_kwargs=True)
+        # In place of the user's hooks; torch's own stay.
+        _remove_own(module)
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Named by place and count: the same in every capture of the model.

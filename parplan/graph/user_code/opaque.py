@@ -62,14 +62,22 @@ class OpaqueCalls:
         Raises:
             CaptureError: of a call that no record can hold.
         """
-        self._model = model
+        self._model, plain_enter = model, saved_tensors_hooks.__enter__
+
+        def enter(hooks: saved_tensors_hooks) -> Any:
+            if not self._aside and not is_torchs(hooks.pack_hook):
+                _refuse(
+                    "the forward changes what is saved for the backward (saved_tensors_hooks)",
+                    "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
+                )
+            return plain_enter(hooks)
+
         with ExitStack() as patches:
             patches.enter_context(intercepted_functions(self._apply))
             patches.enter_context(known_sites(self.sites))
             patches.enter_context(mock.patch.object(Tensor, "register_hook", self._registering(Tensor.register_hook)))
             patches.enter_context(mock.patch.object(Tensor, "grad_fn", property(self._grad_fn)))
-            enter = saved_tensors_hooks.__enter__
-            patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", self._entering(enter)))
+            patches.enter_context(mock.patch.object(saved_tensors_hooks, "__enter__", enter))
             for owner, name in _REFUSED:
                 patches.enter_context(mock.patch.object(owner, name, self._refusing(owner, name)))
             yield
@@ -79,8 +87,6 @@ class OpaqueCalls:
         self._counts[base] += 1
         self.sites[name] = site
         return name
-
-    # -- what is intercepted --
 
     def _apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `cls.apply`."""
@@ -136,17 +142,6 @@ class OpaqueCalls:
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or self._aside or asking.split(".")[0] == "torch" else _Node(node)
 
-    def _entering(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(hooks: saved_tensors_hooks) -> Any:
-            if not self._aside and not is_torchs(hooks.pack_hook):
-                _refuse(
-                    "the forward changes what is saved for the backward (saved_tensors_hooks)",
-                    "put the call of the compiled model under these hooks, or use torch.utils.checkpoint",
-                )
-            return plain(hooks)
-
-        return enter
-
     def _refusing(self, owner: Any, name: str) -> Callable[..., Any]:
         plain, (what, remedy) = getattr(owner, name), _REFUSED[owner, name]
 
@@ -156,8 +151,6 @@ class OpaqueCalls:
             _refuse(f"the forward {what}", remedy)
 
         return refuse
-
-    # -- after an export --
 
     def settle(self, exported: ExportedProgram) -> None:
         """Put hooks where they belong in an exported program, and refuse what its ops cannot stand for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -67,7 +67,7 @@ class TableLine:
 
     @property
     def pinned(self) -> str:
-        """What pins decide: what is said of all layers, else how many it is said of."""
+        """Text on pins: that of all layers where it is the same, else how many layers are pinned."""
         said = {layer.pinned for layer in self.layers}
         if len(said) == 1:
             return said.pop()
@@ -91,7 +91,7 @@ class StrategyGroup:
 
     @property
     def pinned(self) -> str:
-        """What pins decide about all its layers alike; empty where they differ."""
+        """Text on pins that all its layers share; empty where they differ."""
         said = {layer.pinned for row in self.rows for layer in row.layers}
         return said.pop() if len(said) == 1 else ""
 
@@ -121,7 +121,14 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
     if finer and any(row.repeats == 1 and 2 * len(row.layers) > len(layers) for group in groups for row in group.rows):
         groups = _joined(finer, limit)
     labels = Counter(row.label for group in groups for row in group.rows)
-    return tuple(replace(group, rows=tuple(_distinct(row, labels) for row in group.rows)) for group in groups)
+    # A module whose layers fall on several lines is named by the first and last layer of each.
+    named = {
+        row.layers[0].name: replace(row, label=_span(row.layers[0].name, row.layers[-1].name))
+        for group in groups
+        for row in group.rows
+        if labels[row.label] > 1 < len(row.layers)
+    }
+    return tuple(replace(g, rows=tuple(named.get(row.layers[0].name, row) for row in g.rows)) for g in groups)
 
 
 def _joined(groups: Sequence[StrategyGroup], limit: int) -> tuple[StrategyGroup, ...]:
@@ -170,10 +177,3 @@ def _span(first: str, last: str) -> str:
     if head == same and start.isdigit() and stop.isdigit():
         return f"{first}-{stop}"
     return f"{first} .. {last}"
-
-
-def _distinct(row: TableLine, labels: Mapping[str, int]) -> TableLine:
-    """A module whose layers fall on several lines is named by the first and last layer of each."""
-    if labels[row.label] == 1 or len(row.layers) == 1:
-        return row
-    return replace(row, label=_span(row.layers[0].name, row.layers[-1].name))

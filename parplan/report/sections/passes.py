@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parplan.planner.decision import ConcurrentBranches, DeviceTrack, Passes, SchemePrice
+from parplan.planner.decision import ConcurrentBranches, Passes, SchemePrice
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -26,10 +26,11 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
     for index, phase in enumerate(branches.phases):
         if index:
             page.blank()
-        rows = [
-            TableRow(_track_name(track), [times.text(track.compute_s), f"on {units.devices(track.devices)}"])
-            for track in phase.tracks
-        ]
+        rows = []
+        for track in phase.tracks:
+            ends = " .. ".join(dict.fromkeys((track.layers[0], track.layers[-1])))
+            name = ends if len(track.layers) < 3 else f"{ends} ({len(track.layers)} layers)"
+            rows.append(TableRow(name, [times.text(track.compute_s), f"on {units.devices(track.devices)}"]))
         page.table([Column("compute"), Column("", words=True)], rows)
         page.line(Styled(f"  {times.text(phase.saved_s)} less than one after the other", "dim"))
     if branches.without_s is not None:
@@ -38,11 +39,6 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
         page.paragraph(
             f"{gain} faster than the best plan without, {without}; found by search, {branches.tried} plans tried."
         )
-
-
-def _track_name(track: DeviceTrack) -> str:
-    ends = " .. ".join(dict.fromkeys((track.layers[0], track.layers[-1])))
-    return ends if len(track.layers) < 3 else f"{ends} ({len(track.layers)} layers)"
 
 
 def print_passes(page: Page, passes: Passes) -> None:

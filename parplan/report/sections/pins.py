@@ -1,8 +1,8 @@
-"""What pins cost: each against the best plan without it, and all together against the best plan without any."""
+"""Prices of pins: each against the best plan without it, and all together against the best plan without any."""
 
 from __future__ import annotations
 
-from parplan.planner.decision import PinPrice, Pins
+from parplan.planner.decision import Pins
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -21,35 +21,25 @@ def print_pins(page: Page, pins: Pins) -> None:
     def row(name: str, layers: str, without_s: float | None, remark: str, style: str = "") -> TableRow:
         figures = ["", "", ""]
         if without_s is not None:
-            price = _signed(scale, pins.step_s - without_s)
-            figures = [scale.text(without_s), price, _share(pins.step_s, without_s)]
+            price_s = pins.step_s - without_s
+            sign, price = "+" if price_s > 0 else "-", scale.text(abs(price_s))
+            # What is left of a difference of equal floats is nothing.
+            price = scale.text(0.0) if price.startswith(("0 ", "<")) else f"{sign}{price}"
+            share = price_s / without_s if without_s > 0 else 0.0
+            # Below twice the gap up to which a plan counts as the best.
+            percent = units.percent(0.0) if abs(share) < 5e-7 else f"{sign}{units.percent(abs(share))}"
+            figures = [scale.text(without_s), price, percent]
         return TableRow(name, (layers, *figures), [Styled("" if nothing else remark, "dim")], style)
 
-    rows = [row(one.pin, str(one.layers), one.without_s, _remark(one)) for one in pins.each]
+    rows = []
+    for one in pins.each:
+        remark = "" if one.proven else NOT_PROVEN
+        if one.why_not:
+            remark = f"without it: {one.why_not}"
+        elif one.price_s is not None and one.price_s < 0 and one.proven:
+            remark = "without it the other pins cost more"
+        rows.append(row(one.pin, str(one.layers), one.without_s, remark))
     rows.append(row("all pins", "", pins.free_s, "" if pins.proven else NOT_PROVEN, "bold"))
     page.table([Column("layers"), Column("without"), Column("price"), Column("")], rows, LONGEST)
     if nothing:
         page.paragraph("Prices are differences of the plans found; none is proven.", style="dim")
-
-
-def _remark(pin: PinPrice) -> str:
-    if pin.why_not:
-        return f"without it: {pin.why_not}"
-    if pin.price_s is not None and pin.price_s < 0 and pin.proven:
-        return "without it the other pins cost more"
-    return "" if pin.proven else NOT_PROVEN
-
-
-def _signed(scale: units.Scale, seconds: float) -> str:
-    """A price with its sign; what is left of a difference of equal floats is nothing."""
-    text = scale.text(abs(seconds))
-    if text.startswith(("0 ", "<")):
-        return scale.text(0.0)
-    return f"{'+' if seconds > 0 else '-'}{text}"
-
-
-def _share(step_s: float, without_s: float) -> str:
-    share = (step_s - without_s) / without_s if without_s > 0 else 0.0
-    if abs(share) < 5e-7:  # twice the gap up to which a plan counts as the best
-        return units.percent(0.0)
-    return f"{'+' if share > 0 else '-'}{units.percent(abs(share))}"

@@ -21,8 +21,28 @@ def print_prediction(page: Page, decision: Decision) -> None:
     """Print step time, parts, speedup and memory."""
     step = decision.prediction
     scale = units.step(step.step_s)
-    rows = [_row("step", scale.text(step.step_s), "", _headline(decision), "bold")]
-    for name, value, remark in _parts(step, _delivered(decision)):
+    headline, delivered = [f"{decision.plan.batch / step.step_s:,.0f} samples/s"] if step.step_s > 0 else [], ""
+    if decision.speedup and decision.cluster.count > 1:
+        fits = next(one.fits for one in decision.baselines if one.name == "one device")
+        headline.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
+    if decision.passes is not None and decision.passes.count > 1:
+        headline.append(f"{decision.passes.count} passes")
+    rows = [_row("step", scale.text(step.step_s), "", ", ".join(headline), "bold")]
+    # Where all lines add up to the step, what of the transfers is in no layer's line: results on their way back.
+    rest_s = step.transfer_s - sum(layer.transfer_s for layer in decision.layers)
+    if not step.simulated and rest_s > LEAST * step.step_s:
+        delivered = f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above"
+    parts = [
+        ("forward", step.forward_s, ""),
+        ("backward", step.backward_s, ""),
+        ("transfer", step.transfer_s, delivered),
+        ("reduce", step.exposed_reduce_s, _hidden(step)),
+    ]
+    if step.update_s > 0:
+        parts.append(("update", step.update_s, "the optimizer's, of what each device holds"))
+    if step.overhead_s > 0:
+        parts.append(("runtime", step.overhead_s, "Python and autograd, whatever the plan"))
+    for name, value, remark in parts:
         rows.append(_row(name, scale.text(value), units.percent(value / step.step_s) if value > 0 else "", remark))
     if step.high_s > step.low_s:
         ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
@@ -35,40 +55,8 @@ def _row(name: str, figure: str, share: str, remark: str, style: str = "") -> Ta
     return TableRow(name, (Styled(figure, style), share), [Styled(remark, style or "dim")])
 
 
-def _headline(decision: Decision) -> str:
-    step_s, parts = decision.prediction.step_s, []
-    if step_s > 0:
-        parts.append(f"{decision.plan.batch / step_s:,.0f} samples/s")
-    if decision.speedup and decision.cluster.count > 1:
-        fits = next(one.fits for one in decision.baselines if one.name == "one device")
-        parts.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
-    if decision.passes is not None and decision.passes.count > 1:
-        parts.append(f"{decision.passes.count} passes")
-    return ", ".join(parts)
-
-
-def _delivered(decision: Decision) -> str:
-    """What of the transfers is in no layer's line, where all lines add up to the step: results on their way back."""
-    step, known_s = decision.prediction, sum(layer.transfer_s for layer in decision.layers)
-    rest_s = step.transfer_s - known_s
-    if step.simulated or rest_s <= LEAST * step.step_s:
-        return ""
-    return f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above"
-
-
-def _parts(step: Prediction, delivered: str) -> Iterator[tuple[str, float, str]]:
-    yield "forward", step.forward_s, ""
-    yield "backward", step.backward_s, ""
-    yield "transfer", step.transfer_s, delivered
-    yield "reduce", step.exposed_reduce_s, _hidden(step)
-    if step.update_s > 0:
-        yield "update", step.update_s, "the optimizer's, of what each device holds"
-    if step.overhead_s > 0:
-        yield "runtime", step.overhead_s, "Python and autograd, whatever the plan"
-
-
 def _hidden(step: Prediction) -> str:
-    """What became of the gradient reductions that the step does not wait for."""
+    """Text on gradient reductions: their time on the links, and the share that is hidden."""
     if step.reduce_s <= 0:
         return ""
     links = units.time(step.reduce_s).text(step.reduce_s)

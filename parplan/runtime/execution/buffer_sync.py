@@ -34,14 +34,6 @@ class _ReplicatedBlock:
 
 
 @dataclass(frozen=True)
-class _Message:
-    """The ranks and the type that blocks of one message have in common."""
-
-    ranks: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class _WrittenBlock:
     """A block of a buffer, by placeholder, and the rank that writes it, or the first of those that do."""
 
@@ -61,7 +53,7 @@ class BufferSync:
         self._module = module
         self._transport = transport
         self._blocks: dict[_ReplicatedBlock, None] = {}
-        self._messages: Mapping[_Message, list[Tensor]] | None = None
+        self._messages: Mapping[tuple[tuple[int, ...], torch.dtype], list[Tensor]] | None = None  # by ranks and type
         self._stale = False
 
     def know(self, graph: LayerGraph, program: Program) -> None:
@@ -94,14 +86,14 @@ class BufferSync:
             return
         self._stale = False
         if self._messages is None:
-            messages: dict[_Message, list[Tensor]] = defaultdict(list)
+            messages: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
             for known in self._blocks:
                 tensor = block(self._module.get_buffer(known.name), known.region)
-                messages[_Message(known.ranks, tensor.dtype)].append(tensor)
+                messages[known.ranks, tensor.dtype].append(tensor)
             self._messages = messages
-        for message, tensors in self._messages.items():
+        for (ranks, _), tensors in self._messages.items():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self._transport.broadcast("sharing batch norm statistics", flat, message.ranks[0], message.ranks)
+            self._transport.broadcast("sharing batch norm statistics", flat, ranks[0], ranks)
             for tensor, part in zip(tensors, _pieces(flat, tensors), strict=True):
                 tensor.copy_(part)
 

@@ -70,15 +70,6 @@ Copies = dict[_Where, _Copy]
 """Blocks of a module's parameters and buffers in other memories, shared by all programs of a compiled model."""
 
 
-@dataclass(frozen=True)
-class _Route:
-    """Source, target and type of copies that travel in one message."""
-
-    source: torch.device
-    target: torch.device
-    dtype: torch.dtype
-
-
 class Store:
     """The parameters, buffers and constants of one captured graph, as its devices hold them.
 
@@ -184,7 +175,8 @@ class Store:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
         copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.where.place]
-        stale: dict[_Route, dict[_Wanted, None]] = defaultdict(dict)
+        # Copies that travel in one message, by source, target and type.
+        stale: dict[tuple[torch.device, torch.device, torch.dtype], dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
         written: list[_Wanted] = []
         for _, wanted in copied:
@@ -195,10 +187,10 @@ class Store:
                 written.append(wanted)
         for wanted in (*written, *self._changed(unwritten)):
             original = self.original(wanted.name)
-            stale[_Route(original.device, wanted.where.place, original.dtype)][wanted] = None
-        for route, group in stale.items():
+            stale[original.device, wanted.where.place, original.dtype][wanted] = None
+        for (_, target, _), group in stale.items():
             blocks = [block(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
-            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), route.target)
+            flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
                 self._copies[wanted.where] = _Copy(part.view(tensor.shape), version(self.original(wanted.name)))

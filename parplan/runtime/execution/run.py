@@ -27,14 +27,6 @@ from parplan.runtime.transport.base import Held, Pending, Transport
 __all__ = ["Run", "SlotParts"]
 
 
-@dataclass(frozen=True)
-class _Moving:
-    """A movement that was started; waiting for it is recorded under its span."""
-
-    pending: Pending
-    span: Span
-
-
 class SlotParts:
     """The parts of every slot that are in this process, and those that are on their way to it."""
 
@@ -42,7 +34,7 @@ class SlotParts:
         self._transport = transport
         self._recorder = recorder
         self._parts: dict[str, Held] = defaultdict(dict)
-        self._coming: dict[str, list[_Moving]] = defaultdict(list)
+        self._coming: dict[str, list[tuple[Pending, Span]]] = defaultdict(list)  # waiting is recorded under the span
 
     def add(self, slot: str, device: int, tensor: Tensor) -> None:
         """Put a part, or add to it; never in place, as it may be shared."""
@@ -58,13 +50,13 @@ class SlotParts:
         """Start a movement whose results are added to this slot when it is read."""
         span = self._recorder.moving(exchange)
         with span:
-            self._coming[slot].append(_Moving(self._transport.start(exchange, tensors), span))
+            self._coming[slot].append((self._transport.start(exchange, tensors), span))
 
     def get(self, slot: str) -> Held:
         """The parts of a slot, after those on their way have arrived."""
-        for moving in self._coming.pop(slot, ()):
-            with moving.span:
-                arrived = moving.pending.wait()
+        for pending, span in self._coming.pop(slot, ()):
+            with span:
+                arrived = pending.wait()
             for device, tensor in arrived.items():
                 self.add(slot, device, tensor)
         return self._parts[slot]
@@ -126,8 +118,6 @@ class Run:
         """Per result whether it takes a gradient; returned inputs do, so that autograd refuses writes into them."""
         slots = (self._program.slots[name] for name in self._program.outputs)
         return [slot.requires_grad or slot.value in self.inputs for slot in slots]
-
-    # -- forward --
 
     def forward(self, tensors: list[Tensor], record: bool) -> list[Tensor]:
         """The results for the user's inputs; `record` keeps the graphs that a backward needs."""
@@ -267,8 +257,6 @@ class Run:
     def _assign(self, values: Mapping[str, Tensor]) -> None:
         for buffer, value in values.items():
             self._executor.store.original(buffer).copy_(value)
-
-    # -- backward --
 
     def enter_backward(self) -> None:
         """The streams of autograd's thread see what the forward has seen, as a checkpoint may run it again on them."""

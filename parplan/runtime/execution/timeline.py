@@ -170,10 +170,8 @@ class StepTimeline:
             found.append(StepTimes(lanes[0].step_ns, dict(spent)))
         return found
 
-    # -- called by generated code --
-
     def before(self, layer: str) -> Callable[[], None]:
-        """A function that enters the forward of `layer` on the device that computes now."""
+        """A function, for generated code, that enters the forward of `layer` on the device that computes now."""
 
         ahead = {device: StepActivity(ActivityKind.LAYER, layer, device) for device in self._lanes}
 
@@ -203,8 +201,6 @@ class StepTimeline:
 
         return end_layer
 
-
-# -- recorders: a run tells them where its time goes --
 
 Span = AbstractContextManager[object]
 

@@ -144,30 +144,23 @@ def _run(subject: MeasuredModel, wanted: StepsToRun, recorder: StepRecorder | No
         tensor.grad = None
 
 
-@dataclass(frozen=True)
-class _Direction:
-    """A layer in one direction."""
-
-    layer: str
-    backward: bool
-
-
 def _parts(
     graph: LayerGraph, recorder: StepRecorder, steps: Sequence[StepTimes], turns: bool
 ) -> tuple[MeasuredPart, ...]:
     """The rows of the measured table, the step last."""
     assert recorder.last is not None  # a step has run
     program = recorder.last.program
-    by_device: list[dict[_Direction, dict[int, int]]] = []  # nanoseconds of every layer and direction, per step
+    # Nanoseconds by device of every layer, forward or backward, per step.
+    by_device: list[dict[tuple[str, bool], dict[int, int]]] = []
     for step in steps:
-        own: dict[_Direction, dict[int, int]] = defaultdict(dict)
+        own: dict[tuple[str, bool], dict[int, int]] = defaultdict(dict)
         for activity, ns in step.spent_ns.items():
             if activity.kind is ActivityKind.LAYER and activity.device is not None:
-                own[_Direction(activity.name, activity.backward)][activity.device] = ns
+                own[activity.name, activity.backward][activity.device] = ns
         by_device.append(own)
 
     def slowest(name: str, backward: bool) -> Figure:
-        return _figure([max(own.get(_Direction(name, backward), {0: 0}).values()) for own in by_device])
+        return _figure([max(own.get((name, backward), {0: 0}).values()) for own in by_device])
 
     def total(kind: ActivityKind, chosen: Callable[[StepActivity], bool] = lambda activity: True) -> Figure:
         return _figure([sum(ns for a, ns in s.spent_ns.items() if a.kind is kind and chosen(a)) for s in steps])
@@ -175,7 +168,7 @@ def _parts(
     def moving(value: str, backward: bool) -> Figure:
         return total(ActivityKind.TRANSFER, lambda a: a.name in slots[value] and a.backward is backward)
 
-    present = {key.layer for own in by_device for key in own}
+    present = {layer for own in by_device for layer, _ in own}
     parts = [
         MeasuredPart(StepPart.LAYER, slowest(name, False), slowest(name, True), name)
         for name in graph.layers

@@ -230,9 +230,6 @@ def slowest_of(ranks: Sequence[MeasuredStep]) -> MeasuredStep:
     return replace(ranks[0], parts=tuple(parts), peak=peak)
 
 
-# -- as text --
-
-
 def text(step: MeasuredStep) -> str:
     """The table: predicted and measured, forward and backward, and measured over predicted."""
     unit, size = next((u for u in UNITS if step.step.seconds >= u[1]), UNITS[-1])

@@ -55,25 +55,13 @@ def step_peak(step: Callable[[], object], held: Iterable[Tensor], device: torch.
     """
     place = device if device is not None else torch.device("cpu")
     before = held_bytes(held, place)
-    if place.type != "cuda":
-        return StepPeak(before, _cpu_rise(step))
-    torch.cuda.synchronize(place)
-    torch.cuda.reset_peak_memory_stats(place)
-    allocated = torch.cuda.memory_allocated(place)
-    step()
-    torch.cuda.synchronize(place)
-    return StepPeak(before, max(0, torch.cuda.max_memory_allocated(place) - allocated))
-
-
-def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the distinct memories of `tensors` that are on `device`; of sharded ones this process's blocks."""
-    own = [local_tensor(tensor) for tensor in tensors]
-    here = [t for t in own if t.device == device or device.type == t.device.type == "cpu"]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}.values())
-
-
-def _cpu_rise(step: Callable[[], object]) -> int:
-    """From the allocations that the profiler saw, in order of time."""
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+        torch.cuda.reset_peak_memory_stats(place)
+        allocated = torch.cuda.memory_allocated(place)
+        step()
+        torch.cuda.synchronize(place)
+        return StepPeak(before, max(0, torch.cuda.max_memory_allocated(place) - allocated))
     gc.collect()  # garbage of before, collected within the step, would count as memory that the step released
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
@@ -87,4 +75,11 @@ def _cpu_rise(step: Callable[[], object]) -> int:
         if change["Device Type"] == 0:
             alive += int(change["Bytes"])
             most = max(most, alive)
-    return most
+    return StepPeak(before, most)
+
+
+def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of the distinct memories of `tensors` that are on `device`; of sharded ones this process's blocks."""
+    own = [local_tensor(tensor) for tensor in tensors]
+    here = [t for t in own if t.device == device or device.type == t.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}.values())

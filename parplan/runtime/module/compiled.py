@@ -347,8 +347,6 @@ class Compiled(Wrapped):
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
 
-    # -- results --
-
     def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
         tensors = []
         for slot, result in zip(program.outputs, results, strict=True):
@@ -366,8 +364,6 @@ class Compiled(Wrapped):
         for one in graph.stored:
             one.put(list(islice(left, one.count)))
         return nested
-
-    # -- a module like the one it holds --
 
     @property
     def _slices(self) -> Sharding | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parplan.compat import pytree
@@ -220,7 +220,7 @@ class Captures:
         self, call: ModelCall, training: bool, batch: int | None, numbers: Sequence[Number] = ()
     ) -> LayerGraph:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
-        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
         if self._transport.processes > 1 and not self.programs.grouped:
@@ -239,10 +239,6 @@ class Captures:
                 f"start as many, or make a plan for {count}"
             )
         self.plan = plan
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def bound_to_batch(graph: LayerGraph) -> bool:
@@ -264,10 +260,6 @@ class _Entry:
     place: Mapping[str, object]
     key: str
     thing: object
-
-    @property
-    def current(self) -> bool:
-        return self.place.get(self.key) is self.thing
 
 
 class _OwnTensors:
@@ -297,7 +289,7 @@ class _OwnTensors:
     @property
     def replaced(self) -> bool:
         """Whether one of them is no longer the module's."""
-        return not all(entry.current for entry in self._entries)
+        return any(entry.place.get(entry.key) is not entry.thing for entry in self._entries)
 
     @property
     def trained(self) -> Hashable:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
-from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.programs.captures import Captures, bound_to_batch
@@ -157,8 +156,16 @@ class SelfCheck:
         Args:
             step: samples per process of the step itself, which its executor serves.
         """
-        few = call.batch if self._mode == "always" else _part(call, subject.captured, subject.transport.processes)
-        failure = ""
+        few, graph, failure = call.batch, subject.captured.graph, ""
+        # Results may be as long as the longest sequence, which a part of the samples may lack.
+        packed = any(node.target is RNN_PACKED for layer in graph.layers.values() for node in layer.nodes)
+        if call.batch is not None and self._mode != "always" and not packed and not bound_to_batch(graph):
+            # The capture serves any number of samples: a few for every replica are compared. In one process replicas
+            # then have unequal parts where they have them of all samples.
+            replicas = max((strategy.replicas for strategy in subject.captured.strategies.values()), default=1)
+            few = -(-max(_FEWEST, _PER_REPLICA * replicas) // subject.transport.processes)
+            few += (call.batch - few) % replicas if subject.transport.processes == 1 else 0
+            few = min(call.batch, few)
         for samples in (few, call.batch):
             try:
                 return self._compared_on(subject, call, samples, step, record)
@@ -177,7 +184,15 @@ class SelfCheck:
         record: CheckRecord,
     ) -> CheckRecord:
         part = call.first(samples if samples != call.batch else None)
-        batch, unknown = _batch(subject.transport, part, subject.captured), set[str]()
+        transport, graph, unknown = subject.transport, subject.captured.graph, set[str]()
+        batch = Batch(part, part, (part.batch if part.batch is not None else 1,))
+        if transport.processes > 1:
+            told = transport.gather(batch.sizes[0], shared_digest(part))
+            if len({digest for _, digest in told}) > 1:
+                raise _Unchecked(
+                    "processes brought inputs that differ in more than their samples: shapes, types or values"
+                )
+            batch = gather_batch(transport, part, [size for size, _ in told], subject.captured.groups)
         reason, failed, plain = "", False, None
         try:
             _check_room(subject, batch)
@@ -186,17 +201,25 @@ class SelfCheck:
             reason = f"there is no room to run it beside the plain module ({str(error).splitlines()[0]})"
         except PlainFailure as error:
             reason, failed = str(error), True
-        if told := _first(subject.transport, f"{int(failed)}{reason}" if reason else ""):
-            raise PlainFailure(told[1:]) if told[0] == "1" else _Unchecked(told[1:])
+        if first := _first(transport, f"{int(failed)}{reason}" if reason else ""):
+            raise PlainFailure(first[1:]) if first[0] == "1" else _Unchecked(first[1:])
         assert plain is not None  # else there is a reason
         found = subject.compare(batch, plain, unknown, keep=batch.sizes == step)
-        record = replace(
-            record,
-            samples=part.batch,
-            differences=found.differences,
-            left_out=_left_out(self._options, subject.captured.graph, batch, found.unknown),
-        )
-        if _all(subject.transport, found.agrees):
+        left_out, options = [], self._options  # the things that are not compared as the model runs them
+        if not options.global_statistics and any(layer.mixes_batch for layer in graph.layers.values()):
+            left_out.append('batch_norm="local": compared with the statistics of the whole batch')
+        if options.per_replica:
+            left_out.append('scalars="per_replica": compared with numbers of the whole batch')
+        if not options.dropout:
+            left_out.append("dropout=False: compared with dropout that keeps everything")
+        if graph.sites:
+            left_out.append("module hooks: they are not called")
+        leaves = enumerate(batch.whole.leaves)
+        shared = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        left_out += [f"the gradient of input {i}, which all processes share" for i in shared if batch.shares_input(i)]
+        left_out += [f"{op} draws random numbers" for op in sorted(found.unknown)]
+        record = replace(record, samples=part.batch, differences=found.differences, left_out=tuple(left_out))
+        if _all(transport, found.agrees):
             return record
         if found.unknown:
             raise _Unchecked(f"{', '.join(sorted(found.unknown))} draws random numbers that two runs cannot draw alike")
@@ -255,20 +278,6 @@ def _error(record: CheckRecord, batch: Batch, subject: CheckedModel, found: Step
     return SelfCheckError("\n".join(text), layer or None)
 
 
-def _batch(transport: Transport, part: ModelCall, captured: Captured) -> Batch:
-    """The samples of all processes.
-
-    Raises:
-        _Unchecked: they are of different shapes, or inputs without samples differ.
-    """
-    if transport.processes == 1:
-        return Batch.of_one_process(part)
-    told = transport.gather(part.batch if part.batch is not None else 1, shared_digest(part))
-    if len({digest for _, digest in told}) > 1:
-        raise _Unchecked("processes brought inputs that differ in more than their samples: shapes, types or values")
-    return gather_batch(transport, part, [size for size, _ in told], captured.groups)
-
-
 def _first(transport: Transport, text: str) -> str:
     """This process's text, or that of the first one that has any."""
     texts = transport.gather_texts(text)
@@ -278,22 +287,6 @@ def _first(transport: Transport, text: str) -> str:
 def _all(transport: Transport, agrees: bool) -> bool:
     """Whether all processes say so."""
     return not transport.any([not agrees])[0]
-
-
-def _part(call: ModelCall, captured: Captured, processes: int) -> int | None:
-    """Number of samples that are compared: all, or a few for every replica where the capture serves any number.
-
-    In one process replicas then have unequal parts where they have them of all samples.
-    """
-    if call.batch is None or bound_to_batch(captured.graph):
-        return call.batch
-    # Results may be as long as the longest sequence, which a part of the samples may lack.
-    if any(node.target is RNN_PACKED for layer in captured.graph.layers.values() for node in layer.nodes):
-        return call.batch
-    replicas = max((strategy.replicas for strategy in captured.strategies.values()), default=1)
-    few = -(-max(_FEWEST, _PER_REPLICA * replicas) // processes)
-    few += (call.batch - few) % replicas if processes == 1 else 0
-    return few if call.batch > few else call.batch
 
 
 def _check_room(subject: CheckedModel, batch: Batch) -> None:
@@ -313,19 +306,3 @@ def _check_room(subject: CheckedModel, batch: Batch) -> None:
     free = torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
     if wanted > free:
         raise torch.OutOfMemoryError(f"about {wanted:,} bytes are needed and {free:,} are free on {place}")
-
-
-def _left_out(options: Options, graph: LayerGraph, batch: Batch, unknown: frozenset[str]) -> tuple[str, ...]:
-    """The things that are not compared as the model runs them, by name."""
-    found = []
-    if not options.global_statistics and any(layer.mixes_batch for layer in graph.layers.values()):
-        found.append('batch_norm="local": compared with the statistics of the whole batch')
-    if options.per_replica:
-        found.append('scalars="per_replica": compared with numbers of the whole batch')
-    if not options.dropout:
-        found.append("dropout=False: compared with dropout that keeps everything")
-    if graph.sites:
-        found.append("module hooks: they are not called")
-    shared = [i for i, leaf in enumerate(batch.whole.leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    found += [f"the gradient of input {i}, which all processes share" for i in shared if batch.shares_input(i)]
-    return (*found, *(f"{op} draws random numbers" for op in sorted(unknown)))

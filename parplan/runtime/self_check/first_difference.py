@@ -79,8 +79,10 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
         place = _lost_by_plan(graph, executor, written, whole)
     if place is None:
         place = _gradient_lost(graph, found.plain, whole, off)
-    if place is None:
-        place = _buffer_lost(graph, off)
+    for name in sorted(off & {*graph.buffers.values()}) if place is None else ():
+        users = [n for n, layer in graph.layers.items() if name in (graph.buffers.get(b) for b in layer.buffers)]
+        text = f"buffer {name} has another value after the step" + (f"; {', '.join(users)} use it" if users else "")
+        place = place or FirstDifference(users[0] if users else None, (text,))
     reasons = seen.text(place.layer if place is not None else None)
     if place is None:
         text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
@@ -89,9 +91,6 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
     traces = (str(node.meta.get("stack_trace") or "") for node in (layer.nodes if layer is not None else ()))
     line = next(filter(None, map(code_line, traces)), "")
     return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
-
-
-# --- the plain module's parts ----------------------------------------------------------------
 
 
 @contextmanager
@@ -111,9 +110,6 @@ def _module_outputs(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --- the captured graph in one piece ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,9 +173,6 @@ def _lost_in_capture(
 def _captured_otherwise(name: str) -> FirstDifference:
     text = f"the first layer that differs is {name}: the captured graph, run whole, does not give the module's value"
     return FirstDifference(name, (text,))
-
-
-# --- the planned program ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -255,15 +248,6 @@ def _gradient_lost(graph: LayerGraph, plain: StepValues, whole: _Whole, off: Set
                     f"({path}); it goes wrong in {where} and {who}"
                 )
                 return FirstDifference(name, (text,))
-    return None
-
-
-def _buffer_lost(graph: LayerGraph, off: Set[str]) -> FirstDifference | None:
-    for name in sorted(off):
-        if name in graph.buffers.values():
-            users = [n for n, layer in graph.layers.items() if name in (graph.buffers.get(b) for b in layer.buffers)]
-            text = f"buffer {name} has another value after the step" + (f"; {', '.join(users)} use it" if users else "")
-            return FirstDifference(users[0] if users else None, (text,))
     return None
 
 

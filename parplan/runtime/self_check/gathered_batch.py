@@ -40,11 +40,6 @@ class Batch:
     start: int = 0
     repeats: int = 1
 
-    @staticmethod
-    def of_one_process(call: ModelCall) -> Batch:
-        """All samples are this process's."""
-        return Batch(call, call, (call.batch if call.batch is not None else 1,))
-
     @property
     def processes(self) -> int:
         """Number of processes that share the step."""

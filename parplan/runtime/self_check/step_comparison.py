@@ -28,26 +28,11 @@ from parplan.runtime.transport.base import Transport, block
 __all__ = ["GROSS", "CheckedModel", "PlainFailure", "StepDifference"]
 
 
-@dataclass(frozen=True)
-class _Precision:
-    """Limits of the difference between two runs in one type by rounding.
-
-    Args:
-        tolerance: relative to a tensor's largest element.
-        floor: the share of the largest element of all tensors of its group that is the least to measure against.
-    """
-
-    tolerance: float
-    floor: float
-
-
-# A difference beyond these is repeated in float64, so they need not be wide; those of float64 are final.
-_PRECISIONS = {
-    torch.float64: _Precision(1e-7, 1e-4),
-    torch.float32: _Precision(1e-4, 0.1),
-    torch.float16: _Precision(1e-2, 0.1),
-    torch.bfloat16: _Precision(5e-2, 0.1),
-}
+# How far rounding may take two runs in one type, relative to a tensor's largest element, or to the share `_FLOORS` of
+# the largest of all tensors in its group where that is more. A difference beyond is repeated in float64, so these need
+# not be wide; those of float64 are final.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_FLOORS = {torch.float64: 1e-4, torch.float32: 0.1, torch.float16: 0.1, torch.bfloat16: 0.1}
 _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 # Beyond this a difference is no rounding in its type, where it cannot be repeated in float64.
 GROSS = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 0.5, torch.bfloat16: 0.5}
@@ -55,13 +40,6 @@ GROSS = {torch.float64: 1e-7, torch.float32: 1e-2, torch.float16: 0.5, torch.bfl
 
 class PlainFailure(Exception):
     """The plain module itself fails on what it is given."""
-
-    @staticmethod
-    def of(error: Exception) -> PlainFailure:
-        """The failure that tells of the module's error."""
-        line, reason = user_line(error), next(iter(str(error).strip().splitlines()), "")
-        where = f" at {line}" if line else ""
-        return PlainFailure(f"the plain module fails on these inputs with {type(error).__name__}: {reason}{where}")
 
 
 @dataclass(frozen=True)
@@ -155,7 +133,9 @@ class CheckedModel:
                 raise
             except Exception as error:
                 if accumulated or not self.gradients:
-                    raise PlainFailure.of(error) from error
+                    line, reason = user_line(error), next(iter(str(error).strip().splitlines()), "")
+                    where = f"{type(error).__name__}: {reason}{f' at {line}' if line else ''}"
+                    raise PlainFailure(f"the plain module fails on these inputs with {where}") from error
         raise AssertionError("unreachable")
 
     def whole(self) -> AbstractContextManager[None]:
@@ -181,12 +161,10 @@ class CheckedModel:
         else:
             expected = plain
         types = {_REAL.get(spec.dtype, spec.dtype) for spec in graph.values.values()}
-        known = [dtype for dtype in types if dtype in _PRECISIONS]
         # The shortest floating-point type that anything is computed in.
-        precision = max(known, key=lambda dtype: _PRECISIONS[dtype].tolerance, default=torch.float32)
-        limits = _PRECISIONS[precision]
-        differences = _differences(plain, expected, planned, limits.floor)
-        return StepDifference(differences, limits.tolerance, precision, plain, frozenset(found))
+        precision = max(types & _TOLERANCES.keys(), key=_TOLERANCES.__getitem__, default=torch.float32)
+        differences = _differences(plain, expected, planned, _FLOORS[precision])
+        return StepDifference(differences, _TOLERANCES[precision], precision, plain, frozenset(found))
 
     def _own_share(
         self, batch: Batch, plain: StepValues, planned: StepValues, executor: Executor, rank: int
@@ -239,19 +217,18 @@ def _differences(
         ("buffers", expected.buffers, planned.buffers, largest_of(whole.buffers)),
     ]
     # As many leaves, tensors in the same places, and the same values in the others.
-    alike = len(expected.results) == len(planned.results) and all(
-        isinstance(b, Tensor) if isinstance(a, Tensor) else (not isinstance(b, Tensor) and _same_value(a, b))
-        for a, b in zip(expected.results, planned.results, strict=True)
-    )
+    alike, simple = len(expected.results) == len(planned.results), (bool, int, float, str, bytes)
+    for a, b in zip(expected.results, planned.results, strict=False):
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            alike = alike and isinstance(a, Tensor) and isinstance(b, Tensor)
+        elif isinstance(a, simple) and isinstance(b, simple):
+            alike = alike and (a == b or (a != a and b != b))
+        else:
+            alike = alike and type(a) is type(b)
     found = [compare_group(n, a, b, floor * largest) for n, a, b, largest in groups[0 if alike else 1 :] if a]
     if not alike:
         found.insert(0, GroupDifference("results", len(expected.results), math.inf, "structure", {}))
     return tuple(found)
-
-
-def _same_value(a: object, b: object) -> bool:
-    simple = (bool, int, float, str, bytes)
-    return a == b or (a != a and b != b) if isinstance(a, simple) and isinstance(b, simple) else type(a) is type(b)
 
 
 def _tensors(results: Sequence[object]) -> dict[str, Tensor | None]:

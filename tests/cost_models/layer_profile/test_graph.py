@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.export_layer_profile import format_layer_profile
 from parplan import api
 from parplan.cli.main import main
 from parplan.cluster import Cluster, Device, Link
@@ -25,7 +26,7 @@ from parplan.cost_models.layer_profile.records import (
     Samples,
     Times,
 )
-from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile
+from parplan.cost_models.layer_profile.text import load_layer_profile
 from parplan.errors import ClusterError, InfeasiblePlan, ParplanError
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.export_layer_profile import format_layer_profile
 from parplan.cost_models.layer_profile.records import (
     AxisCut,
     Effect,
@@ -21,7 +22,7 @@ from parplan.cost_models.layer_profile.records import (
     Samples,
     Times,
 )
-from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile, parse_layer_profile
+from parplan.cost_models.layer_profile.text import load_layer_profile, parse_layer_profile
 from parplan.errors import ProfileError
 
 ROOT = Path(__file__).resolve().parents[3]

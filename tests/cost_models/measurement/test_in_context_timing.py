@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parplan.cost_models.measurement import in_context_timing
-from parplan.cost_models.measurement.in_context_timing import SingleProcess, time_in_context
+from parplan.cost_models.measurement.in_context_timing import ProcessGroup, time_in_context
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import LayerPart
 from parplan.cost_models.sampling import StoppingRule
@@ -125,7 +125,7 @@ def test_pieces_without_gradients_have_no_backward(monkeypatch: pytest.MonkeyPat
 
 
 def test_all_processes_stop_together() -> None:
-    class Slower(SingleProcess):
+    class Slower(ProcessGroup):
         """Another process that wants three more runs."""
 
         def __init__(self) -> None:

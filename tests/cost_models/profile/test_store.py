@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry, Profile, SessionProfile
+from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS
-from parplan.cost_models.profile.store import ProfileStore
+from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from tests.cost_models.profiles import CPU, H200, group, link, part

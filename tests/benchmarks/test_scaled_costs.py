@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.scaled_costs import ScaledCosts
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.cost_models.scaled import ScaledCosts
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph, TensorSpec

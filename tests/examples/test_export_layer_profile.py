@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from examples.export_layer_profile import format_layer_profile, layer_profile_of, write_layer_profile
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.layer_profile.costs import ProfileCosts
-from parplan.cost_models.layer_profile.export import layer_profile_of, write_layer_profile
 from parplan.cost_models.layer_profile.graph import profile_graph
 from parplan.cost_models.layer_profile.records import AxisCut, Effect, LayerProfile, Samples
-from parplan.cost_models.layer_profile.text import format_layer_profile, load_layer_profile, parse_layer_profile
+from parplan.cost_models.layer_profile.text import load_layer_profile, parse_layer_profile
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ProfileError
 from parplan.graph.capture.capture import capture
