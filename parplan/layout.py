@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Region", "own_places", "piece_table", "pieces",
-    "region", "regions", "split_evenly",
+    "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Region", "block_shapes", "in_place", "own_places",
+    "piece_table", "pieces", "region", "regions", "split_evenly",
 ]  # fmt: skip
 
 IntArray = NDArray[np.int64]
@@ -220,6 +220,28 @@ def regions(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | Non
             made[key] = tuple(extents)
         found[device] = made[key]
     return found
+
+
+def block_shapes(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> IntArray:
+    """Shapes of the blocks of all devices of the layout, by place, as an array (dimensions, devices)."""
+    first, end = _blocks(shape, layout, range(len(shape)), row_sizes)
+    lengths: IntArray = end - first
+    return lengths
+
+
+def in_place(
+    shape: Sequence[int],
+    held: Layout,
+    wanted: Layout,
+    held_rows: Sequence[int] | None = None,
+    wanted_rows: Sequence[int] | None = None,
+) -> bool:
+    """Whether every device of `wanted` already holds its block in `held`."""
+    places, dims = own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
+    if (places < 0).any():
+        return False
+    blocks = _blocks(shape, held, dims, held_rows)[:, :, places]
+    return bool((blocks == _blocks(shape, wanted, dims, wanted_rows)).all())
 
 
 @dataclass(frozen=True, eq=False)

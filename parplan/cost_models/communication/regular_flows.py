@@ -27,6 +27,11 @@ class Flow:
     sent: IntArray
     messages_out: IntArray
 
+    @property
+    def back(self) -> Flow:
+        """The same pieces on their way back."""
+        return Flow(self.sent, self.messages_out, self.received, self.messages_in)
+
     def __sub__(self, other: Flow) -> Flow:
         return Flow(
             self.received - other.received,
@@ -151,11 +156,12 @@ class _Rectangles:
 
     @property
     def height(self) -> IntArray:
-        return (self.bottom - self.top).clip(0)
+        found: IntArray = np.maximum(self.bottom - self.top, 0)
+        return found
 
     @property
     def area(self) -> IntArray:
-        found: IntArray = self.height * (self.right - self.left).clip(0)
+        found: IntArray = self.height * np.maximum(self.right - self.left, 0)
         return found
 
 
@@ -188,7 +194,7 @@ def _domain(grid: Grid, other: Grid, size: int | None) -> _Rectangles:
         zero = np.zeros(1, dtype=np.int64)
         return _Rectangles(zero, zero + other.replicas, zero, zero + shards)
     begin = (np.arange(len(grid.devices)) + (grid.first or 0)) // size * size - first
-    begin, end = begin.clip(0, count), (begin + size).clip(0, count)
+    begin, end = (np.minimum(np.maximum(edge, 0), count) for edge in (begin, begin + size))
     if size >= shards:
         return _Rectangles(begin // shards, -(-end // shards), np.zeros_like(begin), np.full_like(begin, shards))
     top, left = np.divmod(begin, shards)
@@ -197,8 +203,7 @@ def _domain(grid: Grid, other: Grid, size: int | None) -> _Rectangles:
 
 def _every(begin: IntArray, end: IntArray, step: int, offset: IntArray) -> IntArray:
     """Numbers from `begin` to `end` (excluded) that are `offset` and a multiple of `step`."""
-    found: IntArray = ((end - 1 - offset) // step - (begin - 1 - offset) // step).clip(0)
-    return found
+    return np.maximum((end - 1 - offset) // step - (begin - 1 - offset) // step, 0)
 
 
 def _nest(one: int, other: int) -> bool:
