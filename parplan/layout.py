@@ -3,17 +3,27 @@
 A layer's devices form a grid of `replicas` rows and `shards` columns. Rows work on different
 samples, columns on different slices of one axis. Every transfer between two layers is then a
 list of pieces, `target[slices] += source[slices]`; its backward is the same list read from
-right to left. Planner and runtime both start from the pieces, so what is priced is what runs.
+right to left. Planner and runtime both start from the pieces, so what is priced is what runs:
+the planner from their table (arrays, for thousands of devices), the runtime from their list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from functools import cached_property
+from itertools import pairwise, repeat
 from math import prod
 
-__all__ = ["Grid", "Layout", "Piece", "Range", "Region", "pieces", "region", "split_evenly"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Region", "block_shapes", "in_place", "own_places",
+    "piece_table", "pieces", "region", "regions", "split_evenly",
+]  # fmt: skip
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,32 @@ class Grid:
         if self.replicas * self.shards != len(self.devices):
             raise ValueError(f"{self.replicas} x {self.shards} does not arrange {len(self.devices)} devices")
 
+    @cached_property
+    def places(self) -> Mapping[int, int]:
+        """Place of every device, row by row."""
+        return {device: place for place, device in enumerate(self.devices)}
+
+    @cached_property
+    def first(self) -> int | None:
+        """The first device, where they are numbered on from there; None in any other order."""
+        first = self.devices[0]
+        return first if self.devices == tuple(range(first, first + len(self.devices))) else None
+
     def position(self, device: int) -> tuple[int, int]:
         """Row and column of `device`."""
-        return divmod(self.devices.index(device), self.shards)
+        return divmod(self.places[device], self.shards)
 
     def device(self, row: int, column: int) -> int:
         """The device at one place of the grid."""
         return self.devices[row * self.shards + column]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.devices, self.replicas, self.shards))
+
+    def __hash__(self) -> int:
+        """That of its fields, once: layouts are looked up often, and the devices may be thousands."""
+        return self._hash
 
     def row(self, row: int) -> tuple[int, ...]:
         """The devices that hold the shards of one replica."""
@@ -72,6 +101,22 @@ class Layout:
             raise ValueError("a partial sum is not cut as well")
         if self.batch_dim is not None and self.batch_dim == self.shard_dim:
             raise ValueError("one dimension cannot be cut by replicas and by shards")
+
+    @property
+    def cuts(self) -> Mapping[int, int]:
+        """Into how many parts each cut dimension is cut."""
+        cuts = ((self.batch_dim, self.grid.replicas), (self.shard_dim, self.grid.shards))
+        return {dim: parts for dim, parts in cuts if dim is not None}
+
+    @property
+    def rows_differ(self) -> bool:
+        """Whether rows hold different blocks."""
+        return self.batch_dim is not None
+
+    @property
+    def columns_differ(self) -> bool:
+        """Whether columns hold different blocks, or different terms of a sum."""
+        return self.shard_dim is not None or self.partial
 
 
 @dataclass(frozen=True)
@@ -125,9 +170,20 @@ def split_evenly(size: int, parts: int) -> tuple[int, ...]:
     return tuple(base + (index < extra) for index in range(parts))
 
 
-def _chunk(sizes: Sequence[int], index: int) -> Range:
-    stops = list(accumulate(sizes))
-    return Range(stops[index] - sizes[index], stops[index])
+def _starts(size: int, parts: int, sizes: Sequence[int] | None = None) -> IntArray:
+    """First index of every part of a dimension, then its end; shape (parts + 1,)."""
+    if sizes is not None:
+        return np.cumsum([0, *sizes])
+    index = np.arange(parts + 1)
+    return index * (size // parts) + np.minimum(index, size % parts)
+
+
+def _cut_starts(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None) -> tuple[IntArray, IntArray]:
+    """`_starts` of the rows' and of the columns' parts, where they are cut."""
+    nothing, grid = np.zeros(0, dtype=np.int64), layout.grid
+    by_row = _starts(shape[layout.batch_dim], grid.replicas, row_sizes) if layout.batch_dim is not None else nothing
+    by_column = _starts(shape[layout.shard_dim], grid.shards) if layout.shard_dim is not None else nothing
+    return by_row, by_column
 
 
 def region(
@@ -138,28 +194,170 @@ def region(
     `row_sizes` gives each row's extent of the batch dimension when rows are not even.
     """
     extents = [Range(0, size) for size in shape]
-    if layout.batch_dim is not None:
-        sizes = row_sizes if row_sizes is not None else split_evenly(shape[layout.batch_dim], layout.grid.replicas)
-        extents[layout.batch_dim] = _chunk(sizes, row)
-    if layout.shard_dim is not None:
-        sizes = split_evenly(shape[layout.shard_dim], layout.grid.shards)
-        extents[layout.shard_dim] = _chunk(sizes, column)
+    by_row, by_column = _cut_starts(shape, layout, row_sizes)
+    for dim, index, starts in ((layout.batch_dim, row, by_row), (layout.shard_dim, column, by_column)):
+        if dim is not None:
+            extents[dim] = Range(int(starts[index]), int(starts[index + 1]))
     return tuple(extents)
 
 
-def _holdings(
-    shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None
-) -> Iterator[tuple[Region, tuple[int, ...]]]:
-    """Regions and the devices of which any one (a copy) or each one (terms of a sum) serves it."""
-    grid = layout.grid
-    rows_differ = layout.batch_dim is not None
-    columns_differ = layout.shard_dim is not None or layout.partial
-    for row in range(grid.replicas if rows_differ else 1):
-        for column in range(grid.shards if columns_differ else 1):
-            rows = (row,) if rows_differ else range(grid.replicas)
-            columns = (column,) if columns_differ else range(grid.shards)
-            holders = tuple(grid.device(r, c) for r, c in product(rows, columns))
-            yield region(shape, layout, row, column, row_sizes), holders
+def regions(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> dict[int, Region]:
+    """`region` of every device of the layout; equal ones are one object."""
+    grid, (by_row, by_column) = layout.grid, _cut_starts(shape, layout, row_sizes)
+    rows: list[Range | None] = [Range(*ends) for ends in pairwise(by_row.tolist())]
+    columns: list[Range | None] = [Range(*ends) for ends in pairwise(by_column.tolist())]
+    rows, columns = rows or [None], columns or [None]
+    made: dict[tuple[int, int], Region] = {}
+    found = {}
+    for place, device in enumerate(grid.devices):
+        row, column = divmod(place, grid.shards)
+        key = (row % len(rows), column % len(columns))
+        if key not in made:
+            extents = [Range(0, size) for size in shape]
+            for dim, extent in ((layout.batch_dim, rows[key[0]]), (layout.shard_dim, columns[key[1]])):
+                if dim is not None and extent is not None:
+                    extents[dim] = extent
+            made[key] = tuple(extents)
+        found[device] = made[key]
+    return found
+
+
+def block_shapes(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> IntArray:
+    """Shapes of the blocks of all devices of the layout, by place, as an array (dimensions, devices)."""
+    first, end = _blocks(shape, layout, range(len(shape)), row_sizes)
+    lengths: IntArray = end - first
+    return lengths
+
+
+def in_place(
+    shape: Sequence[int],
+    held: Layout,
+    wanted: Layout,
+    held_rows: Sequence[int] | None = None,
+    wanted_rows: Sequence[int] | None = None,
+) -> bool:
+    """Whether every device of `wanted` already holds its block in `held`."""
+    places, dims = own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
+    if (places < 0).any():
+        return False
+    blocks = _blocks(shape, held, dims, held_rows)[:, :, places]
+    return bool((blocks == _blocks(shape, wanted, dims, wanted_rows)).all())
+
+
+@dataclass(frozen=True, eq=False)
+class PieceTable:
+    """All pieces of a change of layout as arrays, in the order of `pieces`; `dims` are the dimensions that are cut.
+
+    Args:
+        takers, givers: places in the target's and the source's grid, shape (pieces,).
+        start, stop: the block in the whole tensor, shape (dims, pieces).
+        held, wanted: first index and end of every source and target device's block, shape (2, dims, devices).
+        uncut: elements of a block for each one of those in `dims`.
+    """
+
+    dims: tuple[int, ...]
+    takers: IntArray
+    givers: IntArray
+    start: IntArray
+    stop: IntArray
+    held: IntArray
+    wanted: IntArray
+    uncut: int
+
+    @cached_property
+    def elements(self) -> IntArray:
+        """Elements of every piece."""
+        lengths: IntArray = (self.stop - self.start).prod(axis=0) * self.uncut
+        return lengths
+
+
+def piece_table(
+    shape: Sequence[int],
+    source: Layout,
+    target: Layout,
+    source_rows: Sequence[int] | None = None,
+    target_rows: Sequence[int] | None = None,
+) -> PieceTable:
+    """The table of `pieces`; its size is their number, however many devices there are."""
+    if target.partial:
+        raise ValueError("nothing is ever sent to become a partial sum")
+    dims = tuple(sorted({*source.cuts, *target.cuts}))
+    held, wanted = _blocks(shape, source, dims, source_rows), _blocks(shape, target, dims, target_rows)
+    begins, ends = zip(
+        _met(source.batch_dim, False, source.grid.replicas, _cut_starts(shape, source, source_rows)[0], dims, wanted),
+        _met(source.shard_dim, source.partial, source.grid.shards, _cut_starts(shape, source, None)[1], dims, wanted),
+        strict=True,
+    )
+    across, down = ends[1] - begins[1], ends[0] - begins[0]
+    counts = across * down
+    takers = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(takers)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows, columns = begins[0][takers] + within // across[takers], begins[1][takers] + within % across[takers]
+    givers = _givers(source, target, takers, rows, columns)
+    start = np.maximum(held[0][:, givers], wanted[0][:, takers])
+    stop = np.minimum(held[1][:, givers], wanted[1][:, takers])
+    uncut = prod(size for dim, size in enumerate(shape) if dim not in dims)
+    real = (stop > start).all(axis=0) & (uncut > 0)
+    if not real.all():
+        takers, givers, start, stop = takers[real], givers[real], start[:, real], stop[:, real]
+    return PieceTable(dims, takers, givers, start, stop, held, wanted, uncut)
+
+
+def _blocks(shape: Sequence[int], layout: Layout, dims: Sequence[int], rows: Sequence[int] | None) -> IntArray:
+    by_row, by_column = _cut_starts(shape, layout, rows)
+    row, column = np.divmod(np.arange(len(layout.grid.devices)), layout.grid.shards)
+    found = np.zeros((2, len(dims), len(row)), dtype=np.int64)
+    for index, dim in enumerate(dims):
+        if dim == layout.batch_dim:
+            found[:, index] = by_row[row], by_row[row + 1]
+        elif dim == layout.shard_dim:
+            found[:, index] = by_column[column], by_column[column + 1]
+        else:
+            found[1, index] = shape[dim]
+    return found
+
+
+def _met(
+    dim: int | None, differ: bool, parts: int, starts: IntArray, dims: Sequence[int], wanted: IntArray
+) -> tuple[IntArray, IntArray]:
+    """For every target device, the first of the source's rows (or columns) that it meets, and the end of them.
+
+    One stands for all that hold the same; all are met of those that hold terms (`differ`).
+    """
+    if dim is None:
+        none = np.zeros(wanted.shape[2], dtype=np.int64)
+        return none, none + (parts if differ else 1)
+    first, end = wanted[:, dims.index(dim)]
+    begin = np.searchsorted(starts[1:], first, side="right")
+    return begin, np.maximum(begin, np.searchsorted(starts[:-1], end, side="left"))
+
+
+def _givers(source: Layout, target: Layout, takers: IntArray, rows: IntArray, columns: IntArray) -> IntArray:
+    """Place in the source's grid that serves each piece: the taker's own, else that of the copies in turn.
+
+    Args:
+        rows, columns: of the source's blocks; 0 where all hold the same.
+    """
+    grid = source.grid
+    alike = 1 if source.columns_differ else grid.shards
+    turns = takers % (alike * (1 if source.rows_differ else grid.replicas))
+    row = rows if source.rows_differ else turns // alike
+    column = columns if source.columns_differ else turns % alike
+    own = own_places(grid, target.grid)[takers]
+    serves_itself = own >= 0
+    if source.rows_differ:
+        serves_itself &= own // grid.shards == rows
+    if source.columns_differ:
+        serves_itself &= own % grid.shards == columns
+    return np.where(serves_itself, own, row * grid.shards + column)
+
+
+def own_places(source: Grid, target: Grid) -> IntArray:
+    """For every place of the target's grid, its device's place in the source's; -1 where it has none."""
+    if source.first is not None and target.first is not None:
+        places = np.arange(len(target.devices)) + (target.first - source.first)
+        return np.where((places >= 0) & (places < len(source.devices)), places, -1)
+    return np.array([source.places.get(device, -1) for device in target.devices])
 
 
 def pieces(
@@ -174,21 +372,20 @@ def pieces(
     A device that already holds what it needs serves itself; copies that several devices hold are
     read from different ones in turn. `target` must not be partial. Order is deterministic.
     """
-    if target.partial:
-        raise ValueError("nothing is ever sent to become a partial sum")
-    holdings = list(_holdings(shape, source, source_rows))
-    found: list[Piece] = []
-    for turn, device in enumerate(target.grid.devices):
-        row, column = target.grid.position(device)
-        wanted = region(shape, target, row, column, target_rows)
-        for block, holders in holdings:
-            common = tuple(a.intersection(b) for a, b in zip(block, wanted, strict=True))
-            if any(len(extent) == 0 for extent in common):
-                continue
-            giver = device if device in holders else holders[turn % len(holders)]
-            found.append(Piece(giver, device, _local(common, block), _local(common, wanted)))
-    return found
+    table = piece_table(shape, source, target, source_rows, target_rows)
+    ends = [(source.grid.devices, table.givers, table.held), (target.grid.devices, table.takers, table.wanted)]
+    devices, local = [], []
+    for own, places, blocks in ends:
+        devices.append([own[place] for place in places.tolist()])
+        origin = blocks[0][:, places]
+        bounds = np.stack([table.start - origin, table.stop - origin], axis=-1)
+        local.append(_regions(shape, table.dims, bounds))
+    return [Piece(*one) for one in zip(*devices, *local, strict=True)]
 
 
-def _local(common: Region, within: Region) -> Region:
-    return tuple(extent.shifted(-outer.start) for extent, outer in zip(common, within, strict=True))
+def _regions(shape: Sequence[int], dims: Sequence[int], bounds: IntArray) -> list[Region]:
+    """Regions with these `bounds` (dims, pieces, 2), and all indices of the other dimensions."""
+    columns: list[Iterable[Range]] = [repeat(Range(0, size), bounds.shape[1]) for size in shape]
+    for dim, extents in zip(dims, bounds.tolist(), strict=True):
+        columns[dim] = [Range(*extent) for extent in extents]
+    return list(zip(*columns, strict=True)) if shape else [()] * bounds.shape[1]

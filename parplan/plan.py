@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,7 +55,7 @@ class Strategy:
     devices: tuple[int, ...] = (0,)
     update_period: int | None = None
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """The devices arranged as replicas x shards."""
         return Grid(self.devices, self.replicas, self.shards)
@@ -151,7 +152,8 @@ def _no_plan(where: str, why: str) -> PlanError:
 
 def _to_dict(strategy: Strategy) -> dict[str, Any]:
     """The fields in their order; no update period means the default."""
-    return {name: value for name, value in vars(strategy).items() if name != "update_period" or value is not None}
+    found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    return {name: value for name, value in found.items() if name != "update_period" or value is not None}
 
 
 _AXIS, _DEVICES = text("axis"), list_of("devices", count("device", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, split_evenly
+from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, regions, split_evenly
+from tests.slow_layout import random_layout, random_rows, slow_pieces, slow_region
 
 Blocks = Mapping[int, NDArray[np.int64]]
 GRID = Grid((4, 2, 7, 1, 0, 5), replicas=3, shards=2)
@@ -188,3 +190,16 @@ def test_copies_are_read_from_different_devices_in_turn() -> None:
     source = Layout(Grid((0, 1), 2, 1), None)
     target = Layout(Grid((2, 3, 4, 5), 4, 1), None)
     assert [piece.source for piece in pieces((3,), source, target)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("regular", [True, False])
+def test_pieces_and_regions_are_those_of_the_slow_way(regular: bool) -> None:
+    for seed in range(150):
+        random = Random(seed)
+        shape = [random.choice([0, 1, 2, 3, 5, 6, 8, 16, 17, 40]) for _ in range(random.randint(1, 3))]
+        source, target = (random_layout(random, 16, len(shape), partial, regular) for partial in (True, False))
+        rows = [random_rows(random, layout, shape) for layout in (source, target)]
+        assert pieces(shape, source, target, *rows) == slow_pieces(shape, source, target, *rows)
+        for layout, own in zip((source, target), rows, strict=True):
+            expected = {d: slow_region(shape, layout, place, own) for place, d in enumerate(layout.grid.devices)}
+            assert regions(shape, layout, own) == expected

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import lru_cache
+from itertools import chain, combinations
 from math import prod
 
 import torch
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Range, Region, region
+from parplan.layout import Layout, Range, Region, regions
 from parplan.plan import Strategy
 
 __all__ = [
     "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "disjoint",
-    "holdings", "used_block", "within",
+    "holdings", "used_blocks", "within",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
@@ -31,14 +32,17 @@ BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 8 << 20
 
 Strategies = Mapping[str, Strategy]
-Holdings = dict[str, dict[int, Region]]
+Holdings = dict[str, Mapping[int, Region]]
 
 
-def used_block(graph: LayerGraph, strategies: Strategies, layer: str, state: str, device: int) -> Region:
-    """The block of a parameter or buffer that `layer` uses on `device`."""
-    strategy = strategies[layer]
-    row, column = strategy.grid.position(device)
-    return region(graph.values[state].shape, graph.layers[layer].layout(state, strategy), row, column)
+def used_blocks(graph: LayerGraph, strategies: Strategies, layer: str, state: str) -> Mapping[int, Region]:
+    """The block of a parameter or buffer that `layer` uses on each of its devices."""
+    return _blocks(graph.values[state].shape, graph.layers[layer].layout(state, strategies[layer]))
+
+
+@lru_cache(maxsize=1000)
+def _blocks(shape: tuple[int, ...], layout: Layout) -> Mapping[int, Region]:
+    return dict(sorted(regions(shape, layout).items()))
 
 
 def within(block: Region, held: Region) -> Region:
@@ -48,17 +52,22 @@ def within(block: Region, held: Region) -> Region:
 
 def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
     """Block that each device holds of each parameter, by placeholder; devices without one are absent."""
-    used: dict[str, dict[int, set[Region]]] = defaultdict(lambda: defaultdict(set))
+    users: dict[str, list[str]] = defaultdict(list)
     for name, layer in graph.layers.items():
         for parameter in layer.parameters:
-            for device in strategies[name].devices:
-                used[parameter][device].add(used_block(graph, strategies, name, parameter, device))
+            users[parameter].append(name)
     held: Holdings = {}
-    for parameter, by_device in used.items():
-        agree = all(len(blocks) == 1 for blocks in by_device.values())
-        apart = disjoint(set().union(*by_device.values()))
-        whole = tuple(Range(0, size) for size in graph.values[parameter].shape)
-        held[parameter] = {d: next(iter(own)) if agree and apart else whole for d, own in sorted(by_device.items())}
+    for parameter, layers in users.items():
+        used = [used_blocks(graph, strategies, name, parameter) for name in layers]
+        held[parameter] = used[0]
+        if any(own is not used[0] for own in used):
+            by_device: dict[int, set[Region]] = defaultdict(set)
+            for device, block in chain.from_iterable(own.items() for own in used):
+                by_device[device].add(block)
+            agree = all(len(blocks) == 1 for blocks in by_device.values())
+            apart = agree and disjoint(set().union(*by_device.values()))
+            whole = tuple(Range(0, size) for size in graph.values[parameter].shape)
+            held[parameter] = {d: next(iter(own)) if apart else whole for d, own in sorted(by_device.items())}
     return held
 
 

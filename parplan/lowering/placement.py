@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Grid, Layout, Range, split_evenly
+from parplan.layout import Grid, Layout, Range, in_place, split_evenly
 from parplan.lowering.passes import Pass, local_ranges
 from parplan.lowering.program import Join, Slot, Split, Transfer
 from parplan.lowering.step_setting import StepSetting
@@ -109,14 +109,8 @@ class SlotAssigner:
     def _same_place(self, home: Slot, layout: Layout, rows: Rows) -> bool:
         if home.layout == layout and home.rows == rows:
             return True
-        wanted = replace(home, layout=layout, rows=rows)
         summed = home.layout.partial and home.layout.grid.shards > 1
-        return (
-            not summed
-            and not layout.partial
-            and set(wanted.devices) <= set(home.devices)
-            and all(wanted.region(device) == home.region(device) for device in wanted.devices)
-        )
+        return not summed and not layout.partial and in_place(home.shape, home.layout, layout, home.rows, rows)
 
     def _rows_like(self, home: Slot, layout: Layout) -> Rows:
         """The rows of `home` in `layout`; a pass's part of a whole batch need not lie as the pass's layers want it."""

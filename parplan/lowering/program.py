@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region
+from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, regions
 from parplan.lowering.holdings import Bucket, disjoint
 from parplan.plan import Strategy
 
@@ -140,7 +140,7 @@ class Slot:
     @property
     def local_shapes(self) -> Mapping[int, tuple[int, ...]]:
         """Shape of every device's part."""
-        return {device: self.local_shape(device) for device in self.devices}
+        return {device: shape_of(block) for device, block in regions(self.shape, self.layout, self.rows).items()}
 
 
 class Code(Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Grid, Layout, Region
-from parplan.lowering.holdings import Holdings, used_block, within
+from parplan.lowering.holdings import Holdings, used_blocks, within
 from parplan.lowering.passes import Pass
 from parplan.lowering.per_replica_scalars import Spread
 from parplan.lowering.placement import SlotAssigner
@@ -90,14 +90,10 @@ class Segments:
         """Whether two layers use the same blocks of the parameters and buffers they share."""
         other = self._graph.layers[other_name]
         shared = {*layer.parameters, *layer.buffers} & {*other.parameters, *other.buffers}
-        return all(
-            self._used(layer.name, state, device) == self._used(other_name, state, device)
-            for state in shared
-            for device in self._spread.strategies[layer.name].devices
-        )
+        return all(self._used(layer.name, state) == self._used(other_name, state) for state in shared)
 
-    def _used(self, layer: str, state: str, device: int) -> Region:
-        return used_block(self._graph, self._spread.strategies, layer, state, device)
+    def _used(self, layer: str, state: str) -> Mapping[int, Region]:
+        return used_blocks(self._graph, self._spread.strategies, layer, state)
 
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
         for value in layer.inputs:
@@ -166,16 +162,13 @@ class Segments:
                     grid=segment.grid,
                     batches=rows(segment.grid.replicas),
                     operands=tuple(Operand(*item) for item in segment.operands.items()),
-                    states=tuple(self._state(*item, segment.grid.devices, held) for item in users.items()),
+                    states=tuple(self._state(*item, held) for item in users.items()),
                     results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
                     turn=segment.turn,
                 )
             )
         return found
 
-    def _state(self, name: str, user: str, devices: Iterable[int], held: Holdings) -> State:
-        blocks = {}
-        for device in devices:
-            used, outer = self._used(user, name, device), held.get(name, {}).get(device)
-            blocks[device] = within(used, outer) if outer is not None else used
-        return State(name, blocks)
+    def _state(self, name: str, user: str, held: Holdings) -> State:
+        used, outer = self._used(user, name), held.get(name, {})
+        return State(name, {d: within(block, outer[d]) if d in outer else block for d, block in used.items()})

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parplan.cluster import Cluster, Link
+from parplan.cost_models.communication.traffic import Traffic
+from parplan.layout import IntArray
 
 __all__ = ["Linear", "Topology"]
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -57,24 +56,28 @@ class Topology:
         sizes = (1, *(link.size for link in cluster.links))
         self.levels = tuple(Level(link, size) for link, size in zip(cluster.links, sizes, strict=False))
 
-    def traffic(self, sent: FloatArray, senders: Sequence[int], receivers: Sequence[int]) -> Linear:
-        """Time per unit when `senders[j]` gives `receivers[i]` a number `sent[i, j]` of units, all at once.
+    def traffic(self, moved: Traffic) -> Linear:
+        """Time per tensor of what moves, all at once.
 
         A device sends nothing to itself. Its messages go one after another, each with the latency of its level; at
         every level the busiest device and the busiest way out of a domain set the pace, in and out counted apart.
         """
         latency_s, slowest = 0.0, 0.0
-        give, take = np.array(senders), np.array(receivers)
+        give, take = np.array(moved.senders), np.array(moved.receivers)
+        last = max(give.max(), take.max())
+        inside = moved.own
         for level in self.levels:
-            size, link = level.link.size, level.link
-            out_of, into = give // level.domain, take // level.domain
-            messages = (sent > 0) & (take[:, None] // size == give // size)
-            latency_s += max(messages.sum(axis=1).max(), messages.sum(axis=0).max()) * link.latency_s
-            slowest = max(slowest, _busiest(sent, into, out_of) / level.uplink_bytes_per_s)
+            link = level.link
+            within = moved.within(link.size) if link.size <= last else moved.everything
+            messages, left = within - inside, moved.everything - inside
+            latency_s += max(messages.messages_in.max(), messages.messages_out.max()) * link.latency_s
+            busiest = max(_most(left.received, take // level.domain), _most(left.sent, give // level.domain))
+            slowest = max(slowest, busiest / moved.total / level.uplink_bytes_per_s)
             if level.domain > 1:  # else the device is the domain
-                slowest = max(slowest, _busiest(sent, take, give) / link.bandwidth_bytes_per_s)
-            sent = np.where(messages, 0.0, sent)
-            if not sent.any():
+                busiest = max(left.received.max(), left.sent.max())
+                slowest = max(slowest, busiest / moved.total / link.bandwidth_bytes_per_s)
+            inside = within
+            if not (moved.everything.messages_in - inside.messages_in).any():
                 break
         return Linear(float(latency_s), float(slowest))
 
@@ -84,29 +87,26 @@ class Topology:
         A ring moves 2(n-1)/n of the tensor over every hop in 2(n-1) steps. Over several hosts, rings run in
         parallel, one for each device of the host, so a group gets its members' share of the way out.
         """
-        return max(
-            (self._ring(group, len(groups)) for group in groups), key=lambda time: time.s_per_byte, default=Linear()
-        )
+        found = [self._ring(np.array(group), len(groups)) for group in groups if len(group) > 1]
+        return max(found, key=lambda time: time.s_per_byte, default=Linear())
 
-    def _ring(self, group: Sequence[int], rings: int) -> Linear:
+    def _ring(self, group: IntArray, rings: int) -> Linear:
         n = len(group)
-        if n < 2:
-            return Linear()
         latency_s, rate = 0.0, float("inf")
         for level in self.levels:
-            inside = [device // level.domain for device in group]
-            domains, joined = len(set(inside)), len({device // level.link.size for device in group})
+            members = np.unique(group // level.domain, return_counts=True)[1]
+            domains, joined = len(members), len(np.unique(group // level.link.size))
             if domains > 1:
-                members = min(inside.count(domain) for domain in set(inside))
                 crossing = rings if level.domain > 1 else 1
-                share = min(members * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
+                fewest = int(members.min())
+                share = min(fewest * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
                 rate = min(rate, share)
                 latency_s += 2 * (domains - joined) * level.link.latency_s
         return Linear(latency_s, 2 * (n - 1) / n / rate)
 
 
-def _busiest(amounts: FloatArray, takers: NDArray[np.int_], givers: NDArray[np.int_]) -> float:
-    """The most that any taker gets or any giver gives; equal entries of `takers` (`givers`) are one party."""
-    taken = np.bincount(takers, weights=amounts.sum(axis=1))
-    given = np.bincount(givers, weights=amounts.sum(axis=0))
-    return float(max(taken.max(), given.max()))
+def _most(amounts: IntArray, parties: IntArray) -> int:
+    """The most that any party has; equal entries of `parties` are one."""
+    added = np.zeros(int(parties.max()) + 1, dtype=np.int64)
+    np.add.at(added, parties, amounts)
+    return int(added.max())

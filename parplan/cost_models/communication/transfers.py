@@ -29,9 +29,6 @@ from parplan.layout import Grid, Layout
 
 __all__ = ["Transfers"]
 
-FloatArray = NDArray[np.float64]
-
-
 # Kinds of communication that are measured, by the kind of transfer, the most similar first.
 _ALIKE = {
     "copy": ("copy",), "scatter": ("copy",), "gather": ("copy",), "broadcast": ("copy",),
@@ -122,19 +119,18 @@ class Transfers:
         if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
             price = self._all_reduce(source.grid, moved.held / moved.total)
         else:
-            share = moved.foreign / moved.total
-            measured = self._measured(kind, share)
-            time = measured if measured is not None else self.topology.traffic(share, moved.senders, moved.receivers)
-            price = _Price(time, float(share.sum(axis=1).max()), kind)
+            time = self._measured(kind, moved) or self.topology.traffic(moved)
+            price = _Price(time, int(moved.foreign.received.max()) / moved.total, kind)
         self._prices[source, target] = price
         return price
 
-    def _measured(self, kind: str, share: FloatArray) -> _Measured | None:
+    def _measured(self, kind: str, moved: Traffic) -> _Measured | None:
         """What was measured of this kind, or of the one most like it, among as many devices as one talks to."""
-        partners = int(max((share > 0).sum(axis=1).max(), (share > 0).sum(axis=0).max()))
+        flow = moved.foreign
+        partners = int(max(flow.messages_in.max(), flow.messages_out.max()))
         if self.links is None or partners == 0:
             return None
-        busiest = float(max(share.sum(axis=1).max(), share.sum(axis=0).max()))
+        busiest = int(max(flow.received.max(), flow.sent.max())) / moved.total
         # One who sends to or gets from several does so one after another: copies, of which only pairs are measured.
         measured = (
             self.links.curve(like, 2 if like == "copy" else partners + 1) for like in _ALIKE.get(kind, ("all-to-all",))
@@ -156,16 +152,14 @@ class Transfers:
 
 def _kind(source: Layout, moved: Traffic) -> str:
     """The field's word for a transfer."""
-    foreign = moved.foreign
-    if not foreign.any():
+    if not moved.foreign.messages_in.any():
         return "none" if moved.held == moved.wanted else "slice"
     if source.partial and source.grid.shards > 1:
         if moved.wanted < moved.held:
             return "reduce-scatter"
         return "all-reduce" if moved.copies else "reduce"
-    whole = bool((foreign[foreign > 0] == moved.held).all())
-    if (moved.elements > 0).sum(axis=1).max() > 1:
-        return ("all-gather" if moved.copies else "gather") if whole else "all-to-all"
-    if not whole:
+    if moved.everything.messages_in.max() > 1:
+        return ("all-gather" if moved.copies else "gather") if moved.whole else "all-to-all"
+    if not moved.whole:
         return "scatter"
     return "broadcast" if len(moved.receivers) > len(moved.senders) else "copy"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from parplan.cost_models.costs import Held, LayerMemory, Moments
 from parplan.cost_models.memory.lifetimes import Lifetime, Lifetimes
@@ -22,6 +23,7 @@ from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
+from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES
 
 __all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
@@ -29,6 +31,9 @@ __all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
 # What torch's caching allocator rounds every tensor up to (kMinBlockSize in c10/cuda/CUDACachingAllocator). On the CPU
 # torch counts what was asked for.
 _CUDA_BLOCK_BYTES = 512
+
+
+Bytes = TypeVar("Bytes", int, IntArray)
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,8 @@ class MemoryModel:
             Held(self.moments.loss, self.moments.loss + 1, 2 * self._taken(local, self.delivered(layer.outputs))),
         ]
 
-    def allocated(self, nbytes: int) -> int:
-        """Bytes the allocator counts for a tensor of so many."""
+    def allocated(self, nbytes: Bytes) -> Bytes:
+        """Bytes the allocator counts for a tensor of so many, or for each of an array of them."""
         return nbytes if self.on_cpu else -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
     def delivered(self, values: Iterable[str]) -> list[str]:

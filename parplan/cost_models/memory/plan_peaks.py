@@ -9,17 +9,20 @@ its backward is done, and the messages of gradient sums. As the runtime does it 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import ceil, prod
+from typing import Any
 
-from parplan.cost_models.costs import Held
+import numpy as np
+from numpy.typing import NDArray
+
 from parplan.cost_models.memory.layer_memory import MemoryModel
+from parplan.cost_models.memory.message_sizes import Messages, messages
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Piece, Range, Region
-from parplan.lowering.program import Code, Compute, Exchange, Program, Slot, Transfer
+from parplan.layout import Grid, IntArray, block_shapes
+from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
 
 __all__ = ["peaks"]
 
@@ -31,15 +34,21 @@ def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
         model: of the graph, the optimizer and the kind of device.
         program: in one pass, lowered for as many processes as there are devices.
     """
-    step, found = _Step(model, program), list[int]()
-    for device in range(program.devices):
-        changes = [0] * (2 * model.moments.end + 1)
-        for one in step.held(device):
-            if one.start < one.end:
-                changes[one.start] += one.nbytes
-                changes[one.end] -= one.nbytes
-        found.append(max(accumulate(changes)))
-    return tuple(found)
+    changes = np.zeros((2 * model.moments.end + 1, program.devices), dtype=np.int64)
+    for one in _Step(model, program).held():
+        if one.start < one.end:
+            changes[one.start] += one.nbytes
+            changes[one.end] -= one.nbytes
+    return tuple(np.cumsum(changes, axis=0).max(axis=0).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Bytes on every device from phase `start` to `end` (excluded), shape (devices,)."""
+
+    start: int
+    end: int
+    nbytes: IntArray
 
 
 class _Segments:
@@ -87,99 +96,98 @@ class _Step:
         strategy = self._strategies[name]
         return LocalLayer(self._graph.layers[name], strategy, 0, ceil((self._graph.batch or 1) / strategy.replicas))
 
-    def held(self, device: int) -> Iterator[Held]:
-        """Everything on `device` by phase; an entry may be negative where one before counts too much.
+    def held(self) -> Iterator[_Held]:
+        """Everything on the devices by phase; an entry may be negative where one before counts too much.
 
         Moment m is phase 2m + 1; in phase 2m what was computed before m travels.
         """
         for name, strategy in self._strategies.items():
-            if device in strategy.devices:
-                yield from (Held(2 * one.start + 1, 2 * one.end, one.nbytes) for one in self._inner[name])
+            here = self._spread(strategy.grid, np.ones(len(strategy.devices), dtype=np.int64))
+            yield from (_Held(2 * one.start + 1, 2 * one.end, one.nbytes * here) for one in self._inner[name])
         for parameter, users in self._model.users.items():
             if len(users) > 1:
-                yield from self._shared(parameter, users, device)
+                yield from self._shared(parameter, users)
         for name in self._program.inputs.values():
-            yield Held(0, 2 * self._moments.end, self._nbytes(self._program.slots[name], device))
+            yield _Held(0, 2 * self._moments.end, self._nbytes(self._program.slots[name]))
         for name in self._segments.results:
-            yield from self._leaving(self._program.slots[name], device)
+            yield from self._leaving(self._program.slots[name])
         for transfer in self._transfers:
-            yield from self._forward(transfer, device)
+            there, back = messages(transfer.given, transfer.wanted)
+            yield from self._forward(transfer, there)
             if transfer.given.requires_grad and transfer.given.value in self._graph.producer:
-                yield from self._backward(transfer, device)
+                yield from self._backward(transfer, back)
         outputs = {slot.value: slot for slot in map(self._program.slots.__getitem__, self._program.outputs)}
         loss = self._moments.loss
         for value in self._model.delivered(self._graph.producer):
             # A loss outside holds two tensors like the results; their gradient is kept beside a process's share of it.
-            nbytes = self._nbytes(outputs[value], device)
-            yield Held(2 * loss + 1, 2 * loss + 2, 2 * nbytes)
+            nbytes = self._nbytes(outputs[value])
+            yield _Held(2 * loss + 1, 2 * loss + 2, 2 * nbytes)
             if self._program.devices > 1:
-                yield Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
-        yield from self._messages(device)
+                yield _Held(2 * loss + 2, 2 * self._moments.backward(0) + 2, nbytes)
+        yield from self._messages()
 
-    def _shared(self, parameter: str, users: Sequence[str], device: int) -> Iterator[Held]:
+    def _shared(self, parameter: str, users: Sequence[str]) -> Iterator[_Held]:
         """Layers that use one parameter may cut it differently: `own` counts what the first needs of it, and of its
         gradient what the last needs, but a device holds what all of its layers need."""
         moments, spec, optimizer = self._moments, self._graph.values[parameter], self._model.optimizer
-        block = self._program.holdings[parameter].get(device, (Range(0, 0),))
-        real = self._model.allocated(prod(map(len, block)) * spec.dtype.itemsize)
-        counted = [self._counted(parameter, name, device) for name in users]
-        if all(nbytes == real for nbytes in counted):
-            return
-        more = real - counted[0]
-        yield Held(0, 2 * moments.end, more)
+        real = self._model.allocated(self._block_bytes(parameter))
+        counted = [self._counted(parameter, name) for name in users]
+        differs = np.any([nbytes != real for nbytes in counted], axis=0)
+        more = differs * (real - counted[0])
+        yield _Held(0, 2 * moments.end, more)
         if not spec.requires_grad:
             return
-        yield Held(0, 2 * moments.end, optimizer.states * more)
+        yield _Held(0, 2 * moments.end, optimizer.states * more)
         time = moments.update(self._index[users[0]]) if self._model.on_cpu else moments.update()
         temporaries = optimizer.one_by_one if self._model.on_cpu else optimizer.together
-        yield Held(2 * time + 1, 2 * time + 2, max(0, more) * temporaries)
+        yield _Held(2 * time + 1, 2 * time + 2, np.maximum(0, more) * temporaries)
         # Every layer's term is kept until the first layer's is there, when all are added to zeros.
         added = 2 * moments.backward(self._index[users[0]]) + 1
-        yield Held(added, 2 * moments.end, real)
-        yield Held(added + 1, 2 * moments.end, -counted[-1])
+        yield _Held(added, 2 * moments.end, differs * real)
+        yield _Held(added + 1, 2 * moments.end, differs * -counted[-1])
         for name, nbytes in zip(users[1:-1], counted[1:-1], strict=True):
-            yield Held(2 * moments.backward(self._index[name]) + 2, added + 1, nbytes)
+            yield _Held(2 * moments.backward(self._index[name]) + 2, added + 1, differs * nbytes)
         if self._model.adds_apart(parameter):
-            yield Held(added, added + 1, -counted[0])
+            yield _Held(added, added + 1, differs * -counted[0])
 
-    def _counted(self, parameter: str, layer: str, device: int) -> int:
+    def _counted(self, parameter: str, layer: str) -> IntArray:
         """What `own` counts of a parameter for one of its layers."""
-        if device not in self._strategies[layer].devices:
-            return 0
+        grid = self._strategies[layer].grid
         shape = local_shape(self._graph, self._local(layer), parameter)
-        return self._model.allocated(prod(shape) * self._graph.values[parameter].dtype.itemsize)
+        nbytes = self._model.allocated(prod(shape) * self._graph.values[parameter].dtype.itemsize)
+        return self._spread(grid, np.full(len(grid.devices), nbytes))
 
-    def _leaving(self, slot: Slot, device: int) -> Iterator[Held]:
+    def _leaving(self, slot: Slot) -> Iterator[_Held]:
         """A segment holds its results, and their gradients, until its whole backward is done."""
-        index, nbytes = self._index[self._graph.producer[slot.value]], self._nbytes(slot, device)
+        index, nbytes = self._index[self._graph.producer[slot.value]], self._nbytes(slot)
         done = self._moments.backward(self._segments.first[index])
         yield _until(self._model.last_held(slot.value), done, nbytes)
         if slot.requires_grad:
             delivered = slot.value in self._graph.user_outputs
             yield _until(self._moments.backward(0 if delivered else index), done, nbytes)
 
-    def _forward(self, transfer: Transfer, device: int) -> Iterator[Held]:
+    def _forward(self, transfer: Transfer, sizes: Messages) -> Iterator[_Held]:
         """From when the maker's segment is done, or from a stop when the value is read: messages until then or until
         the pass ends, the copy until the backward of the first segment that reads it."""
-        layers, exchange, size = len(self._graph.layers), transfer.exchange, transfer.given.dtype.itemsize
+        layers, size = len(self._graph.layers), transfer.given.dtype.itemsize
+        given, wanted = transfer.given.layout.grid, transfer.wanted.layout.grid
         first = min(self._segments.first.get(reader, layers) for reader in self._segments.readers[transfer.target])
         start = 2 * (self._made(transfer.given) + 1) if _is_home(transfer.given) else 2 * first
         if transfer.target in self._segments.stops:
             end = 2 * first + 1
         else:  # results are the caller's, who hands them to the loss
             end = 2 * (self._moments.backward(first) if first < layers else layers) + 2
-        received = exchange.received.get(device, {})
-        if received or len(exchange.assemblies[device].pieces if device in exchange.assemblies else ()) > 1:
-            yield Held(start, end, self._nbytes(transfer.wanted, device))
-            yield Held(start, 2 * first + 1, size * _elements(received.values()))
-        yield Held(start, 2 * layers + 1, size * _sent(exchange, device, transfer.given).copied)
+        made = self._spread(wanted, (sizes.received > 0) | (sizes.pieces > 1))
+        yield _Held(start, end, made * self._nbytes(transfer.wanted))
+        yield _Held(start, 2 * first + 1, size * self._spread(wanted, sizes.received))
+        yield _Held(start, 2 * layers + 1, size * self._spread(given, sizes.copied))
 
-    def _backward(self, transfer: Transfer, device: int) -> Iterator[Held]:
+    def _backward(self, transfer: Transfer, sizes: Messages) -> Iterator[_Held]:
         """From when the first reader's segment has gone back (from a stop at once); where `own` counts the maker's
         gradient before, corrected."""
-        moments, exchange, size = self._moments, transfer.transposed, transfer.given.dtype.itemsize
+        moments, size = self._moments, transfer.given.dtype.itemsize
         readers = [r for r in self._segments.readers[transfer.target] if r < len(self._graph.layers)]
-        source, target = self._nbytes(transfer.given, device), self._nbytes(transfer.wanted, device)
+        source, target = self._nbytes(transfer.given), self._nbytes(transfer.wanted)
         if len(readers) == len(self._segments.readers[transfer.target]):
             last = moments.backward(self._segments.first[min(readers)])
             counted = 2 * moments.backward(max(readers)) + 3
@@ -188,34 +196,48 @@ class _Step:
         start, end, taken = 2 * (last + 1), 2 * moments.backward(0) + 2, 2 * last + 3
         made = start if transfer.target in self._segments.stops else min(start, counted)
         if _is_home(transfer.given):
-            yield Held(min(start, counted), max(start, counted), source if start < counted else -source)
+            yield _Held(min(start, counted), max(start, counted), source if start < counted else -source)
             taken = 2 * moments.backward(self._made(transfer.given)) + 1
-        sent = _sent(exchange, device, transfer.wanted)
-        yield Held(made, end if sent.shared else start + 1, target)
-        yield Held(start, end, size * sent.copied)
-        yield Held(start, taken, size * _elements(exchange.received.get(device, {}).values()))
+        grid = transfer.wanted.layout.grid
+        shared = self._spread(grid, sizes.shared)
+        yield _Held(made, end, target * shared)
+        yield _Held(made, start + 1, target * (1 - shared))
+        yield _Held(start, end, size * self._spread(grid, sizes.copied))
+        yield _Held(start, taken, size * self._spread(transfer.given.layout.grid, sizes.received))
 
     def _made(self, slot: Slot) -> int:
         """The last layer of the segment that makes a value; -1 when the user brings it."""
         maker = self._graph.producer.get(slot.value)
         return -1 if maker is None else self._segments.last[self._index[maker]]
 
-    def _messages(self, device: int) -> Iterator[Held]:
-        values = self._graph.values
+    def _messages(self) -> Iterator[_Held]:
         for message in (bucket.parameters for bucket in self._program.buckets):
-            held = [(values[p].dtype.itemsize, self._program.holdings[p].get(device)) for p in message]
             if len(message) > 1:
-                nbytes = sum(size * prod(map(len, block)) for size, block in held if block is not None)
+                nbytes = np.sum([self._block_bytes(parameter) for parameter in message], axis=0)
                 launched = self._moments.backward(min(self._index[self._model.users[p][0]] for p in message))
                 # The CPU's memory is kept from step to step.
                 start, end = (0, self._moments.end) if self._model.on_cpu else (launched, self._moments.update())
-                yield Held(2 * start, 2 * end, nbytes)
+                yield _Held(2 * start, 2 * end, nbytes)
 
-    def _nbytes(self, slot: Slot, device: int) -> int:
-        """What a device holds of a slot."""
-        if device not in slot.devices:
-            return 0
-        return self._model.allocated(prod(slot.local_shape(device)) * slot.dtype.itemsize)
+    def _block_bytes(self, parameter: str) -> IntArray:
+        """What every device holds of a parameter."""
+        held, size = self._program.holdings[parameter], self._graph.values[parameter].dtype.itemsize
+        distinct = {id(block): block for block in held.values()}  # equal ones are mostly one object
+        sizes = {key: size * prod(map(len, block)) for key, block in distinct.items()}
+        nbytes = np.zeros(self._program.devices, dtype=np.int64)
+        nbytes[list(held)] = [sizes[id(block)] for block in held.values()]
+        return nbytes
+
+    def _nbytes(self, slot: Slot) -> IntArray:
+        """What every device holds of a slot."""
+        shapes = block_shapes(slot.shape, slot.layout, slot.rows)
+        return self._spread(slot.layout.grid, self._model.allocated(shapes.prod(axis=0) * slot.dtype.itemsize))
+
+    def _spread(self, grid: Grid, amounts: NDArray[Any]) -> IntArray:
+        """Amounts by place of a grid, on all devices."""
+        found = np.zeros(self._program.devices, dtype=np.int64)
+        found[list(grid.devices)] = amounts
+        return found
 
 
 def _is_home(slot: Slot) -> bool:
@@ -223,34 +245,8 @@ def _is_home(slot: Slot) -> bool:
     return slot.name == slot.value
 
 
-def _until(counted: int, real: int, nbytes: int) -> Held:
+def _until(counted: int, real: int, nbytes: IntArray) -> _Held:
     """The correction where something is counted up to one moment and lives up to another."""
     if real >= counted:
-        return Held(2 * counted + 2, 2 * real + 2, nbytes)
-    return Held(2 * real + 2, 2 * counted + 2, -nbytes)
-
-
-def _elements(messages: Iterable[Sequence[Piece]]) -> int:
-    return sum(piece.elements for message in messages for piece in message)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Elements that a device copies to send them, and whether it also sends from a tensor as it lies."""
-
-    copied: int
-    shared: bool
-
-
-def _sent(exchange: Exchange, device: int, slot: Slot) -> _Sent:
-    """Copied are several blocks for one other device, and a block with gaps."""
-    sending = exchange.sent.get(device, {}).values()
-    copied = [m for m in sending if len(m) > 1 or not _contiguous(m[0].source_region, slot.local_shape(device))]
-    return _Sent(_elements(copied), len(copied) < len(sending))
-
-
-def _contiguous(block: Region, shape: tuple[int, ...]) -> bool:
-    """Whether a block lies in one piece in memory: before the first cut dimension only single indices."""
-    lengths = [len(extent) for extent in block]
-    cut = [dim for dim, length in enumerate(lengths) if length != shape[dim]]
-    return not cut or (cut == [cut[0]] and prod(lengths[: cut[0]]) == 1)
+        return _Held(2 * counted + 2, 2 * real + 2, nbytes)
+    return _Held(2 * real + 2, 2 * counted + 2, -nbytes)

@@ -268,7 +268,7 @@ class _Pricing:
 def _lanes(hop: Hop) -> Leg:
     """Senders and receivers of a transfer; no times."""
     moved = traffic(hop.source, hop.target)
-    gives, takes = moved.foreign.sum(axis=0), moved.foreign.sum(axis=1)
+    gives, takes = moved.foreign.sent, moved.foreign.received
     most = max(gives.max(), takes.max())
     sent = tuple((d, float(amount / most)) for d, amount in zip(moved.senders, gives, strict=True) if amount)
     received = tuple((d, float(amount / most)) for d, amount in zip(moved.receivers, takes, strict=True) if amount)

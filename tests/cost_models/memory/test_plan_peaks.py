@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
+from random import Random
 
 import pytest
+import torch
 
 from benchmarks.memory import Case, peaks
 from benchmarks.memory_networks import NETWORKS
+from parplan.cost_models.memory import plan_peaks
+from parplan.cost_models.memory.layer_memory import MemoryModel
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.lower import lower
+from parplan.lowering.step_setting import StepSetting
+from parplan.plan import Strategy
+from parplan.planner.search_space.strategies import strategies
+from tests.cost_models.memory.slow_peaks import slow_peaks
 from tests.runtime.ranks import run_case
 
 BY_NAME = {network.name: network for network in NETWORKS}
@@ -41,3 +52,39 @@ def test_one_device(name: str, optimizer: str) -> None:
 )
 def test_two_processes(name: str, plan: str, optimizer: str) -> None:
     run_case(partial(check, name, plan, optimizer), 2)
+
+
+# ---- all devices at once, against one after another ------------------------------------------------------------------
+
+
+@cache
+def captured(name: str) -> LayerGraph:
+    torch.manual_seed(0)
+    network = BY_NAME[name]
+    return capture(network.build(), (network.batch(24)[0],))
+
+
+def random_plan(graph: LayerGraph, devices: int, random: Random) -> dict[str, Strategy]:
+    """Layers on any blocks of neighbours, or in odd orders; most follow the layer before."""
+    plan: dict[str, Strategy] = {}
+    last = Strategy()
+    for name, layer in graph.layers.items():
+        size = random.randint(1, devices)
+        first = random.randrange(devices - size + 1)
+        block = random.sample(range(devices), size) if random.random() < 0.2 else range(first, first + size)
+        legal = strategies(layer, graph.batch or 1, [tuple(block), last.devices])
+        alike = [one for one in legal if one == last]
+        last = plan[name] = alike[0] if alike and random.random() < 0.5 else random.choice(legal)
+    return plan
+
+
+@pytest.mark.parametrize("name", [network.name for network in NETWORKS])
+def test_all_devices_at_once_and_one_after_another(name: str) -> None:
+    graph = captured(name)
+    for seed in range(12):
+        random = Random(seed)
+        devices, optimizer = random.choice([2, 3, 4, 6, 8]), random.choice(["sgd", "momentum", "adam"])
+        model = MemoryModel(graph, optimizer, on_cpu=random.random() < 0.5)
+        setting = StepSetting.per_process(devices, random.choice([24, 25, 5]))
+        program = lower(graph, random_plan(graph, devices, random), setting)
+        assert plan_peaks.peaks(model, program) == slow_peaks(model, program)

@@ -1,0 +1,103 @@
+"""Figures of a change of layout, by device and by domain of links, against the pieces listed one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from random import Random
+
+import pytest
+
+from parplan.cluster import Cluster, Link
+from parplan.cost_models.communication.collectives import Topology
+from parplan.cost_models.communication.regular_flows import RegularFlows
+from parplan.cost_models.communication.traffic import Traffic, traffic
+from parplan.cost_models.devices.presets import device_preset
+from parplan.layout import Grid, Layout, Piece
+from tests.slow_layout import random_layout, slow_pieces
+
+SIZES = (None, 1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def random_pair(seed: int) -> tuple[Layout, Layout]:
+    random = Random(seed)
+    devices, rank, regular = random.choice([4, 6, 8, 16, 24]), random.randint(1, 3), random.random() < 0.7
+    ends = [random_layout(random, devices, rank, partial, regular) for partial in (True, False)]
+    return ends[0], ends[1]
+
+
+def check_flows(moved: Traffic, listed: list[Piece], size: int | None) -> None:
+    inside = [piece for piece in listed if size is None or piece.source // size == piece.target // size]
+    counted: Mapping[str, Counter[int]] = {name: Counter() for name in ("in", "messages in", "out", "messages out")}
+    for piece in inside:
+        counted["in"][piece.target] += piece.elements
+        counted["out"][piece.source] += piece.elements
+        counted["messages in"][piece.target] += 1
+        counted["messages out"][piece.source] += 1
+    flow = moved.within(size)
+    assert flow.received.tolist() == [counted["in"][device] for device in moved.receivers]
+    assert flow.messages_in.tolist() == [counted["messages in"][device] for device in moved.receivers]
+    assert flow.sent.tolist() == [counted["out"][device] for device in moved.senders]
+    assert flow.messages_out.tolist() == [counted["messages out"][device] for device in moved.senders]
+
+
+@pytest.mark.parametrize("start", range(0, 400, 50))
+def test_flows_are_the_pieces_added_up(start: int) -> None:
+    for seed in range(start, start + 50):
+        moved = traffic(*random_pair(seed))
+        listed = slow_pieces(moved.shape, moved.source, moved.target)
+        for size in SIZES:
+            check_flows(moved, listed, size)
+        foreign = [piece for piece in listed if piece.source != piece.target]
+        if foreign:
+            assert moved.whole == all(piece.elements == moved.held for piece in foreign)
+
+
+def test_formula_and_list_are_both_tried() -> None:
+    by_formula = [RegularFlows.of(*random_pair(seed)) is not None for seed in range(400)]
+    assert 100 < sum(by_formula) < 350
+
+
+def slow_seconds(cluster: Cluster, moved: Traffic, listed: list[Piece]) -> Fraction:
+    """A message passes all levels inside the one that joins its ends; each level waits for the busiest there."""
+    waiting, slowest, inner = Fraction(0), Fraction(0), 1
+    for link in cluster.links:
+        beyond = [p for p in listed if p.source // inner != p.target // inner]  # that do not stay in a domain
+        joined = [p for p in beyond if p.source // link.size == p.target // link.size]
+        messages = [Counter(getattr(p, end) for p in joined) for end in ("source", "target")]
+        waiting += max((max(own.values(), default=0) for own in messages), default=0) * Fraction(link.latency_s)
+        uplink = inner * Fraction(link.contention) * Fraction(link.bandwidth_bytes_per_s)
+        for domain, rate in ((inner, uplink), (1, Fraction(link.bandwidth_bytes_per_s))):
+            if domain == 1 and rate != uplink and inner == 1:
+                continue  # the device is the domain
+            for end in ("source", "target"):
+                busy: Counter[int] = Counter()
+                for piece in beyond:
+                    busy[getattr(piece, end) // domain] += piece.elements
+                slowest = max(slowest, max(busy.values(), default=0) / rate / moved.total)
+        inner = link.size
+    return waiting + slowest * 1000
+
+
+@pytest.mark.parametrize("levels", [(24,), (4, 24), (2, 8, 24), (3, 12, 24), (8, 16, 32)], ids=str)
+def test_seconds_over_several_levels(levels: tuple[int, ...]) -> None:
+    links = tuple(
+        Link(str(size), size, 1e-6 * (3 + place), 1e9 / (1 + place), 1 / (1 + place))
+        for place, size in enumerate(levels)
+    )
+    cluster = Cluster.of(device_preset("v100"), 24, links)
+    for seed in range(150):
+        moved = traffic(*random_pair(seed))
+        listed = slow_pieces(moved.shape, moved.source, moved.target)
+        expected = float(slow_seconds(cluster, moved, listed))
+        assert Topology(cluster).traffic(moved).seconds(1000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_thousand_devices_are_counted_by_formula() -> None:
+    """Every device gets all of what every other holds: a million pieces, none of them listed."""
+    devices = tuple(range(1024))
+    moved = traffic(Layout(Grid(devices, 1024, 1), 0), Layout(Grid(devices, 1, 1024), None))
+    assert moved.foreign.received.tolist() == [1023] * 1024
+    assert moved.within(8).messages_out.tolist() == [8] * 1024
+    assert "_table" not in vars(moved)
