@@ -375,7 +375,7 @@ class _Run:
         The solution of that problem takes at most `most_s`, as the best plan is one of its choices.
         """
         assert self.best is not None
-        fastest_s, plan, formulation, choice = self.best
+        fastest_s, _, formulation, choice = self.best
         price = (most_s - fastest_s) / changes
         problem = masked(formulation, self.pinned)
         edges = list(problem.edges)

@@ -160,8 +160,7 @@ class _Joined:
         edges = tuple(Edge(*key, self.edge_cost_s[key]) for key in index)
         linear = tuple(replace(row, terms=self.terms(row.terms)) for row in self.source.linear)
         maxima = tuple(
-            replace(maximum, rows=tuple(self.row(row, index) for row in maximum.rows))
-            for maximum in self.source.maxima
+            replace(maximum, rows=tuple(self.row(row, index) for row in maximum.rows)) for maximum in self.source.maxima
         )
         return replace(self.source, nodes=nodes, edges=edges, linear=linear, maxima=maxima)
 

@@ -90,8 +90,8 @@ def _feasible(proof: Proof, pins: bool) -> str:
         proven = "proven optimum" if simpler.fastest_s <= proof.bound * (1 + 1e-6) else "fastest plan found"
         more = units.percent(proof.objective / simpler.fastest_s - 1)
         return (
-            f"within {more} of the {proven}{which}, {fastest}, with {simpler.kept} instead of {simpler.changes} changes "
-            "of layout (`--tolerance 0` takes the fastest)"
+            f"within {more} of the {proven}{which}, {fastest}, with {simpler.kept} instead of {simpler.changes} "
+            "changes of layout (`--tolerance 0` takes the fastest)"
         )
     return (
         f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
