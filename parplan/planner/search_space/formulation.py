@@ -43,6 +43,9 @@ __all__ = [
 
 DELIVERY = "(delivery)"
 
+HEAVY = 4
+"""Layers whose devices the bound on plans on any blocks follows, beside the mean of all devices."""
+
 LikeReaders = Mapping[str, Mapping[str, str]]
 """Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
 
@@ -157,13 +160,15 @@ def formulate(
         edges = [_r4(edge, graph, names, options) for edge in edges]
     hidden = min(1.0, max(0.0, costs.step.overlap))
     delivery = np.zeros(1)
-    own_parts = [_node_parts(own, shape, cluster.count) for own in options]
+    own_parts = [_node_parts(own, shape) for own in options]
     own_parts.append(
         NodeParts(
             np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery,
             np.zeros((len(shape.lanes), 1)),
         )
     )  # fmt: skip
+    if shape.average:
+        own_parts = _averaged(own_parts, options, cluster.count)
     place = {name: index for index, name in enumerate(names)}
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     for number, phase in enumerate(() if shape.average else shape.homes):
@@ -273,10 +278,8 @@ def _of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
     return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
 
 
-def _node_parts(options: Sequence[Option], shape: Shape, devices: int) -> NodeParts:
+def _node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     used = [[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]
-    if shape.average:
-        used = [[len(one.strategy.devices) / devices for one in options]]
     inside = np.array([float(one.role is Stage.PASSES) for one in options])
     once = 1 - inside
     forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
@@ -324,6 +327,26 @@ def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph:
     shard_dim = None if cut is None else 2
     moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
     return moved.forward_s
+
+
+def _averaged(parts: Sequence[NodeParts], options: Sequence[Sequence[Option]], devices: int) -> list[NodeParts]:
+    """Parts with lanes that no plan on any blocks is below: the mean of all devices, and devices of heavy layers.
+
+    A device of a layer has, whatever the blocks are, that layer and all layers that use every device.
+    """
+    shares = [np.array([len(one.strategy.devices) / devices for one in own]) for own in options]
+    shares.append(np.zeros(1))
+    heavy = sorted(
+        (-float((own.update_s + own.sum_s)[share < 1].max(initial=0.0)), v)
+        for v, (own, share) in enumerate(zip(parts, shares, strict=True))
+    )
+    alone = [v for seconds, v in heavy[:HEAVY] if seconds < 0]
+    found = []
+    for v, (own, share) in enumerate(zip(parts, shares, strict=True)):
+        full = (share == 1).astype(float)
+        lanes = [share, *(np.ones_like(share) if v == other else full for other in alone)]
+        found.append(replace(own, lanes=np.array(lanes)))
+    return found
 
 
 def _usages(options: Sequence[Option], device: int) -> list[Usage]:

@@ -227,7 +227,7 @@ class _Backward:
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
             self.into[edge.target].append(e)
-        self.ends: list[int | None] = [None] * len(parts.shape.lanes)
+        self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
 
     def build(self) -> None:
         """List the maxima, the last of them with weight 1."""
