@@ -118,7 +118,7 @@ def resolution(problem: Problem, target: float) -> Resolution:
 def search(
     problem: Problem,
     rows: Sequence[LimitRow],
-    time_limit_s: float,
+    deadline: float,
     workers: int,
     target: float,
     cutoff: float = np.inf,
@@ -128,31 +128,35 @@ def search(
     """The best choice with T below about `cutoff`; INFEASIBLE proves there is none.
 
     `rows` are the limits that count. `target` is a guess of T in seconds (sets the integer unit). The problem must be
-    presolved: no forbidden strategies.
+    presolved: no forbidden strategies. It ends when `time.monotonic()` passes `deadline`, building the model included.
     """
-    build = _model(problem, rows, resolution(problem, target))
+    build = _model(problem, rows, resolution(problem, target), deadline)
+    if build is None:
+        return Found(Status.UNKNOWN, None, -np.inf)
     if np.isfinite(cutoff):
         build.model.add(_sum(build.cost, build.maxima) <= int(np.floor((cutoff + build.unit.error) / build.unit.unit)))
     build.model.minimize(_sum(build.cost, build.maxima))
     _hint(build, hint or ())
-    return _run(build, time_limit_s, workers, on_progress)
+    return _run(build, deadline, workers, on_progress)
 
 
 def least_excess(
-    problem: Problem, rows: Sequence[LimitRow], time_limit_s: float, workers: int, hint: Sequence[int] = ()
+    problem: Problem, rows: Sequence[LimitRow], deadline: float, workers: int, hint: Sequence[int] = ()
 ) -> Found:
     """The choice that exceeds the memory limits by the least bytes, summed over the memories; costs do not count.
 
     `bound` is in bytes. INFEASIBLE if no choice meets the pairs and linear constraints whatever the limits.
     """
-    build = _model(problem, [], Resolution(1.0, 0.0))
+    build = _model(problem, [], Resolution(1.0, 0.0), deadline)
+    if build is None:
+        return Found(Status.UNKNOWN, None, -np.inf)
     largest = int(sum(usage.amounts.max() for node in problem.nodes for usage in node.usages))
     excess = [build.model.new_int_var(0, largest, f"excess{r}") for r in range(len(problem.limits))]
     for row in rows:
         _add_row(build, row, [] if row.resource is None else [(excess[row.resource], -1)])
     build.model.minimize(_sum([], excess))
     _hint(build, hint)
-    return _run(build, time_limit_s, workers, None)
+    return _run(build, deadline, workers, None)
 
 
 def _sum(terms: Sequence[tuple[object, int]], more: Sequence[object] = ()) -> cp_model.LinearExprT:
@@ -162,8 +166,8 @@ def _sum(terms: Sequence[tuple[object, int]], more: Sequence[object] = ()) -> cp
     return cp_model.LinearExpr.weighted_sum(literals, [weight for _, weight in terms] + [1] * len(more))
 
 
-def _model(problem: Problem, rows: Sequence[LimitRow], unit: Resolution) -> _Build:
-    """Everything but the objective."""
+def _model(problem: Problem, rows: Sequence[LimitRow], unit: Resolution, deadline: float) -> _Build | None:
+    """Everything but the objective; None if the time is up before it is done."""
     from ortools.sat.python import cp_model
 
     build = _Build(cp_model.CpModel(), problem, unit)
@@ -174,6 +178,8 @@ def _model(problem: Problem, rows: Sequence[LimitRow], unit: Resolution) -> _Bui
         build.x.append(literals)
         build.cost += _weighted(literals, build.unit.whole(node.cost_s))
     for edge, terms in enumerate(row_table(problem).edges):
+        if time.monotonic() > deadline:
+            return None
         _add_edge(build, edge, terms)
     _add_maxima(build)
     for row in rows:
@@ -285,10 +291,9 @@ def _add_row(build: _Build, row: LimitRow, more: Sequence[tuple[object, int]] = 
         build.model.add(_sum(terms) >= int(np.ceil(row.low - least)))
 
 
-def _run(build: _Build, time_limit_s: float, workers: int, on_progress: Progress | None) -> Found:
+def _run(build: _Build, deadline: float, workers: int, on_progress: Progress | None) -> Found:
     """One worker for a while, as it finishes small problems sooner, then all."""
-    deadline = time.monotonic() + time_limit_s
-    solver = _solver(time_limit_s, 1)
+    solver = _solver(deadline - time.monotonic(), 1)
     if workers > 1:
         solver.parameters.max_deterministic_time = QUICK
     found = _found(build, solver, on_progress)

@@ -74,7 +74,7 @@ def overfull(problem: Problem, deadline: float, offer: Callable[[list[int]], obj
 
     `offer` is given the choices met on the way, each after local search on the limits.
     """
-    free = drop_dominated(without_costs(problem))
+    free = drop_dominated(without_costs(problem), deadline)
     rows = rows_at(free.problem, crowd(free.problem).time)
     prices = np.ones(len(rows))
     for _ in range(ROUNDS):
@@ -150,14 +150,14 @@ def explain(problem: Problem, time_limit_s: float, workers: int) -> Infeasibilit
 
 def _fits(problem: Problem, deadline: float, workers: int) -> bool | None:
     """Whether any choice is feasible, memory aside; None if time ran out."""
-    reduced = presolve(problem)
+    reduced = presolve(problem, deadline)
     if reduced is None:
         return False
     rows = some_rows(reduced.problem, most_terms=0)
     relaxation = None if rows else relax(reduced.problem, [])
     if relaxation is not None:
         return bool(np.isfinite(relaxation.at(relaxation.start()).value))
-    found = search(reduced.problem, rows, deadline - time.monotonic(), workers, target=1.0)
+    found = search(reduced.problem, rows, deadline, workers, target=1.0)
     return None if found.status is Status.UNKNOWN else found.status is not Status.INFEASIBLE
 
 
@@ -178,8 +178,8 @@ def _nothing_allowed(problem: Problem) -> Infeasibility | None:
 def _conflict(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:
     """The fewest edges whose forbidden pairs would have to be used."""
     counted = [Edge(e.source, e.target, np.isinf(e.cost_s).astype(float)) for e in problem.edges]
-    reduced = presolve(replace(problem, edges=tuple(counted)))
-    found = reduced and search(reduced.problem, [], deadline - time.monotonic(), workers, target=1.0)
+    reduced = presolve(replace(problem, edges=tuple(counted)), deadline)
+    found = reduced and search(reduced.problem, [], deadline, workers, target=1.0)
     if reduced is None or not found or found.choice is None:
         return None
     choice = reduced.lift(found.choice)
@@ -222,14 +222,14 @@ def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | 
     allowed = Reduced(replace(problem, limits=(np.inf,) * len(problem.limits))).then(pair_linear)
     allowed = allowed and allowed.then(merge_parallel_edges)
     allowed = allowed and allowed.then(drop_forbidden)
-    allowed = allowed and allowed.then(drop_dominated)
+    allowed = allowed and allowed.then(lambda problem: drop_dominated(problem, deadline))
     if allowed is None:
         return None
     limited = replace(allowed.problem, limits=problem.limits)
     choice = descend(limited, first_choice(limited), min(deadline, time.monotonic() + LOCAL_S))
     rows, proven = some_rows(limited, most_terms=0) + peak_rows(limited, choice), False
     while time.monotonic() < deadline:  # every round adds a row, and there are as many as time points
-        found = least_excess(limited, rows, deadline - time.monotonic(), workers, choice)
+        found = least_excess(limited, rows, deadline, workers, choice)
         choice = list(found.choice) if found.choice is not None else choice
         more = broken_rows(limited, choice, rows)
         proven = found.status is Status.OPTIMAL and not more

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parplan.planner.solver.limits import Live, Timeline, timeline
-from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.maxima_state import MaximaState
+from parplan.planner.solver.problem import FloatArray, Mask, Problem
 from parplan.planner.solver.rows import row_table
 
 __all__ = ["BRIEF", "descend", "first_choice", "leanest_choice", "settle"]
@@ -77,9 +78,10 @@ def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int
     for v in range(len(problem.nodes)):
         if time.monotonic() > deadline:
             break
-        over, cost = state.exceeded(v), state.costs(v)
-        equal = (over <= 0) & (cost <= cost[state.choice[v]])
-        state.move(v, int(np.flatnonzero(equal | (np.arange(len(cost)) == state.choice[v]))[0]))
+        lower = (state.exceeded(v) <= 0) & (np.arange(problem.nodes[v].size) < state.choice[v])
+        if lower.any():
+            equal = np.flatnonzero(state.added(v, lower, 1e-14 * state.scale) < np.inf)
+            state.move(v, int(equal[0]) if len(equal) else state.choice[v])
     return state.choice
 
 
@@ -104,7 +106,10 @@ class _State:
             cost, rows, seconds = np.minimum(edge.cost_s, FORBIDDEN), terms.rows, terms.seconds
             self.sides[edge.source].append(_Side(edge.target, cost, rows, seconds))
             self.sides[edge.target].append(_Side(edge.source, cost.T, rows, seconds.transpose(0, 2, 1)))
-        self.seconds = self.table.seconds(choice)
+        self.maxima = MaximaState(self.table, choice)
+        self.scale = float(sum(n.cost_s[n.allowed].max(initial=0.0) for n in problem.nodes)) + abs(
+            float(self.maxima.weights @ self.maxima.values)
+        )
         self.lines: list[Timeline] = [timeline(problem, r) for r in range(len(problem.limits))]
         self.loads = [line.loads(lambda item: float(item.amounts[self.choice[item.node]])) for line in self.lines]
         self.live: list[list[Live]] = [[] for _ in problem.nodes]
@@ -117,29 +122,24 @@ class _State:
             for v in row.terms:
                 self.linear_of[v].append(i)
 
-    def costs(self, v: int) -> FloatArray:
-        """T per strategy of v, up to a constant."""
+    def added(self, v: int, asked: Mask, most: float = np.inf) -> FloatArray:
+        """What each strategy of v that is asked for adds to T; inf for others, and for those that add over `most`."""
         cost = np.minimum(self.problem.nodes[v].cost_s, FORBIDDEN)
         for side in self.sides[v]:
             cost = cost + side.cost_s[:, self.choice[side.other]]
+        cost = cost - cost[self.choice[v]]
         changes = self._changes(v)
         if not changes:
-            return cost
-        values: list[FloatArray | float] = []
-        for m, maximum in enumerate(self.problem.maxima):
-            rows = []
-            for row in range(self.table.first[m], self.table.first[m + 1]):
-                value = self.seconds[row] + changes.get(row, 0.0)
-                for other, factor in self.table.uses[row]:
-                    value = value + factor * values[other]
-                rows.append(value)
-            best = rows[0]
-            for value in rows[1:]:
-                best = np.maximum(best, value)
-            values.append(best)
-            if maximum.weight > 0:
-                cost = cost + maximum.weight * best
-        return cost
+            return np.where(asked & (cost <= most), cost, np.inf)
+        if most < np.inf:
+            asked = asked & (cost + self.maxima.least(changes) <= most)
+        which = np.flatnonzero(asked)
+        result = np.full(len(cost), np.inf)
+        if len(which):
+            result[which] = cost[which] + self.maxima.added({row: change[which] for row, change in changes.items()})
+            if most < np.inf and result.min() > most:
+                self.maxima.reject(changes, int(result.argmin()))
+        return np.where(result <= most, result, np.inf)
 
     def _changes(self, v: int) -> dict[int, FloatArray]:
         """The rows whose own seconds depend on v: what each of its strategies adds to what the present one has."""
@@ -171,10 +171,10 @@ class _State:
         now, over = self.choice[v], self.exceeded(v)
         if len(over) == 1:
             return False
-        cost = self.costs(v)
-        cost = np.where(over <= over.min(), cost, np.inf)
-        best = int(cost.argmin())
-        if over[best] >= over[now] and cost[best] >= cost[now] - 1e-12 * abs(cost[now]):
+        least = over <= over.min()
+        added = self.added(v, least, -1e-12 * self.scale if least[now] else np.inf)
+        best = int(added.argmin())
+        if not np.isfinite(added[best]):
             return False
         self.move(v, best)
         return True
@@ -184,8 +184,9 @@ class _State:
         now = self.choice[v]
         if strategy == now:
             return
-        for row, change in self._changes(v).items():
-            self.seconds[row] += change[strategy]
+        changes = self._changes(v)
+        if changes:
+            self.maxima.move(changes, strategy)
         for item in self.live[v]:
             self.loads[item.resource][item.first : item.last] += item.amounts[strategy] - item.amounts[now]
         for i in self.linear_of[v]:

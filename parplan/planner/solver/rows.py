@@ -39,6 +39,8 @@ class RowTable:
         first: the first row of every maximum, and the number of rows as last entry.
         constant: seconds of each row whatever is chosen.
         uses: per row, the maxima before its own that it uses, with factors > 0.
+        owner: the maximum of each row.
+        users: per maximum, those that use it.
         nodes: per node, its terms.
         edges: per edge, its terms.
     """
@@ -47,6 +49,8 @@ class RowTable:
     first: tuple[int, ...]
     constant: FloatArray
     uses: tuple[tuple[tuple[int, float], ...], ...]
+    owner: tuple[int, ...]
+    users: tuple[tuple[int, ...], ...]
     nodes: tuple[Terms, ...]
     edges: tuple[Terms, ...]
 
@@ -150,11 +154,19 @@ def row_table(problem: Problem) -> RowTable:
         for e, seconds in row.edges.items():
             if seconds.any():
                 at_edge[e][number] = seconds
+    uses = tuple(tuple((m, f) for m, f in sorted(row.maxima.items()) if f > 0) for row in rows)
+    owner = tuple(m for m, maximum in enumerate(problem.maxima) for _ in maximum.rows)
+    users: list[dict[int, None]] = [{} for _ in problem.maxima]
+    for own, used in zip(owner, uses, strict=True):
+        for m, _ in used:
+            users[m][own] = None
     return RowTable(
         problem,
         tuple(np.cumsum([0, *(len(maximum.rows) for maximum in problem.maxima)]).tolist()),
         np.array([row.constant_s for row in rows], dtype=np.float64),
-        tuple(tuple((m, f) for m, f in sorted(row.maxima.items()) if f > 0) for row in rows),
+        uses,
+        owner,
+        tuple(tuple(of) for of in users),
         tuple(_terms(found, node.cost_s.shape) for found, node in zip(at_node, problem.nodes, strict=True)),
         tuple(_terms(found, edge.cost_s.shape) for found, edge in zip(at_edge, problem.edges, strict=True)),
     )

@@ -36,7 +36,8 @@ CUT = 1e-9
 """A choice has to be better than the best one by this (relative) to be looked for."""
 
 ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
-LOCAL_S = 1.0
+LOCAL_S, LATE = 1.0, 0.02
+"""Seconds, and share of the time limit, that settling ties takes at most after the limit."""
 SHARE = 0.3
 """Share of the time limit that local search may take where a graph is too wide for elimination."""
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
@@ -70,7 +71,7 @@ def solve(
     run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, cutoff, on_progress)
     if hint is not None:
         run.offer(hint)
-    reduced = presolve(problem)
+    reduced = presolve(problem, run.deadline)
     return run.solution(feasible=reduced is not None and run.finish(reduced))
 
 
@@ -82,7 +83,7 @@ class _Run:
     ) -> None:
         self.problem, self.workers, self.on_progress = problem, workers, on_progress
         self.began = time.monotonic()
-        self.deadline = self.began + time_limit_s
+        self.limit_s, self.deadline = time_limit_s, self.began + time_limit_s
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
         self.objective, self.bound, self.cut = cutoff, least(problem), np.inf
@@ -125,6 +126,10 @@ class _Run:
         """Everything after the reductions; False if it proves that no choice is feasible."""
         if sum(reduced.problem.sizes) > MOST_STRATEGIES:
             self.local(reduced, self.left())
+            return True
+        if self.left() <= 0:
+            if self.choice is None:
+                self.offer(reduced.lift(first_choice(reduced.problem)))
             return True
         rest = self.tighten(reduced)
         if rest is not None and self.choice is None and not self.below:
@@ -180,7 +185,7 @@ class _Run:
         if not all(mask.any() for mask in keep):
             return None
         smaller = reduced.then(lambda problem: restrict(problem, keep))
-        return smaller and smaller.then(presolve)
+        return smaller and smaller.then(lambda problem: presolve(problem, self.deadline))
 
     def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None) -> Priced:
         """The best prices found; every choice on the way is offered, the best one also improved."""
@@ -212,7 +217,7 @@ class _Run:
                 guess = (
                     self.bound if self.bound > 0 else float(sum(n.cost_s.max() for n in reduced.problem.nodes)) or 1.0
                 )
-            found = search(reduced.problem, rows, self.left(), self.workers, guess, cutoff, hint, report)
+            found = search(reduced.problem, rows, self.deadline, self.workers, guess, cutoff, hint, report)
             if found.choice is not None:
                 self.offer(reduced.lift(found.choice))
             self.raise_bound(found.bound)
@@ -241,7 +246,9 @@ class _Run:
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
             )
             return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
-        choice = settle(self.problem, self.choice, max(self.deadline, time.monotonic() + LOCAL_S))
+        choice = settle(
+            self.problem, self.choice, max(self.deadline, time.monotonic() + min(LOCAL_S, LATE * self.limit_s))
+        )
         final = evaluate(self.problem, choice)
         if final.feasible and final.objective <= self.objective + 1e-12 * abs(self.objective):
             self.choice, self.objective = choice, final.objective

@@ -19,6 +19,7 @@ from parplan.planner.solver.problem import Edge, Node, Problem, Status, evaluate
 from tests.planner.oracle import brute_force
 
 ALL = 10**9
+NEVER = 1e9
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -28,7 +29,7 @@ def test_agrees_with_brute_force(seed: int) -> None:
         if reduced is None:
             continue
         problem, truth = reduced.problem, brute_force(reduced.problem)
-        found = search(problem, some_rows(problem, ALL), 20, 1, target=5.0)
+        found = search(problem, some_rows(problem, ALL), NEVER, 1, target=5.0)
         assert found.status is (Status.INFEASIBLE if truth.choice is None else Status.OPTIMAL)
         if found.choice is not None:
             value = evaluate(problem, found.choice)
@@ -53,8 +54,8 @@ def test_whole_costs_are_not_rounded() -> None:
 def test_a_cut_off_below_the_optimum_proves_it() -> None:
     problem = _pair([5.0, 0.0])
     assert brute_force(problem).objective == 3
-    assert search(problem, [], 10, 1, target=3.0, cutoff=3.0).status is Status.OPTIMAL
-    assert search(problem, [], 10, 1, target=3.0, cutoff=2.5).status is Status.INFEASIBLE
+    assert search(problem, [], NEVER, 1, target=3.0, cutoff=3.0).status is Status.OPTIMAL
+    assert search(problem, [], NEVER, 1, target=3.0, cutoff=2.5).status is Status.INFEASIBLE
 
 
 def test_two_workers_give_the_same_choice_each_time() -> None:
@@ -62,7 +63,7 @@ def test_two_workers_give_the_same_choice_each_time() -> None:
     reduced = drop_forbidden(problem)
     assert reduced is not None
     rows = some_rows(reduced.problem, ALL)
-    first, second = (search(reduced.problem, rows, 60, 2, target=0.1) for _ in range(2))
+    first, second = (search(reduced.problem, rows, NEVER, 2, target=0.1) for _ in range(2))
     assert first.status is Status.OPTIMAL
     assert first.choice == second.choice
 
@@ -70,7 +71,7 @@ def test_two_workers_give_the_same_choice_each_time() -> None:
 def test_progress_ends_at_the_optimum() -> None:
     problem = network(residual(1, seed=3), devices=2, seed=3)
     seen: list[float] = []
-    found = search(problem, [], 60, 1, target=0.1, on_progress=lambda objective, bound: seen.append(objective))
+    found = search(problem, [], NEVER, 1, target=0.1, on_progress=lambda objective, bound: seen.append(objective))
     assert found.choice is not None
     assert seen[-1] == pytest.approx(evaluate(problem, found.choice).objective, rel=1e-7)
 
@@ -79,7 +80,7 @@ def test_least_excess_is_the_least() -> None:
     for draw in range(40):
         problem = random_problem(np.random.default_rng([5, draw]), most=4)
         tight = Problem(tuple(_allowed(node) for node in problem.nodes), (), (2.0, 3.0))
-        found = least_excess(tight, some_rows(_with(tight, problem), ALL), 10, 1)
+        found = least_excess(tight, some_rows(_with(tight, problem), ALL), NEVER, 1)
         peaks = [evaluate(_with(tight, problem), choice).peaks for choice in np.ndindex(*tight.sizes)]
         least = min(max(a - 2.0, 0.0) + max(b - 3.0, 0.0) for a, b in peaks)
         assert found.bound == least
@@ -94,14 +95,14 @@ def _with(tight: Problem, problem: Problem) -> Problem:
 
 
 INTERRUPTED = """
-import sys
+import sys, time
 from benchmarks.instances import network, residual
 from parplan.planner.solver.cpsat import search
 problem = network(residual(6, seed=1), devices=8, seed=1)
 def told(objective, bound):
     print("running", flush=True)
 try:
-    search(problem, [], 300, 1, 0.1, on_progress=told)
+    search(problem, [], time.monotonic() + 300, 1, 0.1, on_progress=told)
 except KeyboardInterrupt:
     sys.exit(77)
 """
@@ -123,10 +124,10 @@ def test_an_error_in_the_solvers_thread_is_raised_as_it_is(monkeypatch: pytest.M
 
     monkeypatch.setattr(cp_model.CpSolver, "solve", solve)
     with pytest.raises(MemoryError, match="no room for the model"):
-        search(_pair([5.0, 0.0]), [], 10, 1, target=3.0)
+        search(_pair([5.0, 0.0]), [], NEVER, 1, target=3.0)
 
 
 def test_a_problem_that_the_solver_calls_invalid_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: cp_model.MODEL_INVALID)
     with pytest.raises(ParplanError, match="refused the problem as invalid"):
-        search(_pair([5.0, 0.0]), [], 10, 1, target=3.0)
+        search(_pair([5.0, 0.0]), [], NEVER, 1, target=3.0)

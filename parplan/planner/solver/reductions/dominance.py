@@ -8,14 +8,16 @@ of two lines of the edge matrix.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from parplan.planner.solver.problem import FloatArray, Mask, Problem
 from parplan.planner.solver.reductions.signatures import Signatures
-from parplan.planner.solver.rows import row_table
+from parplan.planner.solver.rows import Terms, row_table
 
 __all__ = ["undominated"]
 
@@ -23,12 +25,14 @@ MAX_COMPARISONS = 4_000_000
 """Pairs of strategies times neighbours' strategies above which a node is left alone."""
 
 
-def undominated(problem: Problem) -> list[Mask]:
-    """Per node, which strategies to keep; of equals, the first."""
+def undominated(problem: Problem, deadline: float = np.inf) -> list[Mask]:
+    """Per node, which strategies to keep; of equals, the first. Nothing more goes after `deadline`."""
+    if time.monotonic() > deadline:
+        return [np.ones(node.size, dtype=np.bool_) for node in problem.nodes]
     search = _Search(problem)
     queue = deque(range(len(problem.nodes)))
     waiting = set(queue)
-    while queue:
+    while queue and time.monotonic() < deadline:
         v = queue.popleft()
         waiting.discard(v)
         if search.shrink(v):
@@ -42,7 +46,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.table = problem, row_table(problem)
         self.signatures = Signatures(self.table)
-        self.known: dict[tuple[int, ...], list[tuple[float, Sequence[float]]]] = {}
+        self.known: dict[int, _Local] = {}
         self.keep: list[Mask] = [np.ones(node.size, dtype=np.bool_) for node in problem.nodes]
         self.at: list[list[int]] = [[] for _ in problem.nodes]
         self.rows: list[list[FloatArray]] = [[u.amounts for u in node.usages] for node in problem.nodes]
@@ -78,35 +82,65 @@ class _Search:
             better &= values[kept][:, None] <= values[kept]
         if better.sum() == len(kept):
             return better
-        own, near = self.table.nodes[v], [self.table.edges[e] for e in self.at[v]]
-        rows = sorted({int(row) for terms in (own, *near) for row in terms.rows})
-        signatures = self._signatures(tuple(rows))
+        local = self._local(v)
         differences: dict[tuple[int, bytes], FloatArray] = {}
-        for base, signature in signatures:
-            multiplicity = np.zeros(len(self.table.constant))
-            multiplicity[rows] = signature
-            cost = np.where(node.allowed, node.cost_s if base else 0.0, np.inf)[kept]
-            worst = _difference((cost + own.weighted(multiplicity)[kept] if len(own.rows) else cost)[:, None])
-            for e, terms in zip(self.at[v], near, strict=True):
-                key = e, np.append(multiplicity[terms.rows], base).tobytes()
+        for base, signature in zip(local.base, local.signatures, strict=True):
+            cost = np.where(node.allowed, node.cost_s if base else 0.0, np.inf)
+            cost = cost + local.node.weighted(signature) if len(local.node.rows) else cost
+            worst = _difference(cost[kept, None])
+            for e, terms in zip(self.at[v], local.edges, strict=True):
+                key = e, np.append(signature[terms.rows], base).tobytes()
                 if key not in differences:
                     edge = self.problem.edges[e]
                     lines = np.where(np.isfinite(edge.cost_s), edge.cost_s if base else 0.0, np.inf)
-                    lines = lines + terms.weighted(multiplicity) if len(terms.rows) else lines
+                    lines = lines + terms.weighted(signature) if len(terms.rows) else lines
                     lines = lines if v == edge.source else lines.T
                     differences[key] = _difference(lines[kept][:, self.keep[edge.source + edge.target - v]])
                 with np.errstate(invalid="ignore"):  # inf - inf: two forbidden strategies do not replace each other
                     worst = worst + differences[key]
             better &= worst <= 0
+            if better.sum() == len(kept):
+                break
         return better
 
-    def _signatures(self, rows: tuple[int, ...]) -> list[tuple[float, Sequence[float]]]:
-        """How often the base costs and `rows` count together; each by itself where that is too much to list."""
-        if rows not in self.known:
-            found = self.signatures.of(rows)
-            alone = [(0.0, line) for line in np.eye(len(rows)).tolist()]
-            self.known[rows] = [(1.0, line) for line in found] if found else [(1.0, [0.0] * len(rows)), *alone]
-        return self.known[rows]
+    def _local(self, v: int) -> _Local:
+        """The rows that v and its edges have seconds in, by group, and how often base costs and groups count together.
+
+        Each counts alone where the signatures are too many to list.
+        """
+        if v not in self.known:
+            own, near = self.table.nodes[v], [self.table.edges[e] for e in self.at[v]]
+            parts: dict[int, list[tuple[int, bytes]]] = {}
+            for e, terms in zip((-1, *self.at[v]), (own, *near), strict=True):
+                for row, seconds in zip(terms.rows.tolist(), terms.seconds, strict=True):
+                    parts.setdefault(row, []).append((e, seconds.tobytes()))
+            # Rows with the same seconds everywhere around v are one group, and its first row stands for it.
+            groups: dict[tuple[tuple[int, bytes], ...], int] = {}
+            group = {row: groups.setdefault(tuple(parts[row]), len(groups)) for row in sorted(parts)}
+            first = [row for place, row in enumerate(group) if list(group.values()).index(group[row]) == place]
+            found = self.signatures.of(group)
+            base = [1.0] * len(found) if found else [1.0, *[0.0] * len(groups)]
+            lines = np.array(found) if found else np.vstack([np.zeros(len(groups)), np.eye(len(groups))])
+            at = {row: group[row] for row in first}
+            node, *edges = (_chosen(terms, at) for terms in (own, *near))
+            self.known[v] = _Local(node, edges, base, lines)
+        return self.known[v]
+
+
+@dataclass(frozen=True, eq=False)
+class _Local:
+    """Terms of a node and of each of its edges, with groups in place of rows, and all signatures of the groups."""
+
+    node: Terms
+    edges: list[Terms]
+    base: list[float]
+    signatures: FloatArray
+
+
+def _chosen(terms: Terms, at: Mapping[int, int]) -> Terms:
+    """Only the rows in `at`, renumbered."""
+    place = [i for i, row in enumerate(terms.rows.tolist()) if row in at]
+    return Terms(np.array([at[int(terms.rows[i])] for i in place], dtype=np.intp), terms.seconds[place])
 
 
 def _difference(lines: FloatArray) -> FloatArray:

@@ -20,6 +20,9 @@ __all__ = ["normalise"]
 COMPARED = 8
 """Rows of a maximum up to which each is compared with each."""
 
+TERMS = 50
+"""Terms of all rows of a maximum above which only their ranges are compared."""
+
 
 def normalise(problem: Problem) -> Reduced:
     """The same problem with maxima in normal form."""
@@ -90,11 +93,11 @@ class _Normal:
             differences.append(_Sum(dict(row.nodes), dict(row.edges), row.constant, dict(row.shared), dict(row.maxima)))
             differences[-1].add(common, -1.0)
             self._expand(differences[-1])
-        kept = self._undominated(differences)
+        ranges = [self._range(row) for row in differences]
+        kept = self._undominated(differences, ranges)
         if len(kept) == 1:
             return self._alone(rows[kept[0]])
-        differences = [differences[r] for r in kept]
-        ranges = [self._range(row) for row in differences]
+        differences, ranges = [differences[r] for r in kept], [ranges[r] for r in kept]
         self.ranges.append((max(low for low, _ in ranges), max(high for _, high in ranges)))
         self.maxima.append((maximum.name, differences))
         common.maxima[len(self.maxima) - 1] = 1.0
@@ -122,10 +125,13 @@ class _Normal:
             factor = total.shared.pop(key)
             total.add(self.shared[key], factor)
 
-    def _undominated(self, rows: Sequence[_Sum]) -> list[int]:
+    def _undominated(self, rows: Sequence[_Sum], ranges: Sequence[tuple[float, float]]) -> list[int]:
         """The rows that can be the largest; of equals, the first."""
-        kept = list(range(len(rows)))
-        for r in range(len(rows) - 1, -1, -1):
+        highest = max(low for low, _ in ranges)
+        kept = [r for r, (low, high) in enumerate(ranges) if high > highest or low == highest]
+        if sum(len(row.nodes) + len(row.edges) for row in rows) > TERMS:
+            return kept
+        for r in kept[::-1]:
             others = kept if len(rows) <= COMPARED else kept[:1]
             for other in others:
                 if other == r:

@@ -6,6 +6,7 @@ an optimum of the problem it came from) and is tested alone against brute force.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -29,13 +30,20 @@ __all__ = [
 ]
 
 
-def presolve(problem: Problem) -> Reduced | None:
-    """All exact reductions, in order; None when no choice is feasible."""
+def presolve(problem: Problem, deadline: float = np.inf) -> Reduced | None:
+    """All exact reductions, in order; None when no choice is feasible.
+
+    Those that take long are left out, or end early, when `time.monotonic()` passes `deadline`.
+    """
     first = (pair_linear, merge_parallel_edges, drop_forbidden, normalise, drop_loose, drop_dominated)
     steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
-        reduced = reduced and reduced.then(step)
+        late = time.monotonic() > deadline
+        if step is drop_dominated:
+            reduced = reduced and reduced.then(lambda problem: drop_dominated(problem, deadline))
+        elif not (late and step in (normalise, fold)):
+            reduced = reduced and reduced.then(step)
     return reduced
 
 
@@ -108,6 +116,6 @@ def drop_loose(problem: Problem) -> Reduced:
     return Reduced(drop_loose_linear(drop_loose_memory(problem)))
 
 
-def drop_dominated(problem: Problem) -> Reduced:
+def drop_dominated(problem: Problem, deadline: float = np.inf) -> Reduced:
     """Without strategies that another one of the same node can always replace at no cost (see dominance.py)."""
-    return restrict(problem, undominated(problem))
+    return restrict(problem, undominated(problem, deadline))
