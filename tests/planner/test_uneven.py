@@ -96,7 +96,7 @@ def test_no_combination_of_strategies_is_faster(devices: int) -> None:
 
 
 def test_devices_that_divide_the_batch_are_offered_nothing_new() -> None:
-    for batch, devices in ((256, 4), (12, 3), (12, 1)):
+    for batch, devices in ((256, 4), (12, 3), (12, 1), (1, 2), (2, 3)):
         assert not offers_uneven(batch, cluster_preset("k20", devices))
     assert offers_uneven(256, cluster_preset("k20", 6))
     assert not offers_uneven(None, cluster_preset("k20", 6))

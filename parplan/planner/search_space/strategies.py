@@ -51,12 +51,14 @@ def cluster_blocks(cluster: Cluster, everywhere: bool = False) -> tuple[tuple[in
 
 
 def offers_uneven(batch: int | None, cluster: Cluster) -> bool:
-    """Whether replicas on all devices, or on all of a kind, would have unequal parts of the batch.
+    """Whether the devices, or those of one kind, do not divide the batch, and some replicas would have unequal parts.
 
     Only then plans may have such parts: where the devices divide the batch, equal parts on all of them serve as well.
     """
     counts = (cluster.count, *(len(group.members) for group in cluster.groups))
-    return batch is not None and any(batch % count for count in counts)
+    if batch is None or not any(batch % count for count in counts):
+        return False
+    return any(batch % replicas for replicas in range(2, min(batch, cluster.count) + 1))
 
 
 def strategies(
