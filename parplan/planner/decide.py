@@ -189,7 +189,7 @@ def _explained(
         advice=advice(step.step_s, by_hand, better_batch(plan, case.graph)),
         proof=Proof(
             status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
-            tuple(found.covered), case.uneven and not uneven_replicas(plan, case.graph), found.simpler,
+            tuple(found.covered), case.uneven and request.plan is None and not found.uneven, found.simpler,
         ),
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,

@@ -13,7 +13,7 @@ bound. OPTIMAL is said where every shape that is legal was solved or refuted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -62,6 +62,7 @@ class Found:
         covered: the shapes that the bound is of, in words.
         tried: shapes with branches at the same time that were solved or refuted.
         simpler: the fastest plan, where a simpler one within the tolerance is taken.
+        uneven: plans with unequal parts of the batch are covered.
         without_s: T of the best plan in which no branches run at the same time; None where none were tried.
     """
 
@@ -75,6 +76,7 @@ class Found:
     tried: int = 0
     without_s: float | None = None
     simpler: Simpler | None = None
+    uneven: bool = False
 
     @property
     def gap(self) -> float:
@@ -154,10 +156,12 @@ class ShapeSearch:
         case.phase("solve")
         run = _Run(self, pinned, part)
         schemes = schemes_of(case.request.scheme)
-        for shape in self._shapes(schemes, pinned):
-            run.attempt(shape)
         if case.uneven and case.request.plan is None:
-            run.uneven_parts()
+            run.attempt(Shape(lanes=first_lanes(case.cluster), uneven=True))
+            run.with_equal_parts(self._shapes(schemes, pinned))
+        else:
+            for shape in self._shapes(schemes, pinned):
+                run.attempt(shape)
         if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
             run.any_block()
         return run.found(begin)
@@ -198,13 +202,13 @@ class _Run:
         self.covered: list[str] = []
         self.tried = 0
         self.without_s: float | None = None
-        self.margin, self.uneven = BETTER, False
+        self.limit_s, self.uneven = inf, False
         self.first: tuple[Formulation, Solution] | None = None
 
     @property
     def cutoff(self) -> float:
         """Seconds that another plan has to stay below."""
-        return self.best[0] * (1 - self.margin) if self.best is not None else inf
+        return self.best[0] * (1 - BETTER) if self.best is not None else self.limit_s
 
     def attempt(self, shape: Shape, far_s: float = 0.0) -> float:
         """Solve or refute a shape; gives the bound of its plans, inf where there are none."""
@@ -218,9 +222,8 @@ class _Run:
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             plan = self.plan_of(formulation, solution.choice)
             self.best = solution.objective, plan, formulation, solution.choice
-        bound = (
-            self.cutoff / (1 - self.margin) if solution.status is Status.INFEASIBLE and self.best else solution.bound
-        )
+        refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
+        bound = (self.best[0] if self.best is not None else self.cutoff) if refuted else solution.bound
         if not shape.average:
             self.bound = min(self.bound, bound)
             self.covered.append(shape.describe())
@@ -264,15 +267,17 @@ class _Run:
             found = once(replace(problem, limits=lowered), AGAIN)
         return first
 
-    def uneven_parts(self) -> None:
-        """Parts of the batch that differ by one sample, where that gains more than the tolerance."""
-        bound, tolerance = self.bound, self.case.request.tolerance
-        self.margin = max(tolerance, BETTER)
-        before = self.best
-        self.attempt(Shape(lanes=first_lanes(self.case.cluster), uneven=True))
-        self.margin, self.uneven = BETTER, self.best is not before
-        if not self.uneven:
-            self.bound = bound  # of plans with equal parts
+    def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
+        """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
+        uneven, bound, covered = self.best, self.bound, self.covered
+        self.limit_s = uneven[0] * (1 + self.case.request.tolerance) if uneven is not None else inf
+        self.best, self.bound, self.covered = None, inf, []
+        for shape in shapes:
+            self.attempt(shape)
+        self.limit_s, self.uneven = inf, self.best is None and uneven is not None
+        if self.uneven:
+            self.best, self.bound = uneven, min(bound, self.bound)
+            self.covered += covered
 
     # ---- any block of devices, and branches at the same time ----
 
@@ -285,10 +290,10 @@ class _Run:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
             return
         phases = self.phases()
-        if self.best is not None and self.refuted(phases):
+        if self.best is not None and not case.cluster.mixed and self.refuted(phases):
             self.covered += [ANY_BLOCK, BRANCHES]
             return
-        if self.best is None or not (phases and self.refuted(())):
+        if self.best is None or case.cluster.mixed or not (phases and self.refuted(())):
             self.attempt(
                 Shape(lanes=every, anywhere=True, uneven=self.uneven), self.cutoff if self.best is not None else 0.0
             )
@@ -358,7 +363,7 @@ class _Run:
         simpler = Simpler(fastest_s, changes, self.changes()) if self.changes() < changes else None
         return Found(
             plan, formulation, choice, objective, min(self.bound, fastest_s), time.perf_counter() - begin,
-            tuple(self.covered), self.tried, self.without_s, simpler,
+            tuple(self.covered), self.tried, self.without_s, simpler, self.uneven,
         )  # fmt: skip
 
     def changes(self) -> int:

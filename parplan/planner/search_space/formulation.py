@@ -25,6 +25,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.layout import Grid, Layout
 from parplan.lowering.stages import Stage, Stages
 from parplan.plan import Scheme, Strategy
+from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Shape, choices, role_allowed, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
@@ -42,9 +43,6 @@ __all__ = [
 ]  # fmt: skip
 
 DELIVERY = "(delivery)"
-
-HEAVY = 4
-"""Layers whose devices the bound on plans on any blocks follows, beside the mean of all devices."""
 
 LikeReaders = Mapping[str, Mapping[str, str]]
 """Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
@@ -167,8 +165,6 @@ def formulate(
             np.zeros((len(shape.lanes), 1)),
         )
     )  # fmt: skip
-    if shape.average:
-        own_parts = _averaged(own_parts, options, cluster.count)
     place = {name: index for index, name in enumerate(names)}
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     for number, phase in enumerate(() if shape.average else shape.homes):
@@ -183,23 +179,19 @@ def formulate(
             edges.append(EdgeParts(v, deciding, np.array(agree), (none, none)))
             serial = np.array([one.placement is None for one in options[v]])
             own_parts[v] = replace(own_parts[v], beside=np.where(serial, 1.0, own_parts[v].lanes))
-    if shape.inside:
-        share = [
-            own.lanes[0] if own_name in shape.inside else 1.0 for own_name, own in zip(names, own_parts, strict=False)
-        ]
-        own_parts = [
-            replace(own, once_s=part * own.once_s, backward_s=part * own.backward_s)
-            for own, part in zip(own_parts, (*share, 1.0), strict=True)
-        ]
-        edges = [
-            replace(edge, once=(part * edge.once[0], part * edge.once[1]))
-            for edge in edges
-            for part in ((*share, 1.0)[edge.target],)
-        ]
+    if shape.average:
+        strategies = [[option.strategy for option in own] for own in options]
+        inside = frozenset(place[name] for name in shape.inside)
+        own_parts, edges, kept = folded(own_parts, edges, strategies, cluster.count, inside)
+        options = [tuple(own[k] for k in some) for own, some in zip(options, kept, strict=True)]
     parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1)
     node_s, edge_s, maxima = assembled(parts)
     nodes = [
-        Node(name, seconds, tuple(usage for device in range(cluster.count) for usage in _usages(own, device)))
+        Node(
+            name,
+            seconds,
+            tuple(usage for device in range(0 if shape.average else cluster.count) for usage in _usages(own, device)),
+        )
         for name, own, seconds in zip(names, options, node_s, strict=False)
     ]
     problem = Problem(
@@ -327,26 +319,6 @@ def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph:
     shard_dim = None if cut is None else 2
     moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
     return moved.forward_s
-
-
-def _averaged(parts: Sequence[NodeParts], options: Sequence[Sequence[Option]], devices: int) -> list[NodeParts]:
-    """Parts with lanes that no plan on any blocks is below: the mean of all devices, and devices of heavy layers.
-
-    A device of a layer has, whatever the blocks are, that layer and all layers that use every device.
-    """
-    shares = [np.array([len(one.strategy.devices) / devices for one in own]) for own in options]
-    shares.append(np.zeros(1))
-    heavy = sorted(
-        (-float((own.update_s + own.sum_s)[share < 1].max(initial=0.0)), v)
-        for v, (own, share) in enumerate(zip(parts, shares, strict=True))
-    )
-    alone = [v for seconds, v in heavy[:HEAVY] if seconds < 0]
-    found = []
-    for v, (own, share) in enumerate(zip(parts, shares, strict=True)):
-        full = (share == 1).astype(float)
-        lanes = [share, *(np.ones_like(share) if v == other else full for other in alone)]
-        found.append(replace(own, lanes=np.array(lanes)))
-    return found
 
 
 def _usages(options: Sequence[Option], device: int) -> list[Usage]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Reduced, Row, Usage
+from parplan.planner.solver.problem import Edge, FloatArray, Node, Problem, Reduced, Row, Usage
 
 __all__ = ["join"]
 
