@@ -90,7 +90,7 @@ class Master:
     def climb(
         self, best: Priced, target: float, steps: int, seen: Callable[[Priced], float], deadline: float
     ) -> Priced:
-        """The best-priced point after `steps` at most, from a point with finite value; `seen` as in relaxation.climb."""
+        """The best-priced point after `steps` at most, from one with finite value; `seen` as in relaxation.climb."""
         # Prices of limits would run away while there are few cuts.
         self.bound.SetBounds(best.value / self.unit - 1, best.value / self.unit + FARTHEST)
         for _, _, price in self.limits:

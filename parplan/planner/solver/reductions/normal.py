@@ -153,12 +153,11 @@ class _Normal:
     def _range(self, total: _Sum) -> tuple[float, float]:
         """The least and the largest that a sum without shared ones can be, whatever fits together."""
         low = high = total.constant
-        for v, seconds in total.nodes.items():
-            allowed = seconds[self.problem.nodes[v].allowed]
-            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
-        for e, seconds in total.edges.items():
-            allowed = seconds[self.pairs[e]]
-            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
+        own = [seconds[self.problem.nodes[v].allowed] for v, seconds in total.nodes.items()]
+        own += [seconds[self.pairs[e]] for e, seconds in total.edges.items()]
+        for allowed in own:
+            if len(allowed):
+                low, high = low + allowed.min(), high + allowed.max()
         for m, factor in total.maxima.items():
             ends = sorted(factor * end for end in self.ranges[m])
             low, high = low + ends[0], high + ends[1]
