@@ -102,7 +102,7 @@ def _priced(relaxation: Relaxation, weights: FloatArray, deadline: float) -> Pri
     for step in range(STEPS):
         if best.value > 1e-9 or time.monotonic() > deadline:
             break
-        climbed = np.maximum(point.prices.limits * limits + 0.2 / (1 + step) * point.excess / limits, 0.0)
+        climbed = np.maximum(point.prices.limits * limits + 0.2 / (1 + step) * (point.loads - limits) / limits, 0.0)
         if not climbed.any():
             break
         point = relaxation.at(Prices(none, climbed / climbed.sum() / limits))

@@ -28,34 +28,39 @@ __all__ = ["Pool", "Priced", "Prices", "Relaxation", "climb", "relax"]
 PATIENCE = 6
 """Steps without a better bound after which the step is halved."""
 
+STARTS = 4
+"""Selections tried for the start: each is critical at the best choice for the one before."""
+
 ENUMERATED = 1_000_000
 """Selections of a maximum times rows up to which all are in the pool from the start."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """One share per selection in the pool (>= 0, sum 1 for every maximum with a weight; those not listed have none).
+    """One multiplicity per row of the maxima (those of a selection, or between several), and one price per limit.
 
-    One price per limit (> 0 for its high side, < 0 for its low).
+    A price is > 0 for the high side of its limit, < 0 for its low. `shares` are those of the selections in the pool
+    that make up the multiplicities (>= 0, sum 1 for every maximum with a weight; those not listed have none), if known.
     """
 
-    shares: FloatArray
+    rows: FloatArray
     limits: FloatArray
+    shares: FloatArray | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
     """The relaxation at some prices: its value is a lower bound on T.
 
-    `seconds` are the rows' own at the choice, `excess` is by how much each limit is exceeded (below 0 only where it has
-    a price): the supergradient.
+    `base` and `seconds` are the base costs and the rows' own seconds at the choice, `loads` the sums of the limits.
     """
 
     prices: Prices
     value: float
     choice: list[int]
+    base: float
     seconds: FloatArray
-    excess: FloatArray
+    loads: FloatArray
 
 
 class Pool:
@@ -127,35 +132,40 @@ class Relaxation:
 
     def start(self) -> Prices:
         """No prices for limits, and the selections that matter at the cheapest choice by base costs."""
-        at_base = self._solved(np.zeros(len(self.table.constant)), np.zeros(len(self.rows)))[1]
-        return Prices(self.pool.start(at_base), np.zeros(len(self.rows)))
+        none = np.zeros(len(self.rows))
+        choice = self._solved(np.zeros(len(self.table.constant)), none)[1]
+        best = None
+        for _ in range(STARTS):
+            shares = self.pool.start(choice)
+            rows = shares @ self.pool.multiplicity
+            value, choice = self._solved(rows, none)
+            if best is None or value > best[0]:
+                best = value, Prices(rows, none, shares)
+        assert best is not None
+        return best[1]
 
     def at(self, prices: Prices) -> Priced:
         """Solve at `prices`."""
-        value, choice = self._solved(self._multiplicity(prices), prices.limits)
-        excess = np.zeros(len(self.rows))
-        for r, (row, price) in enumerate(zip(self.rows, prices.limits, strict=True)):
-            total = float(sum(values[choice[v]] for v, values in row.terms.items()))
-            if price > 0 or total > row.high:
-                excess[r] = total - row.high
-            elif price < 0 or total < row.low:
-                excess[r] = total - row.low
-        seconds = self.table.seconds(choice)
+        value, choice = self._solved(prices.rows, prices.limits)
+        base, seconds, loads = self.measure(choice)
         if np.isfinite(value):
             self.pool.grow(seconds)
-        return Priced(prices, value, choice, seconds, excess)
+        return Priced(prices, value, choice, base, seconds, loads)
+
+    def measure(self, choice: Sequence[int]) -> tuple[float, FloatArray, FloatArray]:
+        """Base costs of a choice, the own seconds of all rows, and the sums of all limits."""
+        base = sum(float(node.cost_s[k]) for node, k in zip(self.problem.nodes, choice, strict=True))
+        base += sum(float(edge.cost_s[choice[edge.source], choice[edge.target]]) for edge in self.problem.edges)
+        loads = [float(sum(values[choice[v]] for v, values in row.terms.items())) for row in self.rows]
+        return base, self.table.seconds(choice), np.array(loads)
 
     def marginals(self, prices: Prices) -> list[FloatArray]:
         """Per node and strategy, a lower bound on T of every choice that uses it."""
-        costs = self._costs(self._multiplicity(prices), prices.limits)
+        costs = self._costs(prices.rows, prices.limits)
         tables: Tables = self.tree.upward(costs.node_class, costs.edge)
         found = self.tree.marginals(tables)
         triples = zip(self.classes, found, costs.node, costs.node_class, strict=True)
         return [(best - low)[c.of] + cost + costs.constant for c, best, cost, low in triples]
-
-    def _multiplicity(self, prices: Prices) -> FloatArray:
-        result: FloatArray = prices.shares @ self.pool.multiplicity[: len(prices.shares)]
-        return result
 
     def _solved(self, multiplicity: FloatArray, limits: FloatArray) -> tuple[float, list[int]]:
         costs = self._costs(multiplicity, limits)
@@ -213,27 +223,34 @@ def climb(
         return best
     target, step, waited = min(target, seen(point)), 1.0, 0
     largest = [max((float(abs(c).max()) for c in row.terms.values()), default=0.0) for row in relaxation.rows]
+    high, low = (np.array([getattr(row, side) for row in relaxation.rows]) for side in ("high", "low"))
     for _ in range(steps):
         prices, top = point.prices, relaxation.pool.top
+        assert prices.shares is not None
         shares = np.append(prices.shares, np.zeros(len(top) - len(prices.shares)))
         gain = relaxation.pool.multiplicity @ point.seconds
-        # Brings the limits' units to seconds, so that one step length suits all prices.
-        scale = abs(target) / np.maximum(largest, 1.0)
         for m in relaxation.pool.tops:
             own = top == m
             gain[own] -= gain[own] @ shares[own]
         gain = np.where((shares > 0) | (gain > 0), gain, 0.0)
-        limits = point.excess * scale
-        norm = float((gain**2).sum() + (limits**2).sum())
+        # The excess of every limit over its bound; negative slack only where the limit has a price already.
+        over, under = point.loads > high, point.loads < low
+        excess = np.where((prices.limits > 0) | over, point.loads - np.where(np.isfinite(high), high, 0.0), 0.0)
+        excess = np.where((prices.limits < 0) | under, point.loads - np.where(np.isfinite(low), low, 0.0), excess)
+        # Brings the limits' units to seconds, so that one step length suits all prices.
+        scale = abs(target) / np.maximum(largest, 1.0)
+        excess = excess * scale
+        norm = float((gain**2).sum() + (excess**2).sum())
         if norm == 0:
             break
         length = step * max(target - point.value, 1e-9 * abs(target)) / norm
-        moved = prices.limits + length * limits * scale
+        moved = prices.limits + length * excess * scale
         crossed = moved * prices.limits < 0
         for m in relaxation.pool.tops:
             own = top == m
             shares[own] = _onto_simplex(shares[own] + length * gain[own])
-        point = relaxation.at(Prices(shares, np.where(crossed, 0.0, moved)))
+        rows = shares @ relaxation.pool.multiplicity
+        point = relaxation.at(Prices(rows, np.where(crossed, 0.0, moved), shares))
         target = min(target, seen(point))
         waited = 0 if point.value > best.value + 1e-7 * abs(best.value) else waited + 1
         best = point if point.value > best.value else best

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from parplan.planner.solver.cpsat import resolution, search
 from parplan.planner.solver.infeasible import explain, overfull
 from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice, leanest_choice, settle
+from parplan.planner.solver.master import Master
 from parplan.planner.solver.problem import (
     FloatArray,
     Infeasibility,
@@ -36,6 +38,8 @@ CUT = 1e-9
 """A choice has to be better than the best one by this (relative) to be looked for."""
 
 ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
+MASTER_GAP, MASTER_STEPS = 1e-3, 100
+"""Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LOCAL_S, LATE = 1.0, 0.02
 """Seconds, and share of the time limit, that settling ties takes at most after the limit."""
 SHARE = 0.3
@@ -163,19 +167,20 @@ class _Run:
     def price(self, reduced: Reduced) -> Reduced | None:
         """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
         rows, prices, pool = some_rows(reduced.problem, PRICED_TERMS), None, None
+        met: list[list[int]] = []
         for _ in range(PRICE_ROUNDS):
             relaxation = relax(reduced.problem, rows, pool)
             if relaxation is None:
                 return reduced
             pool = relaxation.pool
-            best, marginals = self.climb(reduced, relaxation, prices), relaxation.marginals
+            best, marginals = self.climb(reduced, relaxation, prices, met), relaxation.marginals
             if not np.isfinite(best.value):
                 return None  # forbidden pairs leave no choice
             more = broken_rows(reduced.problem, best.choice, rows)
             if not more or self.left() < 0:
                 break
             rows += more
-            prices = Prices(best.prices.shares, np.append(best.prices.limits, np.zeros(len(more))))
+            prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
         return self.cut_off(reduced, marginals(best.prices)) if np.isfinite(self.objective) else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
@@ -187,17 +192,36 @@ class _Run:
         smaller = reduced.then(lambda problem: restrict(problem, keep))
         return smaller and smaller.then(lambda problem: presolve(problem, self.deadline))
 
-    def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None) -> Priced:
-        """The best prices found; every choice on the way is offered, the best one also improved."""
+    def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None, met: list[list[int]]) -> Priced:
+        """The best prices found; every choice on the way is offered and added to `met`, the best one also improved."""
 
         def seen(point: Priced) -> float:
             self.offer(reduced.lift(point.choice))
+            met.append(point.choice)
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
-        best = climb(relaxation, start or relaxation.start(), self.objective, STEPS, seen, self.deadline)
+        start = start or relaxation.start()
+        if start.shares is not None:
+            best = climb(relaxation, start, self.objective, STEPS, seen, self.deadline)
+        else:
+            best = relaxation.at(start)
         self.raise_bound(best.value - 1e-12 * abs(best.value))
-        if self.cutoff() > self.bound:
+        if self.cutoff() > self.bound and self.left() > 0:
             self.improve(reduced, best.choice)
+        if (
+            self.objective - best.value > MASTER_GAP * abs(self.objective)
+            and np.isfinite(best.value)
+            and relaxation.table.owner
+        ):
+            target = self.objective if np.isfinite(self.objective) else 1.1 * abs(best.value)
+            master = Master(relaxation, abs(target) or 1.0)
+            for choice in met:
+                master.cut(choice)
+            found = master.climb(best, target, MASTER_STEPS, seen, self.deadline)
+            if found is not best:
+                best = found
+                self.raise_bound(best.value - 1e-12 * abs(best.value))
+                self.improve(reduced, best.choice)
         return best
 
     def search(self, reduced: Reduced) -> bool:

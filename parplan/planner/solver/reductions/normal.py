@@ -20,6 +20,9 @@ __all__ = ["normalise"]
 COMPARED = 8
 """Rows of a maximum up to which each is compared with each."""
 
+ROUNDING = 1e-14
+"""Seconds that are left of a difference, relative to what was taken away, below which it is 0."""
+
 TERMS = 50
 """Terms of all rows of a maximum above which only their ranges are compared."""
 
@@ -47,10 +50,14 @@ class _Sum:
     def add(self, other: _Sum, factor: float = 1.0) -> None:
         for own, more in ((self.nodes, other.nodes), (self.edges, other.edges)):
             for key, seconds in more.items():
-                summed = own[key] + factor * seconds if key in own else factor * seconds
-                own[key] = summed
-                if not summed.any():
-                    del own[key]
+                if key in own:
+                    summed = own[key] + factor * seconds
+                    # What cancels is 0, not the rounding that is left.
+                    own[key] = np.where(abs(summed) > ROUNDING * abs(seconds).max(), summed, 0.0)
+                    if not own[key].any():
+                        del own[key]
+                else:
+                    own[key] = factor * seconds
         self.constant += factor * other.constant
         _add_multiples(self.shared, other.shared, factor)
         _add_multiples(self.maxima, other.maxima, factor)
@@ -146,12 +153,11 @@ class _Normal:
     def _range(self, total: _Sum) -> tuple[float, float]:
         """The least and the largest that a sum without shared ones can be, whatever fits together."""
         low = high = total.constant
-        for v, seconds in total.nodes.items():
-            allowed = seconds[self.problem.nodes[v].allowed]
-            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
-        for e, seconds in total.edges.items():
-            allowed = seconds[self.pairs[e]]
-            low, high = low + allowed.min(initial=np.inf), high + allowed.max(initial=-np.inf)
+        own = [seconds[self.problem.nodes[v].allowed] for v, seconds in total.nodes.items()]
+        own += [seconds[self.pairs[e]] for e, seconds in total.edges.items()]
+        for allowed in own:
+            if len(allowed):
+                low, high = low + allowed.min(), high + allowed.max()
         for m, factor in total.maxima.items():
             ends = sorted(factor * end for end in self.ranges[m])
             low, high = low + ends[0], high + ends[1]
