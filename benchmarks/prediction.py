@@ -237,7 +237,7 @@ class Bench:
             dist.broadcast_object_list(told, 0)
             for entry in told[0]:
                 profiles[1].put(entry)
-        return profiled_costs(graph, self.cluster, profiles, kind="cpu", backend="gloo", optimizer=OPTIMIZER)
+        return profiled_costs(graph, self.cluster, profiles, backend="gloo", optimizer=OPTIMIZER)
 
     def together(self) -> None:
         """Wait for all."""

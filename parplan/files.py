@@ -43,30 +43,20 @@ def write_files(texts: Mapping[str, str]) -> None:
     Raises:
         ParplanError: the disk is full, a folder is gone.
     """
-    written: dict[Path, Path] = {}
     path = ""
     try:
-        for path, text in texts.items():
-            place = Path(os.path.realpath(path))
-            if _is_special(place):
-                place.write_text(text, encoding="utf-8")
-                continue
-            beside = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-            written[beside] = place
-            with beside.open("w", encoding="utf-8") as file:
-                file.write(text)
+        with contextlib.ExitStack() as stack:
+            for path, text in texts.items():
+                place = Path(os.path.realpath(path))
+                if _is_special(place):
+                    place.write_text(text, encoding="utf-8")
+                    continue
+                file = stack.enter_context(replacing(place))
+                file.write(text.encode())
                 file.flush()
-                os.fsync(file.fileno())  # so that a crash cannot leave the new name with nothing in it
-        for beside, place in written.items():
-            if place.exists():
-                shutil.copymode(place, beside)
-            os.replace(beside, place)
+                os.fsync(file.fileno())
     except OSError as error:
         raise ParplanError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        for beside in written:
-            with contextlib.suppress(OSError):
-                beside.unlink()
 
 
 @contextlib.contextmanager
@@ -76,30 +66,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     An error leaves the old file, and so does a killed process; the part of a file it leaves is removed by the next one.
     """
     place = Path(os.path.realpath(path))
-    if place.exists() and not place.is_file():
+    if _is_special(place):
         raise OSError(None, "there is a folder, a pipe or a device of that name")
-    _remove_abandoned(place)
+    # Parts of files that killed processes left; a process that still writes holds a lock on its own.
+    for part in place.parent.glob(f".{glob.escape(place.name)}.{'[0-9a-f]' * 32}.tmp"):
+        with contextlib.suppress(OSError), part.open("rb") as left:
+            if _lock(left):
+                part.unlink()
     beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}.tmp")
     try:
         with beside.open("x+b") as file:
             _lock(file)
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # so that a crash cannot leave the new name with nothing in it
             if place.exists():
                 shutil.copymode(place, beside)
             os.replace(beside, place)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
-
-
-def _remove_abandoned(place: Path) -> None:
-    """Remove the parts of files that killed processes left; a process that still writes holds a lock on its own."""
-    for path in place.parent.glob(f".{glob.escape(place.name)}.{'[0-9a-f]' * 32}.tmp"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if _lock(file):
-                path.unlink()
 
 
 def _lock(file: BinaryIO) -> bool:
@@ -114,5 +100,5 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _is_special(place: Path) -> bool:
-    """A pipe or a device: there is nothing to replace."""
+    """A pipe, a device or a folder: there is nothing to replace."""
     return place.exists() and not place.is_file()

@@ -43,7 +43,7 @@ MAX_FILE_LINES = 450
 # Function lengths in lines, and shares of all functions; the aim is a median of 7 to 10, a p90 of 20 to 35, at most 80
 # lines, at most 38 % private, and at most 55 % of those called once.
 MAX_FUNCTION_LINES = 80
-LEAST_MEDIAN, LEAST_P90 = 6, 20
+LEAST_MEDIAN, LEAST_P90 = 7, 20
 MAX_PRIVATE = 0.38
 MAX_CALLED_ONCE = 0.55
 

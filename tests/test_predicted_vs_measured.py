@@ -71,7 +71,7 @@ def looked_back(
 
 def priced(graph: LayerGraph, cluster: Cluster, profile: SessionProfile) -> MeasuredCosts:
     """Costs from a profile of two devices at work."""
-    return profiled_costs(graph, cluster, {2: profile}, kind=cluster.groups[0].device.kind, backend="gloo")
+    return profiled_costs(graph, cluster, {2: profile}, backend="gloo")
 
 
 def with_all_on_one_device(graph: LayerGraph, seconds: float) -> SessionProfile:

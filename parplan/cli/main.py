@@ -38,8 +38,23 @@ DONE, DIFFERS, BROKEN, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 1, 2, 70, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code (see the module)."""
+    argv = sys.argv[1:] if argv is None else argv
     with _noticed() as pressed:
-        return _run(sys.argv[1:] if argv is None else argv, pressed)
+        try:
+            return _run(argv)
+        except KeyboardInterrupt:
+            return _say("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            _drop_stdout()
+            return PIPE_CLOSED
+        except Exception as error:
+            if pressed:
+                return _say("interrupted", INTERRUPTED)
+            if "--verbose" in argv or not isinstance(error, ParplanError):
+                traceback.print_exc()
+            if isinstance(error, ParplanError):
+                return _say(f"error: {error}", REFUSED)
+            return _say(f"error: a bug of parplan, {type(error).__name__}; please report the lines above", BUG)
 
 
 @contextlib.contextmanager
@@ -61,32 +76,17 @@ def _noticed() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _run(argv: Sequence[str], pressed: Sequence[int]) -> int:
-    verbose = "--verbose" in argv
+def _run(argv: Sequence[str]) -> int:
     try:
-        try:
-            options = parse(argv)
-        except SystemExit:
-            if sys.stdout is not None:
-                _write("")  # the text of `--help` and `--version` is written out before they end the process
-            raise
-        with warnings.catch_warnings():
-            if not options.verbose:  # warnings of libraries are for `--verbose`
-                warnings.simplefilter("ignore")
-            return _COMMANDS[options.command](options)
-    except KeyboardInterrupt:
-        return _say("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        _drop_stdout()
-        return PIPE_CLOSED
-    except Exception as error:
-        if pressed:
-            return _say("interrupted", INTERRUPTED)
-        if verbose or not isinstance(error, ParplanError):
-            traceback.print_exc()
-        if isinstance(error, ParplanError):
-            return _say(f"error: {error}", REFUSED)
-        return _say(f"error: a bug of parplan, {type(error).__name__}; please report the lines above", BUG)
+        options = parse(argv)
+    except SystemExit:
+        if sys.stdout is not None:
+            _write("")  # the text of `--help` and `--version` is written out before they end the process
+        raise
+    with warnings.catch_warnings():
+        if not options.verbose:  # warnings of libraries are for `--verbose`
+            warnings.simplefilter("ignore")
+        return _COMMANDS[options.command](options)
 
 
 def _write(text: str) -> None:
@@ -190,7 +190,7 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
             return api.analyze_profile(options.profile_graph, batch=options.batch, progress=progress, **keywords)
         progress.phase("load")
         auto = options.batch == "auto"
-        target = replace(_target(options), batch=None if auto else options.batch).load()
+        target = replace(TargetOptions(**chosen(TargetOptions, options)), batch=None if auto else options.batch).load()
         if plan is not None:
             keywords["pins"] = ()
         else:
@@ -207,10 +207,6 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
             progress=progress,
             **keywords,
         )
-
-
-def _target(options: argparse.Namespace) -> TargetOptions:
-    return TargetOptions(**chosen(TargetOptions, options))
 
 
 def _printed(write: Callable[[Console], None]) -> str:
@@ -233,7 +229,7 @@ def _verify(options: argparse.Namespace) -> int:
         from parplan import api
         from parplan.report.verification import render_verification
 
-        target = _target(options).load()
+        target = TargetOptions(**chosen(TargetOptions, options)).load()
         progress.phase("verify")
         found = api.verify(
             target.module,
@@ -254,7 +250,7 @@ def _profile(options: argparse.Namespace) -> int:
     from parplan.cli.options import ProfileOptions
     from parplan.cli.profile import run
 
-    _write(run(_target(options), ProfileOptions(**chosen(ProfileOptions, options))))
+    _write(run(TargetOptions(**chosen(TargetOptions, options)), ProfileOptions(**chosen(ProfileOptions, options))))
     return DONE
 
 
@@ -292,7 +288,13 @@ def _run_report(options: argparse.Namespace) -> int:
         from parplan.cli.run_report import Job, run_report
 
         run_options = RunOptions(**chosen(RunOptions, options))
-        report = run_report(Job(_target(options), run_options, plan.to_json() if plan is not None else None))
+        report = run_report(
+            Job(
+                TargetOptions(**chosen(TargetOptions, options)),
+                run_options,
+                plan.to_json() if plan is not None else None,
+            )
+        )
     if report is None:
         return DONE
     from parplan.report.predicted_vs_measured import render_comparison, to_json

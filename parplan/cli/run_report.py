@@ -189,16 +189,9 @@ def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
             profile = store.under(current_conditions(device, busy))
             if profile.all():
                 profiles[busy] = profile
-        costs = profiled_costs(
-            graph,
-            cluster,
-            profiles,
-            kind=cluster.groups[0].device.kind,
-            backend="gloo" if device.type == "cpu" else "nccl",
-            precision=PlanRequest.precision,
-            optimizer=optimizer,
-            reference_s=compared.reference_s if device.type == "cpu" else 0.0,
-        )
+        backend, reference_s = ("gloo", compared.reference_s) if device.type == "cpu" else ("nccl", 0.0)
+        given = {"backend": backend, "precision": PlanRequest.precision, "optimizer": optimizer}
+        costs = profiled_costs(graph, cluster, profiles, reference_s=reference_s, **given)
         pins = target.pins if job.plan is None else ()
         request = PlanRequest(optimizer=optimizer, rules=compared.plan.rules, pins=pins, price_pins=False)
         again = replan(compared, graph, cluster, costs, request)

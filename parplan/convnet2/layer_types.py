@@ -152,10 +152,6 @@ def _maps(spec: LayerSpec, index: int, channels: int) -> Extent:
     return extent
 
 
-def _one_image(spec: LayerSpec) -> Extent:
-    return _maps(spec, 0, spec.section.integer("channels"))
-
-
 def _fully_connected(spec: LayerSpec) -> Made:
     numbers = [extent.count for extent in spec.inputs]
     outputs = spec.section.integer("outputs")
@@ -178,7 +174,7 @@ def _drawn(module: nn.Module, section: IniSection, sizes: list[int]) -> nn.Modul
 
 
 def _pool(spec: LayerSpec) -> Made:
-    section, image = spec.section, _one_image(spec)
+    section, image = spec.section, _maps(spec, 0, spec.section.integer("channels"))
     side, kind = image.side or 1, section.one_of("pool", ("max", "avg"))
     if section.flag("sum", False):
         raise section.error("sum", "sums over windows are not known here; use pool=avg and scale what follows")
@@ -198,7 +194,7 @@ def _pool(spec: LayerSpec) -> Made:
 
 
 def _norm(spec: LayerSpec) -> Made:
-    section, params, image = spec.section, spec.params, _one_image(spec)
+    section, params, image = spec.section, spec.params, _maps(spec, 0, spec.section.integer("channels"))
     across = section.text("type") == "cmrnorm"
     if section.flag("blocked", False):
         raise section.error("blocked", "normalising block by block is not known here; leave it out")

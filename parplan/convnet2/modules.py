@@ -110,12 +110,8 @@ class CrossMapNorm(nn.Module):
         return self.neuron(F.local_response_norm(x, self.size, self.scale, self.power, self.least))
 
 
-class SameMapNorm(nn.Module):
+class SameMapNorm(CrossMapNorm):
     """Every number by (minDiv + scale / size^2 * squares of the size x size around it) to the power `pow`."""
-
-    def __init__(self, size: int, scale: float, power: float, least: float, neuron: Neuron) -> None:
-        super().__init__()
-        self.size, self.scale, self.power, self.least, self.neuron = size, scale, power, least, neuron
 
     def forward(self, x: Tensor) -> Tensor:
         before, behind = self.size // 2, (self.size - 1) // 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -34,7 +34,19 @@ def wires_of(sections: Mapping[str, IniSection]) -> list[Wire]:
                 raise LayerFileError(f"{section.where}: a torch module cannot have a layer of this name; rename it")
             wires.append(Wire(name, section.names("inputs")))
             for source in wires[-1].inputs:
-                _check_above(section, source, above, sections)
+                if source in above and sections[source].text("type") == COST:
+                    what = f"{source} is a cost, which no layer can take; take what the cost takes"
+                elif source in above:
+                    continue
+                elif source == name:
+                    what = "it takes itself; take a layer above it"
+                elif source in sections:
+                    what = f"{source} stands below; a layer takes layers above it only, move it up"
+                else:
+                    close = difflib.get_close_matches(source, above, n=1)
+                    hint = f"did you mean {close[0]}?" if close else f"above are {', '.join(above) or 'none'}"
+                    what = f"there is no layer {source}; {hint}"
+                raise section.error("inputs", what)
             kinds = [sections[source].text("type") for source in wires[-1].inputs]
             if section.text("type") == COST and kinds != ["data", "softmax"]:
                 raise section.error(
@@ -47,17 +59,3 @@ def wires_of(sections: Mapping[str, IniSection]) -> list[Wire]:
             if name not in taken and section.text("type") not in (COST, "data"):
                 raise section.error("type", "no layer takes what it gives; leave it out, or name it in some inputs=")
     return wires
-
-
-def _check_above(section: IniSection, source: str, above: Sequence[str], sections: Mapping[str, IniSection]) -> None:
-    if source in above:
-        if sections[source].text("type") == COST:
-            raise section.error("inputs", f"{source} is a cost, which no layer can take; take what the cost takes")
-        return
-    if source == section.name:
-        raise section.error("inputs", "it takes itself; take a layer above it")
-    if source in sections:
-        raise section.error("inputs", f"{source} stands below; a layer takes layers above it only, move it up")
-    close = difflib.get_close_matches(source, above, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"above are {', '.join(above) or 'none'}"
-    raise section.error("inputs", f"there is no layer {source}; {hint}")

@@ -72,16 +72,8 @@ def known_costs(
     if not profiles:
         return KnownCosts(roofline, tuple(stored.mismatches(current_conditions(device, cluster.count))))
     now_s = Reference(device).seconds(9)
-    costs = profiled_costs(
-        graph,
-        cluster,
-        profiles,
-        kind=cluster.groups[0].device.kind,
-        backend=backend,
-        precision=precision,
-        optimizer=optimizer,
-        reference_s=now_s if device.type == "cpu" else 0.0,
-    )
+    reference_s, given = now_s if device.type == "cpu" else 0.0, {"precision": precision, "optimizer": optimizer}
+    costs = profiled_costs(graph, cluster, profiles, backend=backend, reference_s=reference_s, **given)
     measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)
     last = max((measurement.when for measurement in measured), default="")
     day = f", the last on {last[:10]}" if last else ""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from statistics import NormalDist, median
 
@@ -121,7 +122,7 @@ class MeasuredCosts(AdaptedCosts):
         self._profiles = dict(sorted(profiles.items()))
         self._numbers = {d for group in fallback.cluster.groups if group.device.kind == kind for d in group.members}
         self._step = step or fallback.step
-        self._reference_s = reference_s
+        self._scale = partial(_scale, reference_s=reference_s)
         self._costs: dict[tuple[PartKey, int], LayerCost] = {}
         self._points: dict[tuple[int, str], list[_Point]] = {}
         self._medians: dict[tuple[int, bool], _Ratio | None] = {}
@@ -161,7 +162,7 @@ class MeasuredCosts(AdaptedCosts):
             source = Source.SHIPPED if stored.origin else Source.MEASURED
             cost = LayerCost(known.forward_s * scale, known.backward_s * scale, source, known.spread, update_s)
         elif (ratio := self._ratio(entry, busy)) is not None:
-            ideal_s = self._ideal_s(entry)
+            ideal_s = max(self._size_s(entry), self._fallback.ideal_seconds(0.0, 0.0))
             backward_s = ideal_s * ratio.backward if estimate.backward_s > 0 else 0.0
             cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
         else:
@@ -179,9 +180,6 @@ class MeasuredCosts(AdaptedCosts):
             if spec.requires_grad and self._owners[graph.parameters[name]] == layer.name:
                 sizes.append(TensorSpec(local_shape(graph, part, name), spec.dtype).nbytes)
         return times.seconds(sizes)
-
-    def _scale(self, measured: Measurement) -> float:
-        return _scale(measured, self._reference_s)
 
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
         """Measured over ideal seconds of a part that was not measured; None where nothing like it was."""
@@ -225,16 +223,12 @@ class MeasuredCosts(AdaptedCosts):
         return self._medians.setdefault(key, middle_ratio)
 
     def _point(self, entry: PartEntry) -> _Point | None:
-        ideal_s, scale = self._ideal_s(entry), self._scale(entry.measurement)
-        if entry.measurement.forward_s <= 0:
+        measured, size_s = entry.measurement, self._size_s(entry)
+        if measured.forward_s <= 0:
             return None
-        forward = entry.measurement.forward_s * scale / ideal_s
-        backward = entry.measurement.backward_s * scale / ideal_s
-        size_s, gradients = self._size_s(entry), gradient_marks(entry.signature)
-        return _Point(size_s, gradients, forward, backward, entry.measurement.spread)
-
-    def _ideal_s(self, entry: PartEntry) -> float:
-        return max(self._size_s(entry), self._fallback.ideal_seconds(0.0, 0.0))
+        scale, ideal_s = self._scale(measured), max(size_s, self._fallback.ideal_seconds(0.0, 0.0))
+        forward, backward = measured.forward_s * scale / ideal_s, measured.backward_s * scale / ideal_s
+        return _Point(size_s, gradient_marks(entry.signature), forward, backward, measured.spread)
 
     def _size_s(self, entry: PartEntry) -> float:
         # Views move nothing: all of them are of one size.
@@ -291,7 +285,6 @@ def profiled_costs(
     cluster: Cluster,
     profiles: Mapping[int, Profile],
     *,
-    kind: str,
     backend: str,
     precision: str = "fp32",
     optimizer: str = "adam",
@@ -300,8 +293,7 @@ def profiled_costs(
     """Layers, communication, updates and the runtime's own time from `profiles`, what they lack from the roofline.
 
     Args:
-        profiles: by the number of devices that were at work; at least one.
-        kind: the kind of device they are of.
+        profiles: of the cluster's first kind of device, by the number of those that were at work; at least one.
         backend: whose communication counts: "gloo", "nccl" or "local".
         reference_s: what the reference kernel takes now; 0 leaves times as they were measured.
     """
@@ -310,4 +302,4 @@ def profiled_costs(
     roofline = RooflineCosts(graph, cluster, precision=precision, optimizer=optimizer, links=links)
     # Overhead was measured with all devices at work.
     step = step_cost(profiles[max(profiles)], roofline, links, reference_s)
-    return MeasuredCosts(roofline, profiles, kind, step, reference_s)
+    return MeasuredCosts(roofline, profiles, cluster.groups[0].device.kind, step, reference_s)

@@ -87,6 +87,7 @@ class RooflineCosts:
 
     Attributes:
         notes: what the reader must know of these figures.
+        step: as much overlap as the cluster allows, and no time for the runtime itself.
         message_bytes: of gradients that are summed at a time.
 
     Raises:
@@ -115,16 +116,12 @@ class RooflineCosts:
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
+        self.step = estimated_step(cluster)
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
         self._memories: dict[PartKey, LayerMemory] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
-
-    @property
-    def step(self) -> StepCost:
-        """As much overlap as the cluster allows, and no time for the runtime itself."""
-        return estimated_step(self.cluster)
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""

@@ -7,12 +7,15 @@ norm up to rounding, also when replicas have different numbers of samples, or no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Combined", "combine", "normalise", "statistics"]
+from parplan.graph.layer_graph import Layer
+
+__all__ = ["Combined", "combine", "normalise", "normaliser", "statistics"]
 
 
 def statistics(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,3 +74,16 @@ def normalise(
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     per_channel = (1, -1) + (1,) * (x.dim() - 2)
     return torch.addcmul(shift.view(per_channel), x.to(scale.dtype), scale.view(per_channel)).to(x.dtype)
+
+
+def normaliser(layer: Layer) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor]]:
+    """The second half of a layer's batch norm: `normalise` of the input, the statistics, and the states by name."""
+    node = next(node for node in layer.nodes if node.target is torch.ops.aten.batch_norm.default)
+    names = [getattr(argument, "name", "") for argument in node.args[1:5]]
+    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
+
+    def run(x: Tensor, parts: Tensor, states: Mapping[str, Tensor]) -> tuple[Tensor]:
+        weight, bias, mean, variance = map(states.get, names)
+        return (normalise(x, parts, weight, bias, mean, variance, momentum, eps),)
+
+    return run

@@ -189,8 +189,16 @@ def _layer(
     axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
     spread = axes.batch is not None and run.owner not in batch_bound and not why_whole(run.nodes)
+    base = run.owner.path + run.owner.call
+    if not run.leaf:
+        first = next(node for node in run.nodes if BOUNDARY not in node.meta)
+        site = site_of(first)
+        word = site.name if site else kind if kind in ("attention", "loss") else op_name(first)
+        base = ".".join(part for part in (base, word) if part)
+    count = names[base]
+    names[base] += 1
     layer = Layer(
-        name=_name(run, names, kind),
+        name=base if count == 0 else f"{base}_{count}",
         kind=kind,
         nodes=run.nodes,
         inputs=inputs,
@@ -202,16 +210,3 @@ def _layer(
         axes=() if kind in ("loss", *_OWN_KINDS) else axes.others,
     )
     return layer, axes.merged
-
-
-def _name(run: _Run, names: Counter[str], kind: str) -> str:
-    if run.leaf:
-        base = run.owner.path + run.owner.call
-    else:
-        first = next(node for node in run.nodes if BOUNDARY not in node.meta)
-        site = site_of(first)
-        own = site.name if site else kind if kind in ("attention", "loss") else op_name(first)
-        base = ".".join(part for part in (run.owner.path + run.owner.call, own) if part)
-    count = names[base]
-    names[base] += 1
-    return base if count == 0 else f"{base}_{count}"

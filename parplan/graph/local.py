@@ -6,15 +6,15 @@ and the samples a device gets, `local_module` copies the nodes with those sizes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from parplan.compat import schema_of
-from parplan.graph import ops
 from parplan.graph.axes.bags import EMBEDDING_BAGS, run_bags
 from parplan.graph.axes.table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
@@ -57,6 +57,11 @@ class LocalLayer:
     def axis(self) -> Axis | None:
         """The axis that is cut, None when the layer has one shard."""
         return self.layer.axis(self.strategy.axis) if self.strategy.shards > 1 else None
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether it is batch norm over replicas: it runs alone and holds its result until its backward."""
+        return self.layer.mixes_batch and self.strategy.replicas > 1
 
 
 class Marks(Protocol):
@@ -116,6 +121,25 @@ def local_module(
     return fx.GraphModule(torch.nn.Module(), code)
 
 
+def shard_embedding(weight: Tensor, indices: Tensor, first_row: int, padding_index: int = -1) -> Tensor:
+    """Look up the rows this shard holds; rows of other shards give zeros.
+
+    Args:
+        weight: [rows, features], rows `first_row` to `first_row + rows` of the whole table.
+        indices: integers of any shape, into the whole table.
+        padding_index: row of the whole table that gets no gradient; -1 for none.
+
+    Returns:
+        [*indices, features]; summed over the shards it is the whole look-up (as in Megatron-LM).
+    """
+    local = indices - first_row
+    here = (local >= 0) & (local < weight.shape[0])
+    padding = padding_index - first_row
+    padding_here = padding if 0 <= padding < weight.shape[0] else None
+    found = functional.embedding(torch.where(here, local, 0), weight, padding_idx=padding_here)
+    return torch.where(here.unsqueeze(-1), found, 0.0)
+
+
 def _copy(
     graph: LayerGraph, part: LocalLayer, node: fx.Node, code: fx.Graph, made: dict[str, fx.Node], dropout: bool
 ) -> fx.Node:
@@ -124,7 +148,7 @@ def _copy(
     axis = part.axis
     if target is aten.embedding.default and axis is not None and node.name in axis.partial:
         rows = local_shape(graph, part, args[0].name)[0]
-        target, args = ops.shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
+        target, args = shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
     if target is EMBEDDING_BAGS:
         cut = axis is not None and node.name in axis.partial
         target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
@@ -137,23 +161,18 @@ def _copy(
         target = run_packed  # differentiable, where the op is only a name
     if target is CUSTOM_FUNCTION:
         target, args = function_of(node), args[:1]
-    own = {**made, **_dropped(part, node, code, made)}
+    # Operands that only the first shard may use are None in the others, or zeros where the op needs a tensor.
+    own: dict[str, fx.Node | None] = dict(made)
+    names = axis.first_only if axis is not None and part.column > 0 else frozenset()
+    schema = schema_of(node.target)
+    optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)} if schema else set()
+    given = {value.name: name for name, value in Call(node).arguments.items() if isinstance(value, fx.Node)}
+    for name in sorted(names & given.keys()):
+        zeros = aten.zeros_like.default
+        own[name] = None if given[name] in optional else code.call_function(zeros, (made[name],))
     made_args: Any = fx.node.map_arg(tuple(args), lambda source: own[source.name])
     made_kwargs: Any = fx.node.map_arg(kwargs, lambda source: own[source.name])
     return code.create_node("call_function", target, made_args, made_kwargs, name=node.name)
-
-
-def _dropped(part: LocalLayer, node: fx.Node, code: fx.Graph, made: Mapping[str, fx.Node]) -> dict[str, fx.Node | None]:
-    """Replacements of operands that only the first shard may use: None, or zeros where the op needs a tensor."""
-    names = part.axis.first_only if part.axis is not None and part.column > 0 else frozenset()
-    schema = schema_of(node.target)
-    optional = {a.name for a in schema.arguments if isinstance(a.type, torch.OptionalType)} if schema else set()
-    arguments = Call(node).arguments.items()
-    found = {value.name: name in optional for name, value in arguments if isinstance(value, fx.Node)}
-    return {
-        name: None if found[name] else code.call_function(aten.zeros_like.default, (made[name],))
-        for name in sorted(names & found.keys())
-    }
 
 
 Sizes = Callable[[str], tuple[int, ...]]

@@ -35,9 +35,7 @@ class Ranks(ProcessGroup):
 
     def any(self, flag: bool) -> bool:
         """Whether the flag of any process is set."""
-        vote = torch.tensor([float(flag)], device=self._device)
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
-        return bool(vote.item())
+        return bool(self.max(float(flag)))
 
     def mean(self, figures: Sequence[float]) -> list[float]:
         """Each figure's mean over all processes."""

@@ -53,7 +53,17 @@ def render_comparison(
     print_folded(page, len(reports), len(rows))
     if moved := [(line, None) for line in lines if line.part is StepPart.TRANSFER]:
         _print_lines(page, "Transfers", moved)
-    _print_wholes(page, [line for line in lines if line.part not in (StepPart.LAYER, StepPart.TRANSFER)])
+    # Lines without directions, and the step, which is the sum of all.
+    wholes = [line for line in lines if line.part not in (StepPart.LAYER, StepPart.TRANSFER)]
+    before = [None if line.predicted is None else line.predicted.forward_s for line in wholes]
+    after = [line.measured.forward_s for line in wholes]
+    scale = units.time_column([*after, *(value for value in before if value is not None)])
+    page.section("Step", f"times in {scale.unit}; all lines above, and these, add up to the step")
+    table = []
+    for line, predicted, measured in zip(wholes, before, after, strict=True):
+        cells: list[str | Styled] = [_figure(scale, predicted), _figure(scale, measured), _ratio(line.ratio)]
+        table.append(TableRow(line.label, cells, style="bold" if line.part is StepPart.STEP else ""))
+    page.table([Column("predicted"), Column("measured"), Column("ratio")], table)
     for note in notes:
         page.blank()
         page.paragraph(note)
@@ -89,23 +99,6 @@ def _ratio(ratio: float | None) -> Styled:
     distance = max(ratio, 1 / ratio) if ratio > 0 else 0.0
     style = "green" if distance <= CLOSE else "yellow" if distance <= FAR else "red"
     return Styled(f"{ratio:.2f}", style if ratio > 0 else "")
-
-
-def _print_wholes(page: Page, lines: Sequence[ComparedLine]) -> None:
-    """Print lines without directions, and the step, which is the sum of all."""
-    measured = [line.measured.forward_s for line in lines]
-    predicted = [line.predicted.forward_s if line.predicted is not None else None for line in lines]
-    scale = units.time_column([*measured, *(value for value in predicted if value is not None)])
-    page.section("Step", f"times in {scale.unit}; all lines above, and these, add up to the step")
-    rows = [
-        TableRow(
-            line.label,
-            [_figure(scale, before), _figure(scale, after), _ratio(line.ratio)],
-            style="bold" if line.part is StepPart.STEP else "",
-        )
-        for line, before, after in zip(lines, predicted, measured, strict=True)
-    ]
-    page.table([Column("predicted"), Column("measured"), Column("ratio")], rows)
 
 
 def to_json(plan: Plan, compared: Sequence[ComparedLine], title: str, notes: Sequence[str]) -> str:

@@ -206,18 +206,24 @@ def shard_dataset(
     return _Stream(dataset, share, drop_last)
 
 
-def _length(items: int, share: Share, drop_last: bool) -> int:
-    return items // share.count if drop_last else -(-items // share.count)
-
-
-class _Items(Dataset[Any]):
-    """Every k-th item of a dataset that has them by index."""
+class _Part:
+    """Every k-th item of a dataset; as many for every part."""
 
     def __init__(self, dataset: Any, share: Share, drop_last: bool) -> None:
         self.dataset, self.share, self._drop_last = dataset, share, drop_last
 
     def __len__(self) -> int:
-        return _length(len(self.dataset), self.share, self._drop_last)
+        """Number of items, for all workers of a DataLoader together.
+
+        Raises:
+            TypeError: the dataset does not know its length.
+        """
+        items = len(self.dataset)
+        return items // self.share.count if self._drop_last else -(-items // self.share.count)
+
+
+class _Items(_Part, Dataset[Any]):
+    """Every k-th item of a dataset that has them by index."""
 
     def __getitem__(self, index: int) -> Any:
         size = len(self)
@@ -227,23 +233,12 @@ class _Items(Dataset[Any]):
         return self.dataset[(at * self.share.count + self.share.index) % len(self.dataset)]
 
 
-class _Stream(IterableDataset[Any]):
+class _Stream(_Part, IterableDataset[Any]):
     """Every k-th item of a dataset that is iterated over.
 
     Items come in rounds, one for each part; workers of a DataLoader take turns at rounds, so that the parts are equally
     long for each worker too.
     """
-
-    def __init__(self, dataset: Any, share: Share, drop_last: bool) -> None:
-        self.dataset, self.share, self._drop_last = dataset, share, drop_last
-
-    def __len__(self) -> int:
-        """As many as there are for all workers together.
-
-        Raises:
-            TypeError: the dataset does not know its length.
-        """
-        return _length(len(self.dataset), self.share, self._drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()

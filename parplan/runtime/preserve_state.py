@@ -12,6 +12,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -121,54 +122,42 @@ class _Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._seen: set[int] = set()
-        self._left = _MOST_ENTRIES
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
         self._sequences: list[tuple[Any, list[Any]]] = []
         # Modules first, so that none is left out for what another one holds.
-        for part in module.modules():
-            for place in (part._parameters, part._buffers):
-                self._mapping(place)
-            self._mapping(part._modules, inside=False)
-        for part in module.modules():
-            self._look(part)
-
-    def _look(self, value: Any) -> None:
-        """Note a value of an attribute, and what it holds."""
-        if id(value) in self._seen or isinstance(value, (bool, int, float, str, bytes, *_OPAQUE)) or value is None:
-            return
-        if isinstance(value, Tensor):
-            self._seen.add(id(value))
-            own = local_tensor(value)
-            self._tensors.append((own, own.detach().clone()))
-        elif isinstance(value, dict):
-            self._mapping(value)
-        elif isinstance(value, (list, set, deque)):
-            self._seen.add(id(value))
-            self._sequences.append((value, list(value)))
-            self._look_into(value)
-        elif isinstance(value, tuple):
-            self._seen.add(id(value))
-            self._look_into(value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and (
-            # Not objects of torch's or our own: compiled forms, optimizers.
-            isinstance(value, nn.Module) or type(value).__module__.split(".")[0] not in ("torch", "parplan")
-        ):
-            self._seen.add(id(value))
-            self._mapping(value.__dict__)
-
-    def _mapping(self, values: dict[Any, Any], inside: bool = True) -> None:
-        if id(values) not in self._seen:
-            self._seen.add(id(values))
-            self._mappings.append((values, dict(values)))
-            self._look_into(values.values() if inside else ())
-
-    def _look_into(self, values: Iterable[Any]) -> None:
-        for value in list(values):
-            self._left -= 1
-            if self._left > 0:
-                self._look(value)
+        parts = list(module.modules())
+        waiting: deque[Any] = deque(place for part in parts for place in (part._parameters, part._buffers))
+        waiting.extend(parts)
+        self._mappings += [(part._modules, dict(part._modules)) for part in parts]
+        seen, left = {id(part._modules) for part in parts}, _MOST_ENTRIES
+        while waiting:
+            value = waiting.popleft()
+            if isinstance(value, (bool, int, float, str, bytes, *_OPAQUE)) or value is None:
+                continue
+            # Not into objects of torch's or our own: compiled forms, optimizers.
+            own = isinstance(value, nn.Module) or type(value).__module__.split(".")[0] not in ("torch", "parplan")
+            held = isinstance(value, (Tensor, dict, list, set, deque, tuple))
+            if not held and own and isinstance(getattr(value, "__dict__", None), dict):
+                value = value.__dict__
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            inside: Iterable[Any] = ()
+            if isinstance(value, Tensor):
+                block = local_tensor(value)
+                self._tensors.append((block, block.detach().clone()))
+            elif isinstance(value, dict):
+                self._mappings.append((value, dict(value)))
+                inside = value.values()
+            elif isinstance(value, (list, set, deque)):
+                self._sequences.append((value, list(value)))
+                inside = value
+            elif isinstance(value, tuple):
+                inside = value
+            new = list(islice(inside, max(0, left)))
+            left -= len(new)
+            waiting.extend(new)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -57,39 +57,32 @@ def in_processes(
         started = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             _work, given, ranks, join=False, daemon=True, start_method=start_method
         )
-        with _ended(started.processes):
-            if code := _first_failure(started.processes):
+        running, code = {process.sentinel: process for process in started.processes}, 0
+        try:
+            while running and not code:
+                for sentinel in connection.wait(list(running)):
+                    process = running.pop(sentinel)
+                    process.join()
+                    code = code or process.exitcode
+            files = [Path(folder) / f"{rank}.why" for rank in range(ranks)]
+            found: list[_Why] = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
+            if code and not found:
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise _reason(Path(folder), ranks, ended.format(how=how))
+                raise RuntimeFailure(ended.format(how=how))
+            if code:
+                why = min(found, key=lambda one: one.kind == "RuntimeFailure")  # not merely about another process
+                kind = getattr(errors, why.kind, RuntimeFailure)
+                raise RuntimeFailure(why.text) if kind is errors.RuleError else kind(why.text)
+        finally:
+            for process in started.processes:
+                if process.is_alive():
+                    process.terminate()
+            for process in started.processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
         return [pickle.loads((Path(folder) / f"{rank}.ran").read_bytes()) for rank in range(ranks)]
-
-
-@contextlib.contextmanager
-def _ended(processes: Sequence[Any]) -> Iterator[None]:
-    """Whatever happens, the processes are gone afterwards."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _first_failure(processes: Sequence[Any]) -> int:
-    """The exit code of the first process that fails; 0 once all have ended well."""
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode:
-                return int(process.exitcode)
-    return 0
 
 
 def _work(rank: int, run: Callable[[int, int], Any], ranks: int, folder: str, backend: str, timeout_s: float) -> None:
@@ -126,13 +119,3 @@ class _Why:
 
     kind: str
     text: str
-
-
-def _reason(folder: Path, ranks: int, ended: str) -> ParplanError:
-    """Why processes failed: the first error that is not merely about another process."""
-    found = [pickle.loads(path.read_bytes()) for r in range(ranks) if (path := folder / f"{r}.why").exists()]
-    if not found:
-        return RuntimeFailure(ended)
-    why = min(found, key=lambda one: one.kind == "RuntimeFailure")
-    kind = getattr(errors, why.kind, RuntimeFailure)
-    return RuntimeFailure(why.text) if kind is errors.RuleError else kind(why.text)

@@ -426,7 +426,7 @@ def test_all_of_it_together() -> None:
         profile.put(entry)
     profile.put(link(1 << 10, 3e-3))
     profile.put(replace(link(1 << 10, 0.75e-3), kind=BESIDE))
-    costs = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="gloo")
+    costs = profiled_costs(graph, cluster, {2: profile}, backend="gloo")
     assert costs.step.overhead_s == pytest.approx(1.5)
     assert costs.step.overlap == pytest.approx(0.75)
     assert costs.step.links is Source.MEASURED
@@ -434,5 +434,5 @@ def test_all_of_it_together() -> None:
     everything = sum(graph.values[name].nbytes for name in graph.parameters)
     own = sum(graph.values[name].nbytes for name in graph.layers["2"].parameters)
     assert costs.reduction(graph.layers["2"], TWO) == pytest.approx(3e-3 * own / everything)
-    other = profiled_costs(graph, cluster, {2: profile}, kind="cpu", backend="nccl")
+    other = profiled_costs(graph, cluster, {2: profile}, backend="nccl")
     assert other.step.links is Source.ESTIMATED

@@ -32,12 +32,7 @@ class Said(RooflineCosts):
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, said: StepCost) -> None:
         super().__init__(graph, cluster)
-        self.said = said
-
-    @property
-    def step(self) -> StepCost:
-        """What was said."""
-        return self.said
+        self.step = said
 
 
 def formulated(costs: Said) -> Formulation:

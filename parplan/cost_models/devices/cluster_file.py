@@ -107,7 +107,23 @@ def read_cluster(source: str, where: str) -> Cluster:
     links = tuple(
         _link(entry, f"{where}: [[links]] number {index}") for index, entry in enumerate(top.get("links", []), start=1)
     )
-    _check_levels(links, len(devices), where)
+    inner, total = 1, len(devices)  # levels nest, and the last joins all devices
+    for index, link in enumerate(links, start=1):
+        place = f"{where}: [[links]] number {index}, {link.name}: size = {link.size}"
+        if inner >= total > 1:
+            raise ClusterError(f"{place}: the level before it joins all {total} devices already; leave this one out")
+        if link.size <= inner:
+            raise ClusterError(f"{place}: the level before it joins {inner}; levels come innermost first and grow")
+        if link.size < total and link.size % inner:
+            raise ClusterError(
+                f"{place} does not nest: it has to be a multiple of {inner}, the size of the level before it"
+            )
+        inner = link.size
+    if total > 1 and inner < total:
+        reach = (
+            f"the outermost level joins {inner} devices of {total}" if links else f"nothing joins the {total} devices"
+        )
+        raise ClusterError(f"{where}: {reach}; add [[links]] with size = {total} at the end")
     return Cluster(tuple(devices), links, top.get("name", ""))
 
 
@@ -165,24 +181,3 @@ def _link(entry: Mapping[str, Any], place: str) -> Link:
         estimated=found.get("estimated", known.estimated),
         overlap=found.get("overlap", known.overlap),
     )
-
-
-def _check_levels(links: Sequence[Link], count: int, where: str) -> None:
-    """Levels nest, and the last joins all devices."""
-    inner = 1
-    for index, link in enumerate(links, start=1):
-        here = f"{where}: [[links]] number {index}, {link.name}: size = {link.size}"
-        if inner >= count > 1:
-            raise ClusterError(f"{here}: the level before it joins all {count} devices already; leave this one out")
-        if link.size <= inner:
-            raise ClusterError(f"{here}: the level before it joins {inner}; levels come innermost first and grow")
-        if link.size < count and link.size % inner:
-            raise ClusterError(
-                f"{here} does not nest: it has to be a multiple of {inner}, the size of the level before it"
-            )
-        inner = link.size
-    if count > 1 and inner < count:
-        reach = (
-            f"the outermost level joins {inner} devices of {count}" if links else f"nothing joins the {count} devices"
-        )
-        raise ClusterError(f"{where}: {reach}; add [[links]] with size = {count} at the end")

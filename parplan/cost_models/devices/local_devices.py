@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from statistics import median
 from time import perf_counter
 
@@ -126,7 +126,10 @@ def calibrate_cpu() -> Device:
     """The CPU with rates measured now, on one thread: matrix products, a copy, small ops. Takes about a second."""
     preset = device_preset("cpu")
     with one_thread(torch.device("cpu")):
-        rates = {"fp32": _product_rate(torch.float32), "fp64": _product_rate(torch.float64)}
+        rates, side = dict[str, float](), 768
+        for precision, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
+            a = torch.rand(side, side, dtype=dtype)
+            rates[precision] = 2 * side**3 / _median_s(partial(torch.matmul, a, a), 7)
         source = torch.rand(16 << 20)
         target = torch.empty_like(source)
         copy_s, leaf, ops = _median_s(lambda: target.copy_(source), 5), torch.ones(16, requires_grad=True), 50
@@ -145,11 +148,6 @@ def calibrate_cpu() -> Device:
         source="this machine's CPU, one thread, measured: products of 768 x 768, a copy of 64 MiB, small ops",
         estimated=False,
     )
-
-
-def _product_rate(dtype: torch.dtype, side: int = 768) -> float:
-    a = torch.rand(side, side, dtype=dtype)
-    return 2 * side**3 / _median_s(lambda: a @ a, 7)
 
 
 def _median_s(run: Callable[[], object], times: int) -> float:

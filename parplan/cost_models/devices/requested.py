@@ -93,7 +93,28 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
     if request.memory_bytes is not None and request.memory_bytes < 1:
         raise ClusterError(f"{request.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
     if request.cluster is None:
-        found = _from_presets(request)
+        import torch
+
+        from parplan.cost_models.devices.local_devices import this_cluster
+        from parplan.cost_models.devices.presets import cluster_preset
+
+        here, named = torch.cuda.device_count() if torch.cuda.is_available() else 0, (request.gpu or "").lower()
+        wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
+        if request.measure and named not in ("", "cpu"):
+            raise ClusterError(
+                f"--measure times the devices of this machine, which cannot stand for a {request.gpu}; leave out --gpu"
+            )
+        if request.measure or (request.gpu is None and here) or named == "cpu":
+            device = torch.device("cuda" if here and request.gpu is None else "cpu")
+            cluster = this_cluster(wanted.count, device, request.measure, link=request.link, hosts=wanted.hosts)
+            note = (
+                f"No GPU here: planned for {wanted.count} CPU processes of one thread each, measured on this machine."
+            )
+            found = FoundCluster(cluster, (note,) if request.measure and not here else (), device)
+        else:
+            cluster = cluster_preset(request.gpu or DEFAULT_GPU, wanted.count, request.link, wanted.hosts)
+            note = f"No GPU here and no --gpu: planned for {wanted.count} x {DEFAULT_GPU}, a preset."
+            found = FoundCluster(cluster, () if request.gpu is not None else (note,))
     else:
         from parplan.cost_models.devices.cluster_file import load_cluster
 
@@ -115,26 +136,3 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
     if request.memory_bytes is None:
         return found
     return replace(found, cluster=found.cluster.with_memory(request.memory_bytes))
-
-
-def _from_presets(request: ClusterRequest) -> FoundCluster:
-    import torch
-
-    from parplan.cost_models.devices.local_devices import this_cluster
-    from parplan.cost_models.devices.presets import cluster_preset
-
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
-    if request.measure and (request.gpu or "cpu").lower() != "cpu":
-        raise ClusterError(
-            f"--measure times the devices of this machine, which cannot stand for a {request.gpu}; leave out --gpu"
-        )
-    count = wanted.count
-    if request.measure or (request.gpu is None and here) or (request.gpu or "").lower() == "cpu":
-        device = torch.device("cuda" if here and request.gpu is None else "cpu")
-        cluster = this_cluster(count, device, request.measure, link=request.link, hosts=wanted.hosts)
-        note = f"No GPU here: planned for {count} CPU processes of one thread each, measured on this machine."
-        return FoundCluster(cluster, (note,) if request.measure and not here else (), device)
-    cluster = cluster_preset(request.gpu or DEFAULT_GPU, count, request.link, wanted.hosts)
-    note = f"No GPU here and no --gpu: planned for {count} x {DEFAULT_GPU}, a preset."
-    return FoundCluster(cluster, () if request.gpu is not None else (note,))

@@ -19,7 +19,6 @@ from parplan.cost_models.costs import (
     LayerMemory,
     Moments,
     Source,
-    StepCost,
 )
 from parplan.cost_models.layer_profile.records import LayerProfile, Times
 from parplan.cost_models.optimizers import optimizer_memory
@@ -55,7 +54,7 @@ class ProfileCosts:
             )
         self.transfers = Transfers(cluster)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
-        self._step = estimated_step(cluster)
+        self.step = estimated_step(cluster)  # nothing is known of the runtime
         self._graph, self._batch = graph, graph.batch or profile.batch
         self._measured_batch = profile.batch
         self._layers = {layer.name: layer for layer in profile.layers}
@@ -64,11 +63,6 @@ class ProfileCosts:
         self._optimizer = optimizer_memory(optimizer)
         self._position = {name: index for index, name in enumerate(graph.layers)}
         self._moments = Moments(len(graph.layers))
-
-    @property
-    def step(self) -> StepCost:
-        """Overlap and doubt of the links' rates; nothing is known of the runtime."""
-        return self._step
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Seconds of the device with most samples, in one pass."""

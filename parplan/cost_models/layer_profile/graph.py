@@ -98,33 +98,32 @@ def _layers(profile: LayerProfile, order: Sequence[str], batch: int) -> dict[str
         if _has_samples(known[edge.source]):
             with_samples[edge.target].append(value)
             with_samples[edge.source].append(value)
-    return {name: _layer(known[name], inputs[name], outputs[name], with_samples[name], batch) for name in order}
-
-
-def _layer(
-    layer: ProfiledLayer, inputs: Sequence[str], outputs: Sequence[str], with_samples: Sequence[str], batch: int
-) -> Layer:
-    parameters = (_parameters(layer.name),) if layer.parameter_bytes else ()
-    axes = []
-    for cut in () if layer.kind == "loss" else layer.cuts:
-        dims = dict.fromkeys(parameters, 0)
-        if cut.effect is not Effect.OUTPUT:
-            dims.update(dict.fromkeys(inputs, cut.takes))
-        if cut.effect is not Effect.INPUT:
-            dims.update(dict.fromkeys(outputs, cut.gives))
-        axes.append(Axis(cut.axis, cut.units, dims, frozenset(outputs if cut.effect is Effect.INPUT else ())))
-    return Layer(
-        name=layer.name,
-        kind=layer.kind,
-        nodes=(),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        parameters=parameters,
-        batch=Axis("batch", batch, dict.fromkeys(with_samples, 0)) if layer.samples is Samples.SPLIT else None,
-        reached=layer.samples is not Samples.NONE,
-        constant=layer.samples is Samples.NONE,
-        axes=tuple(axes),
-    )
+    layers: dict[str, Layer] = {}
+    for name, layer in ((name, known[name]) for name in order):
+        parameters = (_parameters(name),) if layer.parameter_bytes else ()
+        axes = []
+        for cut in () if layer.kind == "loss" else layer.cuts:
+            dims = dict.fromkeys(parameters, 0)
+            if cut.effect is not Effect.OUTPUT:
+                dims.update(dict.fromkeys(inputs[name], cut.takes))
+            if cut.effect is not Effect.INPUT:
+                dims.update(dict.fromkeys(outputs[name], cut.gives))
+            partial = frozenset(outputs[name] if cut.effect is Effect.INPUT else ())
+            axes.append(Axis(cut.axis, cut.units, dims, partial))
+        split = layer.samples is Samples.SPLIT
+        layers[name] = Layer(
+            name=name,
+            kind=layer.kind,
+            nodes=(),
+            inputs=tuple(inputs[name]),
+            outputs=tuple(outputs[name]),
+            parameters=parameters,
+            batch=Axis("batch", batch, dict.fromkeys(with_samples[name], 0)) if split else None,
+            reached=layer.samples is not Samples.NONE,
+            constant=layer.samples is Samples.NONE,
+            axes=tuple(axes),
+        )
+    return layers
 
 
 def profile_notes(profile: LayerProfile, where: str, batch: int, cluster: Cluster) -> tuple[str, ...]:

@@ -106,7 +106,16 @@ def measure_parts(
             return Outcome(measured, len(jobs) - len(todo), len(todo) - done, tuple(failed))
         ready: list[tuple[_Job, LayerPart]] = []
         for job in sweep:
-            reason, runnable = _prepared(graph, job, device, room_bytes)
+            reason, runnable = "", None
+            if job.nbytes > room_bytes:
+                takes = f"to measure its part takes {job.nbytes / 2**20:.0f} MiB"
+                reason = f"{takes}, {room_bytes / 2**20:.0f} MiB may be used"
+            else:
+                try:
+                    runnable = LayerPart.of(graph, job.part, device)
+                    runnable.run(runnable.fresh_inputs())
+                except (RuntimeError, IndexError, ValueError, TypeError) as error:  # whatever an op says of the inputs
+                    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             # A part that one process cannot run none runs, or they would fall out of step.
             if ranks.any(bool(reason)) or runnable is None:
                 failed.append(f"{job.layer}: {reason or 'another process could not run it'}")
@@ -136,16 +145,3 @@ def _sweeps(graph: LayerGraph, jobs: Sequence[_Job], room_bytes: float) -> list[
                 sweep.append(own.pop(0))
         sweeps.append(sweep)
     return sweeps
-
-
-def _prepared(graph: LayerGraph, job: _Job, device: torch.device, room_bytes: float) -> tuple[str, LayerPart | None]:
-    """The part, once it has run on random inputs; else the reason why it does not."""
-    if job.nbytes > room_bytes:
-        takes = f"to measure its part takes {job.nbytes / 2**20:.0f} MiB"
-        return f"{takes}, {room_bytes / 2**20:.0f} MiB may be used", None
-    try:
-        runnable = LayerPart.of(graph, job.part, device)
-        runnable.run(runnable.fresh_inputs())
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:  # whatever an op says of random inputs
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}", None
-    return "", runnable

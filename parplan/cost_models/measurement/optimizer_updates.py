@@ -134,7 +134,7 @@ class UpdateTimes:
             if nbytes <= points[0].nbytes:
                 total_s += points[0].seconds
             elif nbytes >= points[-1].nbytes:
-                total_s += nbytes * points[-1].per_byte
+                total_s += points[-1].seconds * nbytes / points[-1].nbytes
             else:
                 low, high = next(pair for pair in pairwise(points) if nbytes <= pair[1].nbytes)
                 share = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
         ]
         constants = fx.node.map_arg(call.arguments, lambda node: seen.get(node.name, "-"))
         lines.append(f"{call.op} {' '.join(tensors)} {constants}")
-    return "\n".join(lines + [SHARED] * _shares_statistics(part))
+    return "\n".join(lines + [SHARED] * part.shares_statistics)
 
 
 # In a signature: the end of a tensor's shape, and the mark of one that needs a gradient.
@@ -52,7 +52,7 @@ def family_of(graph: LayerGraph, part: LocalLayer) -> str:
     """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
     ops = [call.op for call in op_calls(graph, part) if not call.is_view]
     types = {str(out.dtype).removeprefix("torch.") for call in op_calls(graph, part) for out in call.outputs}
-    return " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * _shares_statistics(part)])
+    return " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * part.shares_statistics])
 
 
 def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
@@ -82,7 +82,7 @@ class LayerPart:
         layer = part.layer
         names = (*layer.inputs, *layer.parameters, *layer.buffers)
         code: Callable[..., Sequence[Any]] = local_module(graph, [part], names, layer.outputs, place=device)
-        if _shares_statistics(part):
+        if part.shares_statistics:
             code = _with_shared_statistics(part, names)
         return cls(code, tuple(_tensor(graph, part, name, device) for name in names), len(layer.inputs))
 
@@ -138,24 +138,15 @@ class LayerPart:
 SHARED = "shared statistics"
 
 
-def _shares_statistics(part: LocalLayer) -> bool:
-    return part.layer.mixes_batch and part.strategy.replicas > 1
-
-
 def _with_shared_statistics(part: LocalLayer, names: Sequence[str]) -> Callable[..., Sequence[Tensor]]:
     """The runtime's batch norm whose replicas exchange statistics, without the exchange."""
-    node = next(node for node in part.layer.nodes if node.target is torch.ops.aten.batch_norm.default)
-    taken = [argument.name if isinstance(argument, fx.Node) else "" for argument in node.args[:5]]
-    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
-    replicas = part.strategy.replicas
+    normalise = batch_norm.normaliser(part.layer)
 
     def run(*tensors: Tensor) -> Sequence[Tensor]:
         known = dict(zip(names, tensors, strict=True))
-        x, weight, bias, mean, variance = (known.get(name) for name in taken)
-        assert x is not None
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        parts = batch_norm.statistics(x, dtype).repeat(replicas, 1, 1)
-        return (batch_norm.normalise(x, parts, weight, bias, mean, variance, momentum, eps),)
+        x = known[part.layer.inputs[0]]
+        parts = batch_norm.statistics(x, torch.promote_types(x.dtype, torch.float32))
+        return normalise(x, parts.repeat(part.strategy.replicas, 1, 1), known)
 
     return run
 
@@ -169,7 +160,14 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
     if time is not None:
         return torch.full(shape, time, dtype=spec.dtype, device=device)
     if not spec.dtype.is_floating_point:
-        return torch.randint(0, _index_bound(part.layer.nodes, name), shape, device=device).to(spec.dtype)
+        # Bounded for the ops that use them as an index, through views of them.
+        names, bounds = {name}, list[int]()
+        for node in (n for n in part.layer.nodes if any(s.name in names for s in n.all_input_nodes)):
+            bounds += [_BOUNDS[op_name(node)](node)] if op_name(node) in _BOUNDS else []
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+                names.add(node.name)
+        return torch.randint(0, min(bounds, default=_FLAGS), shape, device=device).to(spec.dtype)
     # Dimensions from the widest stride to the narrowest, as captured: views and kernels depend on it.
     source = next(s for node in part.layer.nodes for s in node.all_input_nodes if s.name == name)
     strides, order = source.meta["val"].stride(), list(range(len(shape)))
@@ -179,21 +177,6 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
     # Between 0.5 and 1.5: right for variances, harmless for the rest, and no denormal numbers.
     tensor = torch.rand([shape[dim] for dim in order], device=device).add_(0.5).to(spec.dtype).permute(back)
     return tensor.detach().requires_grad_(spec.requires_grad)
-
-
-def _index_bound(nodes: Iterable[fx.Node], name: str) -> int:
-    """Bound of integers in value `name` for the ops that use it as an index, through views of it."""
-    names, bounds = {name}, []
-    for node in nodes:
-        if not any(source.name in names for source in node.all_input_nodes):
-            continue
-        bound = _BOUNDS.get(op_name(node))
-        if bound is not None:
-            bounds.append(bound(node))
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
-            names.add(node.name)
-    return min(bounds, default=_FLAGS)
 
 
 _FLAGS = 2  # integers nothing is known about

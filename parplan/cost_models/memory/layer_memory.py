@@ -18,10 +18,10 @@ from typing import TypeVar
 
 from parplan.cost_models.costs import Held, LayerMemory, Moments
 from parplan.cost_models.memory.lifetimes import Lifetime, Lifetimes
-from parplan.cost_models.ops.op_calls import OpCall, Operand, op_calls, total_bytes
+from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES
@@ -115,7 +115,7 @@ class MemoryModel:
         cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
         summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self._taken(local, [name])) < ALONE_BYTES)
-        alone = layer.outputs if _shares_statistics(local) else ()
+        alone = layer.outputs if local.shares_statistics else ()
         return [
             *(Held(self.last_held(value) + 1, back + 1, self._taken(local, [value])) for value in alone),
             Held(0, end, self._taken(local, inputs)),
@@ -198,7 +198,7 @@ class MemoryModel:
     def _saved(self, local: LocalLayer, call: OpCall) -> Saved:
         """What an op keeps, with what the runtime's own forms of it need."""
         saved = saved_by(call, self.on_cpu)
-        if _shares_statistics(local) and "batch_norm" in call.op:
+        if local.shares_statistics and "batch_norm" in call.op:
             # graph/batch_norm.py: two products of the size of its input.
             return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
         if call.op == "embedding_bags" and local.axis is not None and call.outputs[0].name in local.axis.partial:
@@ -207,7 +207,7 @@ class MemoryModel:
             inner = (8 + call.outputs[0].dtype.itemsize) * indices
             return replace(saved, inner_bytes=inner, forward_bytes=11 * indices, backward_bytes=0)
         if call.op == "embedding" and local.axis is not None and call.outputs[0].name in local.axis.partial:
-            # graph/ops.py: indices of its own and which of them are here; rows before others are set to zero.
+            # graph/local.py: indices of its own and which of them are here; rows before others are set to zero.
             indices, rows_bytes = call.inputs[1].elements, call.outputs[0].nbytes
             return replace(saved, inner_bytes=9 * indices, forward_bytes=rows_bytes, backward_bytes=rows_bytes)
         return saved
@@ -230,15 +230,10 @@ class MemoryModel:
     def _nbytes(self, local: LocalLayer, names: Iterable[str]) -> int:
         values = self.graph.values
         return sum(
-            Operand(name, local_shape(self.graph, local, name), values[name].dtype).nbytes
+            TensorSpec(local_shape(self.graph, local, name), values[name].dtype).nbytes
             for name in names
             if name in values
         )
-
-
-def _shares_statistics(local: LocalLayer) -> bool:
-    """Whether it is batch norm over replicas, which runs alone and holds its result until its backward."""
-    return local.layer.mixes_batch and local.strategy.replicas > 1
 
 
 def _workspace_bytes(calls: Iterable[OpCall], outputs: Iterable[str]) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 
 __all__ = ["SLICES", "VIEWS", "OpCall", "Operand", "op_calls", "total_bytes"]
@@ -29,27 +27,14 @@ SLICES = frozenset({
 
 
 @dataclass(frozen=True)
-class Operand:
+class Operand(TensorSpec):
     """A tensor an op reads or writes, at local size.
 
     `state` says that it is a parameter or buffer, which stays anyway.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
+    name: str = ""
     state: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -101,7 +86,7 @@ def op_calls(graph: LayerGraph, local: LocalLayer) -> tuple[OpCall, ...]:
         for name in (node.name for node in nodes if node.name in graph.values):
             spec = graph.values[name]
             state = any(name in known for known in (graph.parameters, graph.buffers, graph.constants))
-            found.append(Operand(name, local_shape(graph, local, name), spec.dtype, spec.requires_grad, state))
+            found.append(Operand(local_shape(graph, local, name), spec.dtype, spec.requires_grad, name, state))
         return tuple(found)
 
     calls = []

@@ -44,7 +44,7 @@ def mismatches(stored: Sequence[EntryCounts], conditions: Conditions) -> list[st
 
 
 def _note(counts: EntryCounts, now: Conditions) -> str:
-    then = counts.conditions
+    then, usual = counts.conditions, "torch's default switches"
     pairs = (
         (then.torch, now.torch, f"with torch {then.torch}, here is {now.torch}"),
         (then.cuda, now.cuda, f"with {f'cuda {then.cuda}' if then.cuda else 'no cuda'}, here is {now.cuda or 'none'}"),
@@ -53,17 +53,13 @@ def _note(counts: EntryCounts, now: Conditions) -> str:
             now.busy,
             f"with {_counted(then.busy, 'device')} at once, here {'is' if now.busy == 1 else 'are'} {now.busy}",
         ),
-        (then.flags, now.flags, f"with {_flags(then)}, here with {_flags(now)}"),
+        (then.flags, now.flags, f"with {then.flags or usual}, here with {now.flags or usual}"),
     )
     differences = "; ".join(words for old, new, words in pairs if old != new)
     stale = replace(then, torch=now.torch, cuda=now.cuda) != then
     verdict = "stale, not used; run parplan profile again" if stale else "not used; run parplan profile as you run now"
     were = "was" if counts.parts + counts.links == 1 else "were"
     return f"{counts.describe()} of this device {were} measured {differences}: {verdict}"
-
-
-def _flags(conditions: Conditions) -> str:
-    return conditions.flags or "torch's default switches"
 
 
 def _counted(count: int, word: str) -> str:

@@ -120,7 +120,7 @@ class ProfileStore:
         with self._writing() as connection:
             for group in groups:
                 for entry in group.entries:
-                    table = _table_of(entry)
+                    table: EntryTable[Any] = PARTS if isinstance(entry, PartEntry) else LINKS
                     key = dict(zip(table.key, entry.key, strict=True))
                     present = next(iter(_select(connection, table, group.conditions, **key)), None)
                     if present is not None and (not present.origin or _second(entry) <= _second(present)):
@@ -193,10 +193,6 @@ class StoredProfile:
 Profile = SessionProfile | StoredProfile
 
 
-def _table_of(entry: PartEntry | LinkEntry) -> EntryTable[Any]:
-    return PARTS if isinstance(entry, PartEntry) else LINKS
-
-
 def _second(entry: PartEntry | LinkEntry) -> str:
     """When it was measured, without the time zone, which is UTC however it is written: text that sorts by time."""
     return (entry.measurement.when if isinstance(entry, PartEntry) else entry.when)[:19]
@@ -219,7 +215,7 @@ def _select(
 
 def _put(connection: Connection, conditions: Conditions, entry: PartEntry | LinkEntry) -> None:
     values = read_fields(vars(conditions), CONDITIONS, "conditions", ProfileError)
-    table = _table_of(entry)
+    table: EntryTable[Any] = PARTS if isinstance(entry, PartEntry) else LINKS
     row = table.row(entry)
     _insert(connection, "INSERT OR IGNORE INTO conditions", values)
     same = " AND ".join(f'"{name}" = ?' for name in values)

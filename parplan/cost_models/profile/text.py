@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _anything(name: str) -> Field:
-    return Field(name, "a value", lambda value: value)
+_anything = partial(Field, expected="a value", read=lambda value: value)
 
 
 def _read_lines(value: Any) -> str:

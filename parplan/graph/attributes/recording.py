@@ -83,7 +83,8 @@ class Recorder:
     def guards(self) -> Guards:
         """Guards on all values that the forward has read."""
         # Of which tensor a number came is not known.
-        versions = [tensor.entry for tensor in self._tensors.values()] if self.host_reads.any else []
+        tensors = self._tensors.values() if self.host_reads.any else ()
+        versions = [Entry(t.path, VersionPlace(t.tensor), "_version", t.version) for t in tensors]
         written = {path: frozenset(keys) for path, keys in self._written.items()}
         for number in self._numbers:
             written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
@@ -137,8 +138,10 @@ class Recorder:
     def close(self) -> None:
         """The capture is over, perhaps in the middle of a forward that has failed."""
         self.restore()
-        for tensor in self._tensors.values():
-            tensor.restore()
+        with torch.no_grad():
+            for known in self._tensors.values():
+                if known.tensor._version != known.version and known.values is not None:
+                    known.tensor.detach().copy_(known.values)
         with suppress(CaptureError):
             self._end_random()
 
@@ -242,7 +245,11 @@ class Recorder:
             for key in known.before.keys() - known.place.keys():
                 raise _refusal(known.path(key), "deletes it")
         for tensor in self._tensors.values():
-            tensor.check()
+            if tensor.tensor._version != tensor.version:
+                raise CaptureError(
+                    f"the forward writes {tensor.path}, a tensor that is neither parameter nor buffer, in place; make "
+                    "it a buffer (register_buffer), which a captured model keeps up to date"
+                )
         for entry in self._names:
             now = entry.place.get(entry.key, MISSING)
             if now is not entry.value:
@@ -311,25 +318,6 @@ class _PlainTensor:
         small = tensor.numel() <= _COPIED_ELEMENTS
         with without_modes():
             return _PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put back its values."""
-        if self.tensor._version != self.version and self.values is not None:
-            self.tensor.detach().copy_(self.values)
-
-    @property
-    def entry(self) -> Entry:
-        """Changes when it is written in place."""
-        return Entry(self.path, VersionPlace(self.tensor), "_version", self.version)
-
-    def check(self) -> None:
-        """Refuse a write."""
-        if self.tensor._version != self.version:
-            raise CaptureError(
-                f"the forward writes {self.path}, a tensor that is neither parameter nor buffer, in place; make it a "
-                "buffer (register_buffer), which a captured model keeps up to date"
-            )
 
 
 def _refusal(path: str, what: str) -> CaptureError:

@@ -37,10 +37,6 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
 
-    def is_op(self, packet: str) -> bool:
-        """Whether it is an overload of `aten.<packet>`."""
-        return getattr(self.node.target, "overloadpacket", None) is getattr(torch.ops.aten, packet)
-
     def name(self, argument: str) -> str | None:
         """fx name of a tensor argument, None when it is missing."""
         value = self.arguments.get(argument)

@@ -134,7 +134,16 @@ class _Flow:
         if isinstance(source, fx.Node) and isinstance(place, int) and source in self.regions:
             return self.regions[source][place]
         name = op_name(node).rstrip("_")
-        self._check(node, name, marks, twin)
+        theirs = None if twin is None else Call(twin)
+        for argument, dim, index in _INDEXED[name](Call(node)) if name in _INDEXED else ():
+            mark, operand = marks.get(index, _NONE), Call(node)[argument]
+            if not mark.inputs or not isinstance(operand, fx.Node) or _is_mask(index):
+                continue
+            grown = grown_dims(operand, theirs[argument] if theirs is not None else None, self.batch)
+            if grown and (dim is None or dim in grown):
+                at = min(grown) if dim is None else dim
+                line = code_line(str(node.meta.get("stack_trace") or ""))
+                self.found.append(SampleIndex(tuple(sorted(mark.inputs)), op_name(node), shape_of(operand), at, line))
         if name == "arange":
             return _Mark(counts=bool(grown_dims(node, twin, self.batch)))
         computed = _POSITIONS.get(name) == 0 or (
@@ -150,22 +159,6 @@ class _Flow:
         relative = name in ("add", "sub", "rsub") and any(mark.counts and not mark.inputs for mark in read)
         inputs = frozenset[str]().union(*(mark.inputs for mark in read if not relative))
         return _Mark(inputs, counts and not inputs)
-
-    def _check(self, node: fx.Node, name: str, marks: Mapping[fx.Node, _Mark], twin: fx.Node | None) -> None:
-        uses = _INDEXED.get(name)
-        if uses is None:
-            return
-        theirs = None if twin is None else Call(twin)
-        for argument, dim, index in uses(Call(node)):
-            mark = marks.get(index, _NONE)
-            operand = Call(node)[argument]
-            if not mark.inputs or not isinstance(operand, fx.Node) or _is_mask(index):
-                continue
-            grown = grown_dims(operand, theirs[argument] if theirs is not None else None, self.batch)
-            if grown and (dim is None or dim in grown):
-                at = min(grown) if dim is None else dim
-                line = code_line(str(node.meta.get("stack_trace") or ""))
-                self.found.append(SampleIndex(tuple(sorted(mark.inputs)), op_name(node), shape_of(operand), at, line))
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:

@@ -17,13 +17,14 @@ import torch
 from parplan.graph.axes.call import Call, shape_of
 from parplan.graph.axes.elementwise import same_dims
 from parplan.graph.axes.row_syntax import OpAxis
+from parplan.graph.kinds import op_name
 
 
 def reshape(call: Call) -> tuple[OpAxis, ...]:
     """Merges and splits: dimensions that begin at the same element of a matching group are the same axis."""
     source, out = call.tensors()[0], call.outputs[0]
     # `squeeze(dim)` leaves a dimension alone for its size, which a part of it need not have.
-    kept = call.dims("dim", len(shape_of(source))) if call.is_op("squeeze") else set()
+    kept = call.dims("dim", len(shape_of(source))) if op_name(call.node) == "squeeze" else set()
     pairs = [pair for group in _groups(shape_of(source), call.out_shape) for pair in group.pairs()]
     return tuple(
         OpAxis(

@@ -40,17 +40,13 @@ def whole_batch(exported: ExportedProgram, twice: ExportedProgram | None, batch:
     """Compare two captures at different batch sizes; `twice` is None where there is no other."""
     one, other = exported.graph_module, twice.graph_module if twice is not None else None
     users = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    specs, leaves = exported.graph_signature.output_specs, _results(one)
-    twins = _results(other) if other is not None else ()
+    specs = exported.graph_signature.output_specs
+    leaves: Any = one.graph.output_node().args[0]
+    twins: Any = other.graph.output_node().args[0] if other is not None else ()
     pairs = zip(specs, leaves, twins if len(twins) == len(leaves) else (None,) * len(leaves), strict=True)
     results = [(leaf, twin) for spec, leaf, twin in pairs if spec.kind is OutputKind.USER_OUTPUT]
     grown = {i: grown_dims(leaf, twin, batch) for i, (leaf, twin) in enumerate(results) if isinstance(leaf, fx.Node)}
     return WholeBatch(sample_indices(one, other, users, batch), grown)
-
-
-def _results(module: fx.GraphModule) -> Sequence[Any]:
-    found: Any = module.graph.output_node().args[0]
-    return tuple(found)
 
 
 def unplaced(

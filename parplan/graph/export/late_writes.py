@@ -49,7 +49,12 @@ def written_late(exported: ExportedProgram) -> frozenset[str]:
         cut = node.meta.get(NO_GRAD) or node.target is aten.detach.default
         if not cut and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-            last_saved = position if _saves(node) else last_saved
+            schema = schema_of(node.target)
+            if schema is None:
+                continue  # takes one of several results
+            name = str(schema.name).split("::")[-1]
+            number = name in _SAVES_NO_NUMBER and not isinstance(node.args[1], fx.Node)
+            last_saved = last_saved if number or name in _SAVES_NOTHING else position
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder" and is_tensor(node)]
     return frozenset(node.name for node in placeholders if written.get(memory_of_node(node), -1) > last_saved)
 
@@ -63,13 +68,3 @@ def _write(node: fx.Node) -> fx.Node:
     # Calls of forwards that lead to an op; a copy behind the whole forward is in none that its value was not in.
     trace, made = node.meta.get("stack_trace") or "", source.meta.get("stack_trace") or ""
     return source if made.startswith(trace) else node
-
-
-def _saves(node: fx.Node) -> bool:
-    schema = schema_of(node.target)
-    if schema is None:
-        return False  # takes one of several results
-    name = str(schema.name).split("::")[-1]
-    if name in _SAVES_NO_NUMBER:
-        return isinstance(node.args[1], fx.Node)
-    return name not in _SAVES_NOTHING

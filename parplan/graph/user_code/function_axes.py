@@ -24,6 +24,7 @@ from parplan.graph.axes.table import is_tensor, unknown_ops
 from parplan.graph.batch_changes import batch_changes
 from parplan.graph.export.functionalise import without_changes
 from parplan.graph.layer_axes import JointAxis, joint_axes
+from parplan.graph.sites import Treatment
 
 __all__ = ["Followed", "FreeAxis", "follow"]
 
@@ -44,25 +45,18 @@ class FreeAxis:
 
 
 @dataclass
-class Followed:
+class Followed(Treatment):
     """Findings about a Function.
 
     Attributes:
         axes: those that its forward and backward leave apart; where there are none, those of its forward alone.
-        whole: why all samples have to go through it at once; empty where they stay apart.
         traces: its forward, and its forward and backward, as ops; as far as they can be traced.
         writes: whether its backward may write to the gradients it is given.
-        linear: whether the gradients it gives are linear in those it is given, so that terms of a sum may go through
-            it one by one.
-        random: whether it draws random numbers.
     """
 
     axes: tuple[FreeAxis, ...] = ()
-    whole: str = "its code was not traced"
     traces: tuple[fx.GraphModule, ...] = ()
     writes: bool = True
-    linear: bool = False
-    random: bool = True
 
     def bar(self, why: str) -> None:
         """Let it run whole."""
@@ -161,16 +155,10 @@ class _Reader:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
         ending: Any = graph.output_node().args[0]
         self._results, self._grads = list(ending[: roles.results]), list(ending[roles.results :])
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether all gradients that it gives are linear in those it is given."""
-        return dependence(self._nodes, self._pulls).linear.issuperset(self._grads)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether an op draws random numbers."""
-        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self._nodes)
+        # Whether all gradients that it gives are linear in those it is given, and whether it draws random numbers.
+        self.is_linear = dependence(self._nodes, self._pulls).linear.issuperset(self._grads)
+        tags = (getattr(node.target, "tags", ()) for node in self._nodes)
+        self.is_random = any(torch.Tag.nondeterministic_seeded in own for own in tags)
 
     def axes(self) -> tuple[tuple[FreeAxis, ...], str]:
         """The axes along which it can be cut, or why there are none."""

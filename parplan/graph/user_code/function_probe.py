@@ -29,7 +29,11 @@ def probe(site: FunctionSite, tensors: Sequence[Tensor], model: nn.Module | None
     traced = next(tensor for tensor in tensors if isinstance(tensor, FakeTensor))
     names = {memory_of(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]} if model else {}
     with unrecorded(traced):
-        made = {id(tensor): _like(tensor) for tensor in tensors}
+        made: dict[int, Tensor] = {}
+        for t in tensors:
+            made[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            if t.requires_grad:  # no leaf, which autograd would keep from being written to, before this is noticed
+                made[id(t)] = made[id(t)].requires_grad_().clone()
         given = [made[id(tensor)] for tensor in tensors]
         versions = [tensor._version for tensor in given]
         reads = _Reads(given)
@@ -65,12 +69,6 @@ def probe(site: FunctionSite, tensors: Sequence[Tensor], model: nn.Module | None
 
 
 _NEEDS_VALUES = "write it with ops that do not look at values, or as a torch.library.custom_op with register_fake"
-
-
-def _like(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    # No leaf, which autograd would keep from being written to, before this is noticed and told.
-    return made.requires_grad_().clone() if tensor.requires_grad else made
 
 
 def _refused(site: FunctionSite, what: str, remedy: str) -> CaptureError:

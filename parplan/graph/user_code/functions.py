@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,26 +83,6 @@ class FunctionSite:
         """The class's name."""
         return self.function.__name__
 
-    @property
-    def whole(self) -> str:
-        """Why it has to see all samples at once; empty where samples stay apart."""
-        return self.followed.whole
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether its gradients are linear in those it is given, and the same wherever it runs."""
-        return self.followed.linear and not self.followed.random
-
-    @property
-    def random(self) -> bool:
-        """Whether it draws random numbers."""
-        return self.followed.random
-
-    def know(self, other: FunctionSite) -> None:
-        """Take over the findings of another call with arguments like this one's."""
-        self.outputs, self.results, self.aliases = other.outputs, other.results, other.aliases
-        self.followed = replace(other.followed)
-
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the Function gives for these.
 
@@ -122,10 +102,6 @@ class FunctionSite:
             if tensor.requires_grad:
                 tensor.register_hook(torch.clone)  # the backward may write to it
         return found
-
-    def agrees(self, other: FunctionSite) -> bool:
-        """Whether a capture at another batch size calls it with the same arguments, but for tensors."""
-        return self.inputs.matches(other.inputs) and self.outputs.matches(other.outputs)
 
 
 def _told(template: Template, tensors: Sequence[Any]) -> str:

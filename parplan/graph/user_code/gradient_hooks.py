@@ -24,6 +24,7 @@ from parplan.compat import FakeTensor
 from parplan.errors import RuntimeFailure
 from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call, shape_of
+from parplan.graph.sites import Treatment
 from parplan.graph.user_code.module_hooks import Template
 
 __all__ = ["GRADIENT_HOOK", "Handle", "Hook", "HookCode", "HookSite", "gradient_hook"]
@@ -150,10 +151,8 @@ class HookSite:
     line: str
     removed: bool = False
     captured: bool = False
-    name: str = "hook"
-    whole: str = "a tensor hook is given the gradient of all samples"
-    repeatable: bool = False
-    random: bool = False
+    name = "hook"
+    followed = Treatment("a tensor hook is given the gradient of all samples", random=False)
 
     def attach(self, tensor: Tensor, values: Sequence[Tensor]) -> Tensor:
         """The tensor with its hook, which reads `values`."""

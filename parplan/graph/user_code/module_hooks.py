@@ -107,21 +107,20 @@ def marked_hooks(model: nn.Module, sites: dict[str, Site]) -> Iterator[None]:
             "not call; register them on the modules they are for, or remove them before the model is called"
         )
     calls: Counter[str] = Counter()
-    saved: list[tuple[nn.Module, dict[str, Any]]] = []
-    try:
-        for path, module in model.named_modules():
-            if module._backward_hooks and module._is_full_backward_hook is False:
-                raise CaptureError(
-                    f"{type(module).__name__} has a hook of register_backward_hook, which torch has given up; "
-                    "use register_full_backward_hook"
-                )
-            if any(_kinds(module)):
-                saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
-                _Marks(module, path, calls, sites)
+    marks = []
+    for path, module in model.named_modules():
+        if module._backward_hooks and module._is_full_backward_hook is False:
+            raise CaptureError(
+                f"{type(module).__name__} has a hook of register_backward_hook, which torch has given up; "
+                "use register_full_backward_hook"
+            )
+        if any(_kinds(module)):
+            marks.append((module, _Marks(module, path, calls, sites)))
+    with without_hooks(model):
+        for module, own in marks:
+            module.register_forward_pre_hook(own.enter, with_kwargs=True)
+            module.register_forward_hook(own.leave, with_kwargs=True)
         yield
-    finally:
-        for module, fields in saved:
-            module.__dict__.update(fields)
 
 
 @contextmanager
@@ -132,21 +131,15 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if any(_kinds(module)):
                 saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
-                _remove_own(module)
+                own = {**own_hooks(module._forward_pre_hooks), **own_hooks(module._forward_hooks)}
+                for name, value in saved[-1][1].items():
+                    if isinstance(value, dict):
+                        kept = {} if "backward" in name else {k: hook for k, hook in value.items() if k not in own}
+                        module.__dict__[name] = type(value)(kept)
         yield
     finally:
         for module, fields in saved:
             module.__dict__.update(fields)
-
-
-def _remove_own(module: nn.Module) -> None:
-    """Take the user's hooks away, leave torch's."""
-    own = {**own_hooks(module._forward_pre_hooks), **own_hooks(module._forward_hooks)}
-    for name in HOOK_FIELDS:
-        value = module.__dict__[name]
-        if isinstance(value, dict):
-            kept = {} if "backward" in name else {key: hook for key, hook in value.items() if key not in own}
-            module.__dict__[name] = type(value)(kept)
 
 
 def _kinds(module: nn.Module) -> tuple[bool, bool, bool]:
@@ -165,13 +158,9 @@ class _Marks:
         self._open: list[str] = []
         before, after, back = _kinds(module)
         self._before, self._after = before or back, after or back
-        # In place of the user's hooks; torch's own stay.
-        _remove_own(module)
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave, with_kwargs=True)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Named by place and count: the same in every capture of the model.
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook of the module; its mark is named by place and count, the same in every capture of the model."""
         name = f"{self._path}#{self._calls[self._path]}"
         self._calls[self._path] += 1
         self._open.append(name)
@@ -180,7 +169,8 @@ class _Marks:
         site.inputs, tensors = Template.of((args, kwargs))
         return site.inputs.filled(pre_hooks(tensors, name)) if self._before and tensors else None
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Hook of the module, behind its forward."""
         name = self._open.pop()
         _refuse_packed(self._path, output)
         inputs = Template.of((args, kwargs))[1]

@@ -12,6 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -111,7 +112,8 @@ class OpaqueCalls:
         alike = self._probed[kind]
         known = next((other for other in alike if other.inputs.matches(template)), None)
         if known is not None:
-            site.know(known)
+            site.outputs, site.results, site.aliases = known.outputs, known.results, known.aliases
+            site.followed = replace(known.followed)
         else:
             self._aside = True  # while the Function is probed, nothing is intercepted
             try:
@@ -183,7 +185,9 @@ class OpaqueCalls:
             one, twin = self.sites[str(node.args[-1])], other.sites.get(str(node.args[-1]))
             if not isinstance(one, FunctionSite):
                 continue
-            if not isinstance(twin, FunctionSite) or not one.agrees(twin):
+            # Another capture calls it with the same arguments, but for tensors.
+            same = isinstance(twin, FunctionSite) and one.inputs.matches(twin.inputs)
+            if not isinstance(twin, FunctionSite) or not same or not one.outputs.matches(twin.outputs):
                 found.add(owner_of(node))
                 one.followed.bar(f"an argument of {one.name} changes with the number of samples")
             else:

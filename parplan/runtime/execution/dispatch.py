@@ -113,7 +113,13 @@ class CallersModes:
         """Those of this thread."""
         # A thread starts without autocast.
         casts = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
-        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, _other_streams())
+        streams: list[torch.cuda.Stream] = []  # that a new thread would not have: last that of the current device
+        if torch.cuda.is_initialized():
+            here = torch.cuda.current_device()
+            others = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()) if index != here]
+            streams += (stream for stream in others if stream != torch.cuda.default_stream(stream.device))
+            streams.append(torch.cuda.current_stream(here))
+        return CallersModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, tuple(streams))
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -127,13 +133,3 @@ class CallersModes:
             for stream in self.streams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
-
-
-def _other_streams() -> tuple[torch.cuda.Stream, ...]:
-    """This thread's CUDA streams that a new thread would not have: last that of its current device."""
-    if not torch.cuda.is_initialized():
-        return ()
-    here = torch.cuda.current_device()
-    others = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()) if index != here]
-    chosen = (stream for stream in others if stream != torch.cuda.default_stream(stream.device))
-    return (*chosen, torch.cuda.current_stream(here))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
-from parplan.lowering.program import Compute, Forward, Program
+from parplan.lowering.program import Compute, Program
 from parplan.plan import Strategy
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
@@ -19,7 +19,7 @@ from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
-from parplan.runtime.execution.timeline import SILENT, Recorder, StepTimeline, TimelineRecorder
+from parplan.runtime.execution.timeline import Recorder, StepTimeline, TimelineRecorder
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Transport
 
@@ -44,6 +44,7 @@ class Executor:
     Attributes:
         several_results: more than one result takes a gradient, so that a loss may leave some out, and the parameters
             of those have no gradients.
+        last_reads: per forward step (by its id), the slots that no later step and no caller reads.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Executor:
         self.program = program
         self.store = store
         self.transport = transport
-        self.recorder: Recorder = SILENT if timeline is None else TimelineRecorder(timeline, program, transport.owned)
+        self.recorder = Recorder() if timeline is None else TimelineRecorder(timeline, program, transport.owned)
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
         self.seeded = seeded if seeded is not None else SeededOps(graph, strategies)
         self._dropout = dropout
@@ -83,7 +84,10 @@ class Executor:
         self._written = {id(step): written_buffers(graph, step) for step in program.forward}
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
-        self._last_reads = _last_reads(program)
+        last = {slot: id(step) for step in program.forward for slot in step.reads}
+        self.last_reads: dict[int, list[str]] = {id(step): [] for step in program.forward}
+        for slot in last.keys() - {*program.outputs, *program.updates.values()}:
+            self.last_reads[last[slot]].append(slot)
         self.several_results = len({name for name in program.outputs if program.slots[name].requires_grad}) > 1
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
@@ -185,19 +189,6 @@ class Executor:
             for state in step.states:
                 if state.name in self._written[id(step)]:
                     self.store.write_back(state, device)
-
-    def last_reads(self, step: Forward) -> Sequence[str]:
-        """Slots that nothing reads after this forward step."""
-        return self._last_reads[id(step)]
-
-
-def _last_reads(program: Program) -> dict[int, list[str]]:
-    """Per forward step, the slots that no later step and no caller reads."""
-    last = {slot: id(step) for step in program.forward for slot in step.reads}
-    found: dict[int, list[str]] = {id(step): [] for step in program.forward}
-    for slot in last.keys() - {*program.outputs, *program.updates.values()}:
-        found[last[slot]].append(slot)
-    return found
 
 
 def memory(tensor: Tensor) -> int:

@@ -47,6 +47,7 @@ class SeededOps:
     """The ops of a program that draw from a generator seeded for each call, device and micro-batch.
 
     Attributes:
+        any: whether there is such an op, so that each call needs a seed.
         seed: of this call; the same in every process.
         micro_batch: number of the one that is running, so that all draw different numbers.
     """
@@ -59,13 +60,9 @@ class SeededOps:
         self._layers = {
             name for name, layer in graph.layers.items() if any(_joint(layer, strategies[name], n) for n in layer.nodes)
         }
+        self.any = bool(self._layers)
         self.seed = 0
         self.micro_batch = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether there is such an op, so that each call needs a seed."""
-        return bool(self._layers)
 
     def apply(self, code: fx.GraphModule, part: LocalLayer, row: int) -> None:
         """Let the ops of one device's part of a layer draw from the generator that is theirs."""
@@ -113,7 +110,7 @@ def _joint(layer: Layer, strategy: Strategy, node: fx.Node) -> bool:
 def _is_random(node: fx.Node) -> bool:
     site = site_of(node)
     if site is not None:
-        return site.random
+        return site.followed.random
     tags = getattr(node.target, "tags", ())
     switch = _SWITCHES.get(node.target)
     if switch is not None:

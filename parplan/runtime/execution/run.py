@@ -164,7 +164,7 @@ class Run:
                 executor.seeded.micro_batch = step.turn or 0
                 executor.each(step, partial(self._compute, step, parts=parts, record=record))
                 executor.done(step)
-            for slot in executor.last_reads(step):
+            for slot in executor.last_reads[id(step)]:
                 if slot not in self._kept:
                     parts.drop(slot)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from parplan.graph import batch_norm
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.lowering.program import Code, Compute, Forward, Program
 from parplan.plan import Strategy
@@ -72,7 +72,9 @@ class SegmentCache:
             dtype = self._slots[step.results[0].slot].dtype
             return self._marked(step, lambda x: (batch_norm.statistics(x, dtype),))
         if step.code is Code.NORMALISE:
-            return self._marked(step, _normaliser(self._graph.layers[step.layers[0]], step))
+            normalise = batch_norm.normaliser(self._graph.layers[step.layers[0]])
+            names = [state.name for state in step.states]
+            return self._marked(step, lambda x, parts, *own: normalise(x, parts, dict(zip(names, own, strict=True))))
         parts = [LocalLayer(self._graph.layers[n], self._strategies[n], key.column, key.batch) for n in step.layers]
         inputs = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
         results = [result.name for result in step.results]
@@ -127,18 +129,3 @@ def written_buffers(graph: LayerGraph, step: Forward) -> frozenset[str]:
     nodes = [node for name in step.layers for node in graph.layers[name].nodes]
     norms = [node for node in nodes if node.target in _NORMS and node.args[5]]
     return frozenset(a.name for node in norms for a in node.args[3:5] if isinstance(a, fx.Node))
-
-
-def _normaliser(layer: Layer, step: Compute) -> Function:
-    """The second half of a batch norm: its arguments are the step's operands and states, by name."""
-    node = next(node for node in layer.nodes if node.target is torch.ops.aten.batch_norm.default)
-    weight, bias, mean, variance = (getattr(argument, "name", "") for argument in node.args[1:5])
-    momentum, eps = (float(str(argument)) for argument in node.args[6:8])
-    names = [*(operand.name for operand in step.operands), *(state.name for state in step.states)]
-
-    def run(x: Tensor, parts: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        known = dict(zip(names[2:], states, strict=True))
-        affine, running = (known.get(weight), known.get(bias)), (known.get(mean), known.get(variance))
-        return (batch_norm.normalise(x, parts, *affine, *running, momentum, eps),)
-
-    return run

@@ -25,7 +25,7 @@ from parplan.lowering.program import Exchange, Program
 from parplan.runtime.transport.base import Transport
 
 __all__ = [
-    "REST", "SILENT", "ActivityKind", "Recorder", "Silent", "Span", "StepActivity", "StepTimeline", "StepTimes",
+    "REST", "ActivityKind", "Recorder", "Span", "StepActivity", "StepTimeline", "StepTimes",
     "TimelineRecorder",
 ]  # fmt: skip
 
@@ -205,31 +205,8 @@ class StepTimeline:
 Span = AbstractContextManager[object]
 
 
-class Silent:
-    """The recorder of calls that are not recorded: does nothing; see `TimelineRecorder`."""
-
-    marks: Marks | None = None
-    sums: Span = nullcontext()
-    totals: Span = nullcontext()
-    sends: Span = nullcontext()
-
-    def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """As `TimelineRecorder.runtime`."""
-
-    def computing(self, device: int) -> None:
-        """As `TimelineRecorder.computing`."""
-
-    def moving(self, exchange: Exchange) -> Span:
-        """As `TimelineRecorder.moving`."""
-        return self.sums
-
-
-class TimelineRecorder:
-    """Enters the activities of one program on a timeline; its spans may be entered any number of times.
-
-    Args:
-        program: its transfers are told apart by the slot that each fills.
-        owned: the logical devices of this process.
+class Recorder:
+    """Told by a run where its time goes; this one does nothing with that.
 
     Attributes:
         marks: called by generated code in front of each layer and behind it; None leaves such calls out of the code.
@@ -238,13 +215,37 @@ class TimelineRecorder:
         sends: the span of waiting until messages have left.
     """
 
+    marks: Marks | None = None
+    sums: Span = nullcontext()
+    totals: Span = nullcontext()
+    sends: Span = nullcontext()
+
+    def runtime(self, devices: Iterable[int] | None = None) -> None:
+        """From now on these devices, or without any the caller, are in the runtime itself."""
+
+    def computing(self, device: int) -> None:
+        """From now on generated code runs for this device."""
+
+    def moving(self, exchange: Exchange) -> Span:
+        """The span of starting an exchange of the program, or of waiting for it."""
+        return self.sums
+
+
+class TimelineRecorder(Recorder):
+    """Enters the activities of one program on a timeline; its spans may be entered any number of times.
+
+    Args:
+        program: its transfers are told apart by the slot that each fills.
+        owned: the logical devices of this process.
+    """
+
     def __init__(self, timeline: StepTimeline, program: Program, owned: tuple[int, ...]) -> None:
         self._timeline = timeline
-        self.marks: Marks | None = timeline
+        self.marks = timeline
         sums = StepActivity(ActivityKind.REDUCTION, backward=True)
-        self.sums: Span = _TimelineSpan(timeline, sums, owned)
-        self.totals: Span = _TimelineSpan(timeline, sums, None)
-        self.sends: Span = _TimelineSpan(timeline, StepActivity(ActivityKind.TRANSFER), owned)
+        self.sums = _TimelineSpan(timeline, sums, owned)
+        self.totals = _TimelineSpan(timeline, sums, None)
+        self.sends = _TimelineSpan(timeline, StepActivity(ActivityKind.TRANSFER), owned)
         self._moves: dict[int, _TimelineSpan] = {}
         for transfer in program.transfers:
             for exchange, backward in ((transfer.exchange, False), (transfer.transposed, True)):
@@ -279,7 +280,3 @@ class _TimelineSpan:
 
     def __exit__(self, *error: object) -> None:
         self.timeline.enter(REST, self.devices)
-
-
-Recorder = Silent | TimelineRecorder
-SILENT = Silent()

@@ -60,6 +60,7 @@ class Captures:
         self._planner = planner
         self._transport = transport
         self._dim = options.dim
+        self._grouped = options.groups  # some processes bring the same samples
         self._captured: dict[Hashable, list[Captured]] = defaultdict(list)
         self._times: dict[Hashable, list[int]] = defaultdict(list)  # of captures, in calls
         self._calls = 0
@@ -108,9 +109,18 @@ class Captures:
             return found
         batch = self._whole_batch(call)
         if self.plan is None:
-            self._make_plan(call, batch)
+            # Every rank captures, at the same time; only one plans.
+            graph = self._traced[self._kind(call, True), batch] = self._trace(call, True, batch)
+            plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
+            count, ranks = self.programs.device_count, self._transport.processes > 1
+            if plan.devices > count or (ranks and plan.devices != count):
+                raise PlanError(
+                    f"the plan is for {plan.devices} devices, here are {count} {'ranks' if ranks else 'devices'}; "
+                    f"start as many, or make a plan for {count}"
+                )
+            self.plan = plan
             # Which processes bring the same samples is known only now.
-            batch = self._whole_batch(call) if self.programs.grouped else batch
+            batch = self._whole_batch(call) if self._grouped else batch
         assert self.plan is not None
         found = self._fitting((kind, batch))
         if found is None:
@@ -223,22 +233,9 @@ class Captures:
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
-        if self._transport.processes > 1 and not self.programs.grouped:
+        if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)
         return graph
-
-    def _make_plan(self, call: ModelCall, batch: int | None) -> None:
-        # Every rank captures, at the same time; only one plans.
-        graph = self._trace(call, True, batch)
-        self._traced[self._kind(call, True), batch] = graph
-        plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
-        count, ranks = self.programs.device_count, self._transport.processes > 1
-        if plan.devices > count or (ranks and plan.devices != count):
-            raise PlanError(
-                f"the plan is for {plan.devices} devices, here are {count} {'ranks' if ranks else 'devices'}; "
-                f"start as many, or make a plan for {count}"
-            )
-        self.plan = plan
 
 
 def bound_to_batch(graph: LayerGraph) -> bool:

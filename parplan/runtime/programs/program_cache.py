@@ -107,6 +107,7 @@ class Programs:
         options: how programs are lowered.
 
     Attributes:
+        device_count: of logical devices, over all processes.
         sharding: under torchrun, which blocks of the parameters this rank holds.
         sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
         copies: of parameters and buffers in the memories of this process's other devices, once for all programs.
@@ -116,6 +117,7 @@ class Programs:
         self._module = module
         self._transport = transport
         self._memories = memories(transport)
+        self.device_count = len(self._memories)
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
         self._held: Mapping[str, Mapping[int, Region]] = {}
@@ -136,16 +138,6 @@ class Programs:
                 own = [state for state in step.states if state.name in written]
                 found |= {graph.buffers[s.name]: {device: s.blocks[device] for device in devices} for s in own}
         return found
-
-    @property
-    def device_count(self) -> int:
-        """Number of logical devices, over all processes."""
-        return len(self._memories)
-
-    @property
-    def grouped(self) -> bool:
-        """Whether some processes bring the same samples."""
-        return self._options.groups
 
     def know(self, graph: LayerGraph, plan: Plan) -> Captured:
         """A captured graph, ready to be lowered by `plan`."""

@@ -83,7 +83,7 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
         users = [n for n, layer in graph.layers.items() if name in (graph.buffers.get(b) for b in layer.buffers)]
         text = f"buffer {name} has another value after the step" + (f"; {', '.join(users)} use it" if users else "")
         place = place or FirstDifference(users[0] if users else None, (text,))
-    reasons = seen.text(place.layer if place is not None else None)
+    reasons = seen.text()
     if place is None:
         text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
         return FirstDifference(None, (text, *reasons))

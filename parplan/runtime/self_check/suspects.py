@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.user_line import is_users
+from parplan.graph.user_line import calling_line
 
 __all__ = ["Suspects", "suspects"]
 
@@ -40,9 +39,8 @@ class Suspects(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-        if frames:
-            self.found.setdefault(f"the forward {what} at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
+        if line := calling_line():
+            self.found.setdefault(f"the forward {what} at {line}")
 
     def functions(self, results: Any) -> None:
         """Note custom autograd Functions in the graph of what a forward returned."""
@@ -63,7 +61,7 @@ class Suspects(TorchFunctionMode):
                 self.found.setdefault(f"the forward contains {what}")
             open_nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
-    def text(self, layer: str | None) -> tuple[str, ...]:
+    def text(self) -> tuple[str, ...]:
         """Sentences for an error."""
         if not self.found:
             return ()

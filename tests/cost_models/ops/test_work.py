@@ -20,21 +20,21 @@ F32 = torch.float32
 
 
 def activation(*shape: int, name: str = "x") -> Operand:
-    return Operand(name, shape, F32, requires_grad=True)
+    return Operand(shape, F32, True, name)
 
 
 def data(*shape: int, dtype: torch.dtype = F32, name: str = "data") -> Operand:
-    return Operand(name, shape, dtype)
+    return Operand(shape, dtype, name=name)
 
 
 def weight(*shape: int, name: str = "w", frozen: bool = False) -> Operand:
-    return Operand(name, shape, F32, requires_grad=not frozen, state=True)
+    return Operand(shape, F32, not frozen, name, state=True)
 
 
 def call(
     op: str, inputs: Sequence[Operand], *out: int, arguments: tuple[object, ...] = (), grad: bool = True
 ) -> OpCall:
-    return OpCall(op, tuple(inputs), (Operand("y", out, F32, requires_grad=grad),), arguments)
+    return OpCall(op, tuple(inputs), (Operand(out, F32, grad, "y"),), arguments)
 
 
 CONV = call("conv2d", [activation(8, 64, 27, 27), weight(192, 64, 5, 5), weight(192, name="b")], 8, 192, 27, 27)

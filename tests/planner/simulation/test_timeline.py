@@ -16,7 +16,6 @@ from torch import nn
 
 from examples.alexnet import build
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import StepCost
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError
@@ -263,11 +262,7 @@ class Carrying(RooflineCosts):
 
     def __init__(self, graph: LayerGraph, cluster: Cluster, overlap: float) -> None:
         super().__init__(graph, cluster)
-        self.overlap = overlap
-
-    @property
-    def step(self) -> StepCost:
-        return replace(super().step, overlap=self.overlap)
+        self.step = replace(self.step, overlap=overlap)
 
 
 def test_processors_that_carry_hide_less() -> None:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from parplan.graph.capture.capture import capture
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.program_function import run_program
-from parplan.runtime.execution.timeline import REST, ActivityKind, Silent, StepActivity, StepTimeline, StepTimes
+from parplan.runtime.execution.timeline import (
+    REST,
+    ActivityKind,
+    StepActivity,
+    StepTimeline,
+    StepTimes,
+    TimelineRecorder,
+)
 from tests.runtime.helpers import Rule, executor, spread
 from tests.runtime.nets import Towers, conv_net, mlp
 
@@ -101,8 +108,8 @@ def test_recording_changes_no_number(net: str, rule: str) -> None:
 
 def test_nothing_is_recorded_unless_asked() -> None:
     plain = plain_executor(*NETS["mlp"], RULES["data"])
-    assert isinstance(plain.recorder, Silent)
-    assert not isinstance(plain.recorded(StepTimeline(plain.transport)).recorder, Silent)
+    assert not isinstance(plain.recorder, TimelineRecorder)
+    assert isinstance(plain.recorded(StepTimeline(plain.transport)).recorder, TimelineRecorder)
     step = plain.program.forward[1]
     assert not any("layer" in name for name in _globals(plain, step))
     assert any("layer" in name for name in _globals(plain.recorded(StepTimeline(plain.transport)), step))
