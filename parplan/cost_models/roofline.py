@@ -132,7 +132,9 @@ class RooflineCosts:
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
-        used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
+        used = self._kinds
+        if len(used) > 1:
+            used = tuple({id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values())
         key = part_key(layer, strategy, passes)
         costs = [_once(own.layers, key, partial(self._layer, layer, strategy, passes, own)) for own in used]
         if len(costs) == 1:
