@@ -24,8 +24,8 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Field", "FieldError", "choice", "count", "did_you_mean", "flag", "list_of", "number", "parse_json", "parse_toml",
-    "read_field", "read_fields", "read_file", "shown", "table", "text",
+    "Field", "FieldError", "choice", "count", "did_you_mean", "flag", "list_of", "number", "numbers", "parse_json",
+    "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "table", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -190,6 +190,46 @@ def list_of(name: str, item: Field | None = None) -> Field:
         return value if item is None else [item.read(each) for each in value]
 
     return Field(name, "a list" if item is None else f"a list, each {item.expected}", read)
+
+
+def numbers(name: str, meaning: str, most: int = 2**20) -> Field:
+    """Whole numbers from 0 on in order, as a list or as text such as "0-3,8" (see `ranges`); `most` in all."""
+    item = count(name, 0)
+
+    def read(value: Any) -> tuple[int, ...]:
+        if isinstance(value, list) and len(value) <= most:
+            return tuple(item.read(each) for each in value)
+        if not isinstance(value, str):
+            raise TypeError
+        found: list[int] = []
+        for part in value.split(","):
+            match = re.fullmatch(r"\s*(\d{1,12})(?:\s*-\s*(\d{1,12}))?\s*", part, re.ASCII)
+            if match is None:
+                raise ValueError
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last < first:
+                raise FieldError(f"has the range {part.strip()!r}; the lower number comes first: {last}-{first}")
+            if len(found) + last - first >= most:
+                raise FieldError(f"is {shown(value)}, which names more than {most:,} numbers; name fewer")
+            found += range(first, last + 1)
+        return tuple(found)
+
+    return Field(name, f'a list of {meaning}, or ranges of them such as "0-3,8-11"', read)
+
+
+def ranges(values: Iterable[int]) -> str:
+    """Whole numbers from 0 on in order as text, ascending neighbours as a range.
+
+    >>> ranges([0, 1, 2, 3, 8, 5, 6])
+    '0-3,8,5-6'
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def read_file(path: str | Path, kind: str, error: type[ParplanError], instead: str) -> str:

@@ -102,7 +102,7 @@ class Layout:
         if self.batch_dim is not None and self.batch_dim == self.shard_dim:
             raise ValueError("one dimension cannot be cut by replicas and by shards")
 
-    @property
+    @cached_property
     def cuts(self) -> Mapping[int, int]:
         """Into how many parts each cut dimension is cut."""
         cuts = ((self.batch_dim, self.grid.replicas), (self.shard_dim, self.grid.shards))

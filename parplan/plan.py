@@ -16,13 +16,16 @@ from types import MappingProxyType
 from typing import Any
 
 from parplan.errors import PlanError
-from parplan.fields import Field, choice, count, list_of, parse_json, read_fields, read_file, table, text
+from parplan.fields import Field, choice, count, numbers, parse_json, ranges, read_fields, read_file, table, text
 from parplan.layout import Grid
 
-__all__ = ["SCHEMA", "Plan", "Scheme", "Strategy"]
+__all__ = ["LISTED_DEVICES", "SCHEMA", "Plan", "Scheme", "Strategy"]
 
 SCHEMA = "parplan.plan/1"
 RULES = ("default", "strict")
+
+LISTED_DEVICES = 8
+"""Up to so many devices a strategy's text lists each; either way, "0-3" or [0, 1, 2, 3], is read."""
 
 
 class Scheme(Enum):
@@ -151,12 +154,14 @@ def _no_plan(where: str, why: str) -> PlanError:
 
 
 def _to_dict(strategy: Strategy) -> dict[str, Any]:
-    """The fields in their order; no update period means the default."""
+    """The fields in their order; no update period means the default. Many devices are written as ranges, "0-127"."""
     found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    if len(strategy.devices) > LISTED_DEVICES:
+        found["devices"] = ranges(strategy.devices)
     return {name: value for name, value in found.items() if name != "update_period" or value is not None}
 
 
-_AXIS, _DEVICES = text("axis"), list_of("devices", count("device", 0))
+_AXIS = text("axis")
 _PLAN = (
     text("schema"),
     text("model"),
@@ -171,6 +176,6 @@ _STRATEGY = (
     count("replicas"),
     count("shards"),
     Field("axis", "text or null", lambda value: None if value is None else _AXIS.read(value)),
-    Field("devices", "a list of logical device numbers, from 0 on", lambda value: tuple(_DEVICES.read(value))),
+    numbers("devices", "logical device numbers, from 0 on"),
     count("update_period").optional(),
 )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parplan.errors import PlanError
+from parplan.fields import ranges
 from parplan.plan import Plan, Strategy
 
 PLAN = Plan(
@@ -85,6 +86,45 @@ def test_every_plan_survives(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()
+
+
+def on(*devices: int) -> Plan:
+    return Plan("Net", "f", 64, 2048, {"a": Strategy(len(devices), 1, None, devices)})
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ((0, 1, 2, 3, 4, 5, 6, 7), "[0, 1, 2, 3, 4, 5, 6, 7]"),
+        (tuple(range(128)), '"0-127"'),
+        ((*range(4), *range(8, 12), 15), '"0-3,8-11,15"'),
+        ((*range(4, 8), *range(4), 9), '"4-7,0-3,9"'),
+        (tuple(range(9, 0, -1)), '"9,8,7,6,5,4,3,2,1"'),
+    ],
+)
+def test_many_devices_are_written_as_ranges(devices: tuple[int, ...], text: str) -> None:
+    plan = on(*devices)
+    assert f'"devices": {text}}}' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(st.permutations(range(40)), st.integers(1, 40))
+def test_every_order_of_devices_survives(order: list[int], size: int) -> None:
+    plan = on(*order[:size])
+    listed = plan.to_json().replace(f'"{ranges(order[:size])}"', str(order[:size]))
+    assert Plan.from_json(plan.to_json()) == Plan.from_json(listed) == plan
+
+
+@pytest.mark.parametrize("text", ["0-3", " 0 - 1, 2,3 ", "0,1-2,3", "00-03"])
+def test_ranges_are_read_however_they_are_written(text: str) -> None:
+    data = json.loads(on(0, 1, 2, 3).to_json())
+    data["layers"]["a"]["devices"] = text
+    assert Plan.from_json(json.dumps(data)) == on(0, 1, 2, 3)
+
+
+def test_a_plan_for_thousands_of_devices_is_short() -> None:
+    layers = {f"block.{index}": Strategy(256, 8, "heads", tuple(range(2048))) for index in range(100)}
+    assert len(Plan("Net", "f", 2048, 2048, layers).to_json()) < 100 * 100
 
 
 def test_a_plan_cannot_be_changed_from_outside() -> None:
@@ -172,6 +212,14 @@ MALFORMED = [
     (changed("layers", "fc6", "devices", value=[0, "1"]), r"fc6: devices is \[0, '1'\]; expected a list of logical"),
     (changed("layers", "fc6", "devices", value=[0, True]), r"fc6: devices is \[0, True\]; expected a list of logical"),
     (changed("layers", "fc6", "devices", value=[0, -1]), r"fc6: devices is \[0, -1\]; expected a list of logical"),
+    (changed("layers", "fc6", "devices", value=""), r"fc6: devices is ''; expected a list of logical .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="0-"), r"fc6: devices is '0-'; expected .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="0-3,"), r"fc6: devices is '0-3,'; expected .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="-1-3"), r"fc6: devices is '-1-3'; expected .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="0-1-2"), r"fc6: devices is '0-1-2'; expected .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="0-\u0663"), r"fc6: devices is .*; expected .* \"0-3,8-11\""),
+    (changed("layers", "fc6", "devices", value="0,7-4"), "fc6: devices has the range '7-4'; the lower .* first: 4-7"),
+    (changed("layers", "fc6", "devices", value="0-999999999"), "fc6: devices is .* names more than 1,048,576 numbers"),
 ]
 
 

@@ -125,7 +125,9 @@ class RooflineCosts:
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
-        used = {id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values()
+        used = self._kinds
+        if len(used) > 1:
+            used = tuple({id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values())
         key = part_key(layer, strategy, passes)
         for own in (kind for kind in used if key not in kind.layers):
             works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,7 @@ class LocalLayer:
     column: int
     batch: int
 
-    @property
+    @cached_property
     def axis(self) -> Axis | None:
         """The axis that is cut, None when the layer has one shard."""
         return self.layer.axis(self.strategy.axis) if self.strategy.shards > 1 else None

@@ -16,9 +16,10 @@ from math import prod
 
 import torch
 
+from parplan.fields import ranges
 from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, regions
 from parplan.lowering.holdings import Bucket, disjoint
-from parplan.plan import Strategy
+from parplan.plan import LISTED_DEVICES, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
@@ -407,7 +408,8 @@ def _back_text(step: Step) -> str:
 
 
 def _grid_text(grid: Grid) -> str:
-    return f"{grid.replicas}x{grid.shards} ({','.join(map(str, grid.devices))})"
+    devices = ranges(grid.devices) if len(grid.devices) > LISTED_DEVICES else ",".join(map(str, grid.devices))
+    return f"{grid.replicas}x{grid.shards} ({devices})"
 
 
 def _layout_text(layout: Layout) -> str:

@@ -171,4 +171,12 @@ class Segments:
 
     def _state(self, name: str, user: str, held: Holdings) -> State:
         used, outer = self._used(user, name), held.get(name, {})
-        return State(name, {d: within(block, outer[d]) if d in outer else block for d, block in used.items()})
+        made: dict[tuple[int, int], Region] = {}  # most devices' blocks are few objects
+        blocks = {}
+        for device, block in used.items():
+            whole = outer.get(device)
+            key = (id(block), id(whole))
+            if key not in made:
+                made[key] = block if whole is None else within(block, whole)
+            blocks[device] = made[key]
+        return State(name, blocks)

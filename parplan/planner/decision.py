@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import Source
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.fields import ranges
+from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
     "ANY_BLOCK",
@@ -248,7 +249,8 @@ class DeviceTrack:
     def describe(self) -> str:
         """Words for a report: `b.0 .. b.7 on device 1`."""
         ends = " .. ".join(dict.fromkeys((self.layers[0], self.layers[-1])))
-        return f"{ends} on device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
+        listed = ranges(self.devices) if len(self.devices) > LISTED_DEVICES else ", ".join(map(str, self.devices))
+        return f"{ends} on device{'s' if len(self.devices) > 1 else ''} {listed}"
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class Topology:
         every level the busiest device and the busiest way out of a domain set the pace, in and out counted apart.
         """
         latency_s, slowest = 0.0, 0.0
-        give, take = np.array(moved.senders), np.array(moved.receivers)
+        if not moved.foreign.messages_in.any():
+            return Linear()
+        take, give = moved.numbers
         last = max(give.max(), take.max())
         inside = moved.own
         for level in self.levels:

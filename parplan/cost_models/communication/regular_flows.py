@@ -9,7 +9,7 @@ turns, but a device that has one reads its own, and these are put right one by o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -97,13 +97,12 @@ class RegularFlows:
     @cached_property
     def _met(self) -> _Rectangles:
         """Where those lie in the source's grid whose turn it is to serve each reader."""
-        source, reader = self.source, _Places.of(self.target)
-        turn = np.arange(len(reader.row)) % self._copies
-        alike = 1 if source.columns_differ else source.grid.shards
-        rows, columns = turn // alike, turn % alike
+        source, reader, grid = self.source, self.target, self.source.grid
+        turn = np.arange(len(reader.grid.devices)) % self._copies
+        row, column = np.divmod(turn, 1 if source.columns_differ else grid.shards)
         return _Rectangles(
-            *(reader.meets(source.batch_dim, source.grid.replicas) if source.rows_differ else (rows, rows + 1)),
-            *(reader.meets(source.shard_dim, source.grid.shards) if source.columns_differ else (columns, columns + 1)),
+            *(_meets(reader, source.batch_dim, grid.replicas) if source.rows_differ else (row, row + 1)),
+            *(_meets(reader, source.shard_dim, grid.shards) if source.columns_differ else (column, column + 1)),
         )
 
     @cached_property
@@ -124,13 +123,15 @@ class RegularFlows:
 
     def _turns_taken(self, domain: _Rectangles) -> IntArray:
         """For every device of the source, how many in `domain` of those that read its block have their turn there."""
-        source, target, maker = self.source, self.target.grid, _Places.of(self.source)
-        alike = 1 if source.columns_differ else source.grid.shards
-        turn = np.zeros_like(maker.row) if source.rows_differ else maker.row * alike
-        turn = turn if source.columns_differ else turn + maker.column
+        source, reader, target = self.source, self.target, self.target.grid
+        row, column = np.divmod(np.arange(len(source.grid.devices)), source.grid.shards)
+        turn = np.zeros_like(row) if source.rows_differ else row
+        turn = turn if source.columns_differ else turn * source.grid.shards + column
         readers = _Rectangles(
-            *maker.meets(self.target.batch_dim, target.replicas), *maker.meets(self.target.shard_dim, target.shards)
+            *_meets(source, reader.batch_dim, target.replicas), *_meets(source, reader.shard_dim, target.shards)
         ).common(domain)
+        if self._copies == 1:
+            return readers.area
         if target.shards % self._copies == 0:
             return readers.height * _every(readers.left, readers.right, self._copies, turn)
         here = (readers.left <= turn % target.shards) & (turn % target.shards < readers.right)
@@ -165,36 +166,33 @@ class _Rectangles:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Row and column of every device of a layout."""
+def _meets(layout: Layout, dim: int | None, parts: int) -> tuple[IntArray, IntArray]:
+    """First and end of the `parts` of `dim` that each device's block meets: all where it has all of `dim`."""
+    grid, own = layout.grid, layout.cuts.get(dim, 0) if dim is not None else 0
+    return _meets_parts(len(grid.devices), grid.shards, dim == layout.batch_dim, own, parts)
 
-    layout: Layout
-    row: IntArray
-    column: IntArray
 
-    @staticmethod
-    def of(layout: Layout) -> _Places:
-        return _Places(layout, *np.divmod(np.arange(len(layout.grid.devices)), layout.grid.shards))
-
-    def meets(self, dim: int | None, parts: int) -> tuple[IntArray, IntArray]:
-        """First and end of the `parts` of `dim` that each device's block meets: all where it has all of `dim`."""
-        own = self.layout.cuts.get(dim) if dim is not None else None
-        if own is None:
-            return np.zeros_like(self.row), np.full_like(self.row, parts)
-        index = self.row if dim == self.layout.batch_dim else self.column
-        begin = index * parts // own
-        return begin, begin + max(1, parts // own)
+@lru_cache(maxsize=10_000)
+def _meets_parts(count: int, shards: int, by_row: bool, own: int, parts: int) -> tuple[IntArray, IntArray]:
+    if own == 0:
+        return np.zeros(count, dtype=np.int64), np.full(count, parts)
+    row, column = np.divmod(np.arange(count), shards)
+    begin = (row if by_row else column) * parts // own
+    return begin, begin + max(1, parts // own)
 
 
 def _domain(grid: Grid, other: Grid, size: int | None) -> _Rectangles:
     """Where the domain of each device of `grid` lies in `other`."""
-    first, count, shards = other.first or 0, len(other.devices), other.shards
+    return _domain_in(grid.first or 0, len(grid.devices), other.first or 0, other.replicas, other.shards, size)
+
+
+@lru_cache(maxsize=10_000)
+def _domain_in(first: int, count: int, other: int, replicas: int, shards: int, size: int | None) -> _Rectangles:
     if size is None:
         zero = np.zeros(1, dtype=np.int64)
-        return _Rectangles(zero, zero + other.replicas, zero, zero + shards)
-    begin = (np.arange(len(grid.devices)) + (grid.first or 0)) // size * size - first
-    begin, end = (np.minimum(np.maximum(edge, 0), count) for edge in (begin, begin + size))
+        return _Rectangles(zero, zero + replicas, zero, zero + shards)
+    begin = (np.arange(count) + first) // size * size - other
+    begin, end = (np.minimum(np.maximum(edge, 0), replicas * shards) for edge in (begin, begin + size))
     if size >= shards:
         return _Rectangles(begin // shards, -(-end // shards), np.zeros_like(begin), np.full_like(begin, shards))
     top, left = np.divmod(begin, shards)

@@ -70,7 +70,7 @@ class Traffic:
         """Whether whoever sends to others sends each of them all it holds."""
         if self._regular is not None:
             return self.held == 1
-        table, (receivers, senders) = self._table, self._numbers
+        table, (receivers, senders) = self._table, self.numbers
         moves = receivers[table.takers] != senders[table.givers]
         return bool((table.elements[moves] == self.held).all())
 
@@ -78,7 +78,7 @@ class Traffic:
         """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces."""
         if self._regular is not None and self._regular.fits(size):
             return self._regular.within(size)
-        table, (receivers, senders) = self._table, self._numbers
+        table, (receivers, senders) = self._table, self.numbers
         takers, givers, elements = table.takers, table.givers, table.elements
         if size is not None:
             kept = receivers[takers] // size == senders[givers] // size
@@ -94,8 +94,13 @@ class Traffic:
         return piece_table(self.shape, self.source, self.target)
 
     @cached_property
-    def _numbers(self) -> tuple[IntArray, IntArray]:
-        return np.array(self.receivers), np.array(self.senders)
+    def numbers(self) -> tuple[IntArray, IntArray]:
+        """Devices of the target layout, and of the source layout."""
+        receivers, senders = (
+            np.array(grid.devices) if grid.first is None else np.arange(grid.first, grid.first + len(grid.devices))
+            for grid in (self.target.grid, self.source.grid)
+        )
+        return receivers, senders
 
 
 def _added_up(places: IntArray, elements: IntArray, count: int) -> tuple[IntArray, IntArray]:

@@ -11,7 +11,7 @@ whole is run, and priced, as a ring all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -80,7 +80,8 @@ class Transfers:
     def __init__(self, cluster: Cluster, links: MeasuredLinks | None = None) -> None:
         self.topology = Topology(cluster)
         self.links = links
-        self._prices: dict[tuple[Layout, Layout], _Price] = {}
+        self._rings: dict[tuple[tuple[int, ...], ...], Linear] = {}
+        self._prices: dict[Hashable, _Price] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Table] = {}
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
@@ -109,10 +110,16 @@ class Transfers:
         """Seconds for all disjoint `groups` to sum a tensor of `nbytes` each, at once."""
         size = max((len(group) for group in groups), default=1)
         curve = self.links.curve("all-reduce", size) if self.links is not None and size > 1 else None
-        return float(curve.seconds(nbytes)) if curve is not None else self.topology.all_reduce(groups).seconds(nbytes)
+        if curve is not None:
+            return float(curve.seconds(nbytes))
+        key = tuple(groups)
+        if key not in self._rings:
+            self._rings[key] = self.topology.all_reduce(key)
+        return self._rings[key].seconds(nbytes)
 
     def _price(self, source: Layout, target: Layout) -> _Price:
-        if (known := self._prices.get((source, target))) is not None:
+        key = _class(source, target, self.topology)
+        if (known := self._prices.get(key)) is not None:
             return known
         moved = traffic(source, target)
         kind = _kind(source, moved)
@@ -121,7 +128,7 @@ class Transfers:
         else:
             time = self._measured(kind, moved) or self.topology.traffic(moved)
             price = _Price(time, int(moved.foreign.received.max()) / moved.total, kind)
-        self._prices[source, target] = price
+        self._prices[key] = price
         return price
 
     def _measured(self, kind: str, moved: Traffic) -> _Measured | None:
@@ -148,6 +155,22 @@ class Transfers:
                 return _Price(_Measured(curves, received / len(kinds)), received, "all-reduce")
         ring = self.topology.all_reduce([grid.row(row) for row in range(grid.replicas)])
         return _Price(Linear(ring.latency_s, ring.s_per_byte * held), received, "all-reduce")
+
+
+def _class(source: Layout, target: Layout, topology: Topology) -> Hashable:
+    """A key of pairs that cost the same: cut alike, along whichever dimensions, on neighbours that lie alike."""
+    cuts = (source.batch_dim, source.shard_dim, target.batch_dim, target.shard_dim)
+    alike = tuple(None if dim is None else cuts.index(dim) for dim in cuts)
+    first, other = source.grid.first, target.grid.first
+    if first is None or other is None:
+        return source.grid, target.grid, alike, source.partial
+    shapes = (source.grid.replicas, source.grid.shards, target.grid.replicas, target.grid.shards)
+    begin = min(first, other)
+    if begin > 0:  # moved down by whole domains of the level that joins them all
+        last = max(first + len(source.grid.devices), other + len(target.grid.devices)) - 1
+        domains = (level.domain for level in topology.levels if begin // level.link.size == last // level.link.size)
+        begin -= begin % next(domains, 1)
+    return alike, source.partial, first - begin, other - begin, *shapes
 
 
 def _kind(source: Layout, moved: Traffic) -> str:

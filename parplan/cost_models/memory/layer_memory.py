@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeVar
 
 from parplan.cost_models.costs import Held, LayerMemory, Moments
@@ -21,7 +22,7 @@ from parplan.cost_models.memory.lifetimes import Lifetime, Lifetimes
 from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
 from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
-from parplan.graph.layer_graph import LayerGraph, TensorSpec
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES
@@ -70,7 +71,15 @@ class MemoryModel:
         self._owned: dict[str, list[Lifetime]] = defaultdict(list)
         for lifetime in (*self._times.values, *self._times.gradients):
             self._owned[lifetime.layer].append(lifetime)
+        self._state_gradients: dict[str, list[Lifetime]] = defaultdict(list)
+        for lifetime in self._times.state_gradients.values():
+            self._state_gradients[lifetime.layer].append(lifetime)
+        self._kept: dict[str | None, list[str]] = defaultdict(list)
+        for value in self._times.kept:
+            self._kept[self._times.home(value)].append(value)
         self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
+        # Of every op time, and of the one beyond the backward.
+        self._moments_at = [self._moment(time) for time in range(self._times.back(0) + 2)]
         self.users: dict[str, list[str]] = {}
         for layer in graph.layers.values():
             for parameter in layer.parameters:
@@ -82,7 +91,7 @@ class MemoryModel:
         calls = op_calls(self.graph, local)
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
         held: dict[tuple[int, int], int] = defaultdict(int)
-        for one in (*self.own(local), *self._around(local)):
+        for one in (*self._own(local, calls), *self._around(local)):
             held[one.start, one.end] += one.nbytes
         return LayerMemory(
             weights_bytes=self._nbytes(local, self._stored(local)),
@@ -95,6 +104,9 @@ class MemoryModel:
 
     def own(self, local: LocalLayer) -> list[Held]:
         """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
+        return self._own(local, op_calls(self.graph, local))
+
+    def _own(self, local: LocalLayer, calls: Sequence[OpCall]) -> list[Held]:
         sizes = [self._taken(local, [name]) for name in self._trained(local)]
         always = self._taken(local, self._stored(local)) + self.optimizer.states * sum(sizes)
         # The optimizer's temporaries: of the largest parameter, or of all.
@@ -103,7 +115,7 @@ class MemoryModel:
             temporary *= self.optimizer.one_by_one
         else:
             time, temporary = self.moments.update(), self.optimizer.together * sum(sizes)
-        spans = self._spans(local, op_calls(self.graph, local))
+        spans = self._spans(local, calls)
         return [Held(0, self.moments.end, always), Held(time, time + 1, temporary), *self._held(spans)]
 
     def _around(self, local: LocalLayer) -> list[Held]:
@@ -137,7 +149,7 @@ class MemoryModel:
 
     def last_held(self, value: str) -> int:
         """The last moment at which `own` counts a value (or what it is a view of)."""
-        return self._moment(self._times.last_held(value))
+        return self._moments_at[self._times.last_held(value)]
 
     def adds_apart(self, parameter: str) -> bool:
         """Whether `own` counts a sum beside the terms of a shared parameter's gradient."""
@@ -158,9 +170,8 @@ class MemoryModel:
         """What the layer's own tensors take, by op time."""
         times, name = self._times, local.layer.name
         found = [_Span(one.start, one.stop, self._taken(local, [one.value])) for one in self._owned[name]]
-        for value, one in times.state_gradients.items():
-            if one.layer == name:
-                found.append(_Span(one.start, times.back(0) + 1, self._taken(local, [value])))
+        for one in self._state_gradients[name]:
+            found.append(_Span(one.start, times.back(0) + 1, self._taken(local, [one.value])))
         for position, call in enumerate(calls, times.first[name]):
             saved, back = self._saved(local, call), times.back(position)
             found.append(_Span(position, back, saved.inner_bytes))
@@ -172,17 +183,19 @@ class MemoryModel:
         """By moments of the step: what crosses a moment's border as it is, of the rest the most at once."""
         found: list[Held] = []
         within: dict[int, list[_Span]] = defaultdict(list)
+        crossing: dict[int, int] = defaultdict(int)
         for span in spans:
-            start, stop = self._moment(span.start), self._moment(span.stop)
+            start, stop = self._moments_at[span.start], self._moments_at[span.stop]
+            within[start].append(span)
             if start != stop:
                 found.append(Held(start, stop + 1, span.nbytes))
-            for moment in {start, stop}:
-                within[moment].append(span)
+                within[stop].append(span)
+                crossing[start] += span.nbytes
+                crossing[stop] += span.nbytes
         for moment, here in within.items():
-            crossing = sum(s.nbytes for s in here if self._moment(s.start) != self._moment(s.stop))
-            ticks = {time for s in here for time in (s.start, s.stop) if self._moment(time) == moment}
+            ticks = {time for s in here for time in (s.start, s.stop) if self._moments_at[time] == moment}
             most = max(sum(s.nbytes for s in here if s.start <= tick <= s.stop) for tick in ticks)
-            found.append(Held(moment, moment + 1, max(0, most - crossing)))
+            found.append(Held(moment, moment + 1, max(0, most - crossing[moment])))
         return found
 
     def _moment(self, time: int) -> int:
@@ -213,10 +226,9 @@ class MemoryModel:
         return saved
 
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
-        kept = [value for value in self._times.kept if self._times.home(value) == local.layer.name]
         inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
         gathered = [name for name in self._gathered(local) if self._times.keeps(local.layer.name, name)]
-        return self._nbytes(local, (*kept, *gathered)) + inner
+        return self._nbytes(local, (*self._kept[local.layer.name], *gathered)) + inner
 
     def _gathered(self, local: LocalLayer) -> list[str]:
         """Inputs that this layer's shards need whole."""
@@ -230,9 +242,7 @@ class MemoryModel:
     def _nbytes(self, local: LocalLayer, names: Iterable[str]) -> int:
         values = self.graph.values
         return sum(
-            TensorSpec(local_shape(self.graph, local, name), values[name].dtype).nbytes
-            for name in names
-            if name in values
+            prod(local_shape(self.graph, local, name)) * values[name].dtype.itemsize for name in names if name in values
         )
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
 import pytest
+import torch
 
 from parplan.cluster import Cluster, Link
 from parplan.cost_models.communication.collectives import Topology
 from parplan.cost_models.communication.regular_flows import RegularFlows
 from parplan.cost_models.communication.traffic import Traffic, traffic
+from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import device_preset
+from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout, Piece
 from tests.slow_layout import random_layout, slow_pieces
 
@@ -101,3 +105,18 @@ def test_a_thousand_devices_are_counted_by_formula() -> None:
     assert moved.foreign.received.tolist() == [1023] * 1024
     assert moved.within(8).messages_out.tolist() == [8] * 1024
     assert "_table" not in vars(moved)
+
+
+def test_pairs_of_one_class_cost_the_same() -> None:
+    """What is known of one pair and used for others equals what each of them costs by itself."""
+    links = (Link("in", 4, 1e-6, 1e10), Link("out", 12, 1e-5, 1e9, 0.5), Link("far", 24, 1e-4, 1e8))
+    cluster, value = Cluster.of(device_preset("v100"), 24, links), TensorSpec((48, 48, 48), torch.float32, True)
+    together = Transfers(cluster)
+    for seed in range(200):
+        random = Random(seed)
+        pair = [random_layout(random, 4, 2, partial, regular=True) for partial in (True, False)]
+        for by in (0, 4, 8, random.randrange(21), 20):
+            grids = [replace(own.grid, devices=tuple(device + by for device in own.grid.devices)) for own in pair]
+            moved = [replace(own, grid=grid) for own, grid in zip(pair, grids, strict=True)]
+            assert together.transfer(value, *moved) == Transfers(cluster).transfer(value, *moved)
+    assert len(together._prices) < 400
