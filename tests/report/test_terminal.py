@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from parplan.plan import Scheme
-from parplan.planner.decision import Proof
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, Proof
 from parplan.report.terminal import render
 from tests.report.decisions import DECISIONS, alexnet, crowded, on_two_kinds, resnet, schemes
 from tests.report.golden import CASES, golden, printed
@@ -102,20 +102,22 @@ def test_the_proof_in_words(status: str, gap: float, words: str) -> None:
     assert ("inf" in text) is False
 
 
-ONE_PASS = [
-    pytest.param(0.0, "one whose layers all run once, in turn, takes 19.02 ms or more (solved in 1.00 s)", id="faster"),
-    pytest.param(0.01, "one whose layers all run once, in turn, could be faster, down to 18.46 ms (", id="slower"),
-]
-
-
-@pytest.mark.parametrize(("gap", "words"), ONE_PASS)
-def test_what_was_not_searched_is_not_called_optimal(gap: float, words: str) -> None:
+@pytest.mark.parametrize(("covered", "words"), [
+    (("gather",), "no plan of this model that has its layers on the first devices is faster under these costs"),
+    ((ANY_BLOCK, BRANCHES), "no plan of this model is faster under these costs"),
+])  # fmt: skip
+def test_what_was_not_searched_is_not_called_optimal(covered: tuple[str, ...], words: str) -> None:
     step_s = alexnet().prediction.step_s
-    proof = Proof("FEASIBLE", step_s, step_s * (1 - gap if gap else 1.02), gap, 1.0, one_pass=True)
-    text = " ".join(printed(replace(alexnet(), proof=proof), 100).split())
-    assert words in text
-    assert "OPTIMAL" not in text
-    assert "(bound" not in text
+    proof = Proof("OPTIMAL", step_s, step_s, 0.0, 1.0, covered=covered)
+    assert words in " ".join(printed(replace(alexnet(), proof=proof), 100).split())
+
+
+def test_t_is_printed_where_the_simulated_step_is_another() -> None:
+    step_s = alexnet().prediction.step_s
+    for objective_s in (step_s, 0.99 * step_s):
+        proof = Proof("OPTIMAL", objective_s, objective_s, 0.0, 1.0)
+        text = " ".join(printed(replace(alexnet(), proof=proof), 100).split())
+        assert ("(objective 18.50 ms, bound" in text) is (objective_s != step_s)
 
 
 @pytest.mark.parametrize(("layers", "words"), [

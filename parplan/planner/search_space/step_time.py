@@ -6,7 +6,7 @@ the compute of a pass, so every pass but one takes the longest of
     C                 compute in the passes, with the transfers W between layers there, which hold it up
     h X + W           samples that go in; h is the share that travels beside compute (StepCost.overlap)
     h Y + W           results that come out
-    h (X + Y) + W     where both use the same lanes (interleave, forward)
+    h (X + Y) + W     where both use the same lanes (interleave)
 
 and (1 - h) (X + Y). Backward is the same with gradients. Gradient sums start when a layer's backward of the last pass
 is done and go one after another on each device; then a device updates what it holds. With D_i the moment when layer
@@ -214,7 +214,7 @@ def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
         if edge.outwards is not None:
             outwards.edge(e, edge.outwards[backward], parts.hidden)
             both.edge(e, edge.outwards[backward], parts.hidden)
-    shared = parts.shape.scheme is Scheme.INTERLEAVE and not backward
+    shared = parts.shape.scheme is Scheme.INTERLEAVE
     return tuple(row.row() for row in ((compute, both) if shared else (compute, inwards, outwards)))
 
 

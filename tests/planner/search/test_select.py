@@ -1,126 +1,212 @@
-"""From the solver's plan to the one that is taken: it fits, keeps the rules, and is the same on any machine."""
+"""The search over shapes against every plan of small models: what is called OPTIMAL is, whatever the shape of the plan.
+
+Every plan: all strategies on all aligned blocks of devices, in one pass and in interleaved passes, layers in every
+role, branches one after another and at the same time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from itertools import islice
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.errors import InfeasiblePlan
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Scheme, Strategy
 from parplan.planner.decide import PlanRequest, decide, estimate
-from parplan.planner.decision import Baseline
-from parplan.planner.search import branch_search as worth
-from parplan.planner.search import context as case_module
-from parplan.planner.search.branch_search import worthwhile
-from parplan.planner.search.branches import sections
-from parplan.planner.search.context import Case
-from parplan.planner.search.select import Solved, solved, taken
-from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import pin_questions
-from parplan.planner.simulation import simulator as player
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, Decision
+from parplan.planner.search.context import fits
+from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.timeline import simulate
-from tests.planner.branches import pair
+from tests.planner.random_plans import EveryPlan, case, kind_of, plan_of, step_time_s
 from tests.planner.simulation.test_timeline import alexnet, hybrid
 
-FREE = Pinned((), {}, {})
-BRIEFLY = 0.01
+MOST = 40_000
+"""Plans of a case, counted with all placements of branches; with more the case has fewer devices."""
+
+SIMULATED = 50
+"""Fastest plans by T that are simulated."""
+
+Drawn = tuple[LayerGraph, Cluster, CostModel]
 
 
-def case_of(request: PlanRequest, devices: int = 2) -> Case:
-    graph, cluster = alexnet(128 * devices), cluster_preset("k20", devices)
-    return Case.of(graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum"), request)
+def small_case(seed: int) -> Drawn:
+    """A random model on so many devices that all of its plans can be tried."""
+    return next(drawn for count in (4, 3, 2, 1) if EveryPlan(*(drawn := case(seed, count))).count <= MOST or count == 1)
 
 
-def in_one_pass(case: Case) -> Solved:
-    return solved(case, pin_questions((), case.graph, case.cluster))
+def fastest(drawn: Drawn, **request: object) -> Decision:
+    graph, cluster, costs = drawn
+    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, **request))  # type: ignore[arg-type]
 
 
-def rival(plan: Plan) -> Baseline:
-    return Baseline("cuda-convnet2's hybrid", 1.0, 1, True, plan=plan)
+def check_against_every_plan(drawn: Drawn, decision: Decision) -> None:
+    """No plan beats one that is called OPTIMAL, none the bound, and none is clearly faster simulated."""
+    graph, cluster, costs = drawn
+    proof, every = decision.proof, EveryPlan(*drawn)
+    check(decision.plan, graph)
+    assert fits(graph, cluster, costs, decision.plan.layers)
+    assert proof.objective == pytest.approx(step_time_s(graph, cluster, costs, decision.plan), rel=1e-6)
+    fitting = ((step_s, plan) for step_s, plan in every.best() if fits(graph, cluster, costs, plan.layers))
+    best = list(islice(fitting, SIMULATED))
+    least_s, plan = best[0]
+    assert proof.bound <= least_s * (1 + 1e-6), plan
+    assert proof.status != "OPTIMAL" or proof.objective <= least_s * (1 + 1e-6), plan
+    assert proof.objective >= least_s * (1 - 1e-6)  # every plan is among those tried
+    simulated_s = min(simulate(graph, cluster, costs, plan).step_s for _, plan in best)
+    assert simulate(graph, cluster, costs, decision.plan).step_s <= 1.01 * simulated_s
 
 
-def test_a_faster_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(PlanRequest(), devices=4)
-    first = in_one_pass(case)
-    usual = hybrid(4, Scheme.GATHER)
-    assert taken(case, first, FREE, [rival(usual)], BRIEFLY).plan.layers != first.plan.layers
-    full = [device.memory_bytes for device in case.cluster.devices]
-    twice = [2 * size for size in full]
-    monkeypatch.setattr(case.costs, "peaks", lambda layers: full if layers == first.plan.layers else twice)
-    assert taken(case, first, FREE, [rival(usual)], BRIEFLY).plan.layers == first.plan.layers
+CHAINS = [seed for seed in range(1250) if kind_of(seed) != "rows"]
+ROWS = [seed for seed in range(500) if kind_of(seed) == "rows"]
 
 
-def test_a_plan_that_fits_is_taken_before_a_faster_one_of_the_solver_that_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("seed", CHAINS)
+def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
+    drawn = small_case(seed)
+    decision = fastest(drawn)
+    assert decision.proof.status == "OPTIMAL"
+    assert {ANY_BLOCK, BRANCHES} <= set(decision.proof.covered)
+    check_against_every_plan(drawn, decision)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", ROWS)
+def test_no_plan_of_rows_of_layers_beats_what_is_called_optimal(seed: int) -> None:
+    drawn = small_case(seed)
+    check_against_every_plan(drawn, fastest(drawn))
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(250))
+def test_nor_where_memory_is_short(seed: int) -> None:
+    """A device has room for a part of what the fastest plan takes."""
+    graph, cluster, costs = small_case(seed)
+    free = fastest((graph, cluster, costs))
+    part = (0.5, 0.7, 0.9)[seed % 3]
+    cluster = cluster.with_memory(int(part * max(free.prediction.memory_bytes)))
+    drawn = graph, cluster, RooflineCosts(graph, cluster, optimizer=costs.optimizer)  # type: ignore[attr-defined]
+    try:
+        decision = fastest(drawn)
+    except InfeasiblePlan:
+        assert not any(fits(graph, cluster, drawn[2], plan.layers) for _, plan in EveryPlan(*drawn).best())
+        return
+    check_against_every_plan(drawn, decision)
+
+
+# ---- chains of recurrent layers: none can be cut, and each device updates what it has --------------------------------
+
+
+class Recurrent(nn.Module):
+    """LSTM after LSTM: (steps, N, 1024) to the same."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(1024, 1024) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's outputs."""
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+@cache
+def recurrent(count: int, batch: int = 1, steps: int = 16) -> LayerGraph:
+    with torch.device("meta"):
+        net, inputs = Recurrent(count), torch.zeros(steps, batch, 1024)
+    return capture(net, (inputs,))
+
+
+@pytest.mark.parametrize(("gpu", "link", "batch"), [
+    ("k20", None, 1), ("v100-sxm2", None, 1), ("h100-sxm", None, 1), ("v100-pcie", None, 4), ("k20", None, 16),
+])  # fmt: skip
+def test_four_recurrent_layers_are_at_least_as_fast_as_one_on_each_of_four_devices(
+    gpu: str, link: str | None, batch: int
 ) -> None:
-    case = case_of(PlanRequest())
-    first = in_one_pass(case)
-    usual = hybrid(2, Scheme.GATHER)
-    full = [device.memory_bytes for device in case.cluster.devices]
-    twice = [2 * size for size in full]
-    monkeypatch.setattr(case.costs, "peaks", lambda layers: full if layers == usual.layers else twice)
-    assert taken(case, first, FREE, [rival(usual)], BRIEFLY).plan.layers == usual.layers
-
-
-def test_usual_plans_keep_the_rules_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dropout in replicas between layers in shards breaks R4, however fast it is."""
-    case, usual = case_of(PlanRequest(rules="strict")), hybrid(2, Scheme.INTERLEAVE)
-    broken = replace(usual, layers={**usual.layers, "drop6": Strategy(2, devices=(0, 1))})
-    step_s = case.player.step_s
-    monkeypatch.setattr(case.player, "step_s", lambda plan: 0.0 if plan.layers == broken.layers else step_s(plan))
-    plan = taken(case, in_one_pass(case), FREE, [rival(broken)], BRIEFLY).plan
-    assert plan.layers != broken.layers
-    assert plan.rules == "strict"
-
-
-class SlowMachine:
-    """A clock that playing a plan moves, by so much each."""
-
-    def __init__(self, each_s: float) -> None:
-        self.now_s, self.each_s = 0.0, each_s
-
-    def simulate(self, *given: object) -> object:
-        """A plan played through."""
-        self.now_s += self.each_s
-        return simulate(*given)  # type: ignore[arg-type]
-
-
-def test_a_slow_machine_finds_the_same_plan_and_one_too_slow_for_the_limit_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Searches count what they try; only a time limit far away ends them."""
-    graph, cluster = pair(width=256), cluster_preset("k20", 2, "10gbe")
+    graph, cluster = recurrent(4, batch), cluster_preset(gpu, 4, link)
     costs = RooflineCosts(graph, cluster)
-    fast = decide(graph, cluster, costs, PlanRequest())
-    assert fast.branches is not None
-    assert not [note for note in fast.notes if "time limit" in note]
-    for each_s, said in ((50.0 / fast.branches.tried, False), (60.0, True)):
-        machine = SlowMachine(each_s)
-        monkeypatch.setattr(player, "simulate", machine.simulate)
-        monkeypatch.setattr(case_module, "now_s", lambda machine=machine: machine.now_s)
-        monkeypatch.setattr("parplan.planner.search.branch_attempts.now_s", lambda machine=machine: machine.now_s)
-        slow = decide(graph, cluster, costs, PlanRequest())
-        assert (slow.plan != fast.plan) <= said
-        assert any(note.startswith("The time limit of 60 s ended a search") for note in slow.notes) == said
+    by_hand = {name: Strategy(devices=(number,)) for number, name in enumerate(graph.layers)}
+    hand_s = simulate(graph, cluster, costs, plan_of(graph, cluster, by_hand)).step_s
+    decision = fastest((graph, cluster, costs))
+    assert decision.proof.status == "OPTIMAL"
+    assert decision.proof.objective == pytest.approx(decision.prediction.step_s, rel=1e-6)
+    assert decision.prediction.step_s <= hand_s * (1 + 1e-6)
+    alone = next(rival for rival in decision.baselines if rival.name == "one device")
+    assert alone.step_s is not None
+    assert decision.prediction.step_s < 0.9 * alone.step_s
 
 
-@pytest.mark.parametrize(("part", "tried"), [(0.006, 0), (0.012, 1)])
-def test_sections_that_could_not_gain_enough_together_are_not_tried(
-    monkeypatch: pytest.MonkeyPatch, part: float, tried: int
-) -> None:
-    case = Case.of(graph := pair(), cluster := cluster_preset("k20", 2), RooflineCosts(graph, cluster), PlanRequest())
-    first = in_one_pass(case)
-    monkeypatch.setattr(worth._Times, "gain_s", lambda times, section: part * times.step_s)
-    assert len(worthwhile(sections(graph), first.formulation, first.choice, 2)) == tried
+@pytest.mark.full
+@pytest.mark.parametrize("count", [6, 8])
+def test_more_recurrent_layers_than_devices(count: int) -> None:
+    graph, cluster = recurrent(count), cluster_preset("k20", 4)
+    costs = RooflineCosts(graph, cluster)
+    by_hand = {name: Strategy(devices=(4 * n // count,)) for n, name in enumerate(graph.layers)}
+    decision = fastest((graph, cluster, costs))
+    assert decision.proof.status == "OPTIMAL"
+    hand_s = simulate(graph, cluster, costs, plan_of(graph, cluster, by_hand)).step_s
+    assert decision.prediction.step_s <= hand_s * (1 + 1e-6)
 
 
-def test_an_estimate_is_of_the_fastest_scheme() -> None:
-    case = case_of(PlanRequest(optimizer="momentum"), devices=4)
-    first, step = in_one_pass(case), estimate(case.graph, case.cluster, case.costs, case.request)
-    steps_s = [case.player.step_s(replace(first.plan, scheme=scheme)) for scheme in Scheme]
-    assert step.step_s == pytest.approx(min(steps_s))
-    assert step.step_s < steps_s[0]
-    gathered = estimate(case.graph, case.cluster, case.costs, PlanRequest(optimizer="momentum", scheme="gather"))
-    assert gathered.step_s == pytest.approx(steps_s[0])
+# ---- AlexNet, whose plan runs in passes ------------------------------------------------------------------------------
+
+
+def alexnet_on(devices: int) -> Drawn:
+    graph, cluster = alexnet(128 * devices), cluster_preset("k20", devices)
+    return graph, cluster, RooflineCosts(graph, cluster, optimizer="momentum")
+
+
+def test_a_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster, costs = alexnet_on(2)
+    first = fastest((graph, cluster, costs))
+    peaks = costs.peaks
+    twice = [2 * device.memory_bytes for device in cluster.devices]
+    monkeypatch.setattr(costs, "peaks", lambda layers: twice if layers == first.plan.layers else peaks(layers))
+    other = fastest((graph, cluster, costs))
+    assert other.plan.layers != first.plan.layers
+    assert other.prediction.step_s >= first.prediction.step_s
+    assert other.proof.status == "FEASIBLE"
+    assert other.proof.bound <= first.prediction.step_s
+
+
+@pytest.mark.parametrize("scheme", ["auto", "gather"])
+def test_an_estimate_is_the_step_of_the_plan_that_is_taken(scheme: str) -> None:
+    graph, cluster, costs = alexnet_on(4)
+    step = estimate(graph, cluster, costs, PlanRequest(tolerance=0.0, scheme=scheme))
+    assert step.step_s == pytest.approx(fastest((graph, cluster, costs), scheme=scheme).prediction.step_s)
+
+
+def test_every_layer_has_a_reason_and_none_is_below_zero() -> None:
+    decision = fastest(alexnet_on(4))
+    assert decision.plan.scheme is Scheme.INTERLEAVE
+    assert all(facts.why for facts in decision.layers)
+    assert not [facts.why for facts in decision.layers if ": -" in facts.why]
+
+
+def test_a_given_plan_is_told_what_is_faster() -> None:
+    """A dropout in replicas between layers in shards."""
+    graph, cluster, costs = alexnet_on(2)
+    plan = hybrid(2, Scheme.INTERLEAVE)
+    worse = replace(plan, layers={**plan.layers, "drop6": Strategy(2, devices=(0, 1))})
+    decision = fastest((graph, cluster, costs), plan=worse)
+    assert decision.plan == worse
+    why = next(facts.why for facts in decision.layers if facts.name == "drop6")
+    assert ": -" in why
+    assert why.endswith("; the plan is as given")
+
+
+def test_the_plan_does_not_hang_on_the_time_limit() -> None:
+    drawn = alexnet_on(2)
+    plans = [fastest(drawn, time_limit_s=limit_s).plan for limit_s in (30.0, 300.0)]
+    assert plans[0] == plans[1]

@@ -24,7 +24,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.search.schemes import needs_clock
+from parplan.planner.search.schemes import needs_simulation
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.simulation.timeline import Kind, Lane, PassPolicy, Timeline, simulate
@@ -163,7 +163,7 @@ def test_branches_on_disjoint_devices_run_at_the_same_time() -> None:
     own = {name: Strategy(devices=(1,) if name.startswith("right") else (0,)) for name in graph.layers}
     plan = plan_of(graph, 2, own)
     found = timeline_of(plan, graph, cluster)
-    assert needs_clock(plan, graph)
+    assert needs_simulation(plan, graph)
     assert found.step_s < 0.75 * objective(plan, graph, cluster)
     left, right = (
         [one for one in found.activities if one.kind is Kind.FORWARD and one.what.startswith(side)]

@@ -116,9 +116,9 @@ def test_results_sent_back_are_in_no_layers_line_and_the_transfers_say_so() -> N
     assert "2.00 ms of it brings results back to all devices, in no line above" in text
 
 
-def test_a_step_by_the_clock_says_that_lines_need_not_add_up_to_it() -> None:
+def test_a_simulated_step_says_that_lines_need_not_add_up_to_it() -> None:
     decision = alexnet()
     heading = lines(decision, 80)[0]
     assert heading == "Predicted step"
-    clocked = replace(decision, proof=replace(decision.proof, one_pass=True))
-    assert lines(clocked, 80)[0] == "Predicted step  of the device done last; lines above need not add up to it"
+    simulated = replace(decision, prediction=replace(decision.prediction, simulated=True))
+    assert lines(simulated, 80)[0] == "Predicted step  of the device done last; lines above need not add up to it"
