@@ -17,6 +17,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.stages import stages
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
 from parplan.planner.explain.advice import advice, better_batch
@@ -26,7 +27,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import layer_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, plain
+from parplan.planner.search.context import Case, far_s, plain, shape_of
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,
@@ -94,8 +95,12 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     """
     reviewed = _reviewed(plan, graph, cluster)
     candidates = {name: (strategy,) for name, strategy in plain(reviewed).items()}
-    formulation = formulate(graph, cluster, costs, candidates)
-    step = prediction(formulation, (0,) * len(formulation.problem.nodes), costs)
+    shape = shape_of(reviewed, graph, cluster)
+    formulation = formulate(
+        graph, cluster, costs, candidates, shape=shape, far_s=far_s(graph, cluster, costs, candidates)
+    )
+    choice = formulation.choice(plain(reviewed), stages(graph, plain(reviewed), reviewed.scheme).of)
+    step = prediction(formulation, choice, costs)
     if not needs_simulation(plan, graph):
         return step
     return simulated_prediction(step, simulate(graph, cluster, costs, reviewed))

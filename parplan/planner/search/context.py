@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic as now_s
 
@@ -16,7 +16,7 @@ from parplan.planner.search.branches import homes_of
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
-from parplan.planner.solver.problem import Solution, Status, evaluate
+from parplan.planner.solver.problem import Solution, Status, evaluate, objective
 
 __all__ = ["Case", "Deadline", "first_lanes", "fits", "plain", "shape_of", "without_period"]
 
@@ -136,3 +136,9 @@ def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
                 used = set(own.devices) & set(group.members)
                 lanes |= set() if group.members[0] in used else used
     return replace(shape, lanes=tuple(sorted(lanes)), homes=tuple((one,) for one in homes), placed=True)
+
+
+def far_s(graph: LayerGraph, cluster: Cluster, costs: CostModel, candidates: Mapping[str, Sequence[Strategy]]) -> float:
+    """Seconds that no step worth considering takes: twice those of every layer's first strategy, one after another."""
+    alone = formulate(graph, cluster, costs, {name: own[:1] for name, own in candidates.items()})
+    return 2 * objective(alone.problem, [0] * len(alone.problem.nodes))

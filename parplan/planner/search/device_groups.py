@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.search.branches import Branch
+from parplan.planner.search_space.strategies import device_blocks
 
 __all__ = ["Group", "Share", "balance", "groupings", "placements"]
 
@@ -116,9 +117,14 @@ def balance(shares: Sequence[Share], speeds: Sequence[float], backwards: bool = 
 
 
 def placements(
-    phase: Sequence[Branch], graph: LayerGraph, cluster: Cluster, costs: CostModel
+    phase: Sequence[Branch], graph: LayerGraph, cluster: Cluster, costs: CostModel, every: bool
 ) -> Iterator[tuple[tuple[Branch, Group], ...]]:
-    """Branches of a phase spread over disjoint groups of devices: a group for each branch."""
+    """Branches of a phase spread over disjoint groups of devices: a group for each branch.
+
+    Args:
+        every: all ways to give the branches aligned blocks, equal or disjoint ones; otherwise groups that make up all
+            devices, with the branches spread evenly over them.
+    """
     alone = [Strategy(devices=(group.members[0],)) for group in cluster.groups]
 
     def work_s(branch: Branch, on: Strategy) -> float:
@@ -129,6 +135,13 @@ def placements(
     fastest = [sum(works) / max(sum(work_s(branch, one) for branch in phase), 1e-300) for one in alone]
     speed = {device: fast for group, fast in zip(cluster.groups, fastest, strict=True) for device in group.members}
     seen = set()
+    if every:
+        blocks = list(device_blocks(cluster.count, everywhere=True))
+        for own in product(blocks, repeat=len(phase)):
+            apart = all(a == b or not set(a) & set(b) for a, b in combinations(own, 2))
+            if apart and len(set(own)) > 1:
+                yield tuple(zip(phase, own, strict=True))
+        return
     for count in range(2, min(len(phase), cluster.count) + 1):
         for groups in groupings(cluster, range(cluster.count), count, works):
             chosen = balance([Share(own, {}) for own in works], [sum(speed[d] for d in group) for group in groups])

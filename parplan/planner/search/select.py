@@ -13,7 +13,7 @@ bound. OPTIMAL is said where every shape that is legal was solved or refuted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -24,7 +24,7 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import Case, first_lanes, plain, shape_of
+from parplan.planner.search.context import Case, far_s, first_lanes, plain, shape_of
 from parplan.planner.search.device_groups import placements
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
@@ -33,7 +33,7 @@ from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
 from parplan.planner.search_space.shape import Placement, Shape
 from parplan.planner.search_space.verifier import check
-from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
+from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import solve
 
 __all__ = ["Found", "ShapeSearch"]
@@ -47,6 +47,9 @@ ATTEMPTS = 4
 
 ANYWHERE = 8
 """Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
+
+EVERY_PLACEMENT = 2
+"""Devices up to which branches are placed on all disjoint blocks; on more, on blocks that make up all devices."""
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""
@@ -101,17 +104,17 @@ class ShapeSearch:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
-    def formulation(self, shape: Shape, far_s: float = 0.0) -> Formulation | None:
+    def formulation(self, shape: Shape, beyond_s: float = 0.0) -> Formulation | None:
         """The problem of a shape with all strategies that some question allows; None where a layer has none."""
-        key = (shape, far_s > 0)
+        key = (shape, beyond_s > 0)
         if key not in self._formulations:
             begin = time.perf_counter()
-            self._formulations[key] = self._formulated(shape, far_s)
+            self._formulations[key] = self._formulated(shape, beyond_s)
             self.costs_s += time.perf_counter() - begin
             self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
-    def _formulated(self, shape: Shape, far_s: float) -> Formulation | None:
+    def _formulated(self, shape: Shape, beyond_s: float) -> Formulation | None:
         case = self.case
         if not self._formulations:
             case.phase("costs")
@@ -123,22 +126,15 @@ class ShapeSearch:
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))
         on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
         strict = case.request.rules == "strict"
-        far_s = far_s or self._far_s(options, shape)
+        if not beyond_s and shape.by_device:
+            beyond_s = far_s(case.graph, case.cluster, case.costs, options)
         try:
             return formulate(
-                case.graph, case.cluster, case.costs, options, shape=shape, far_s=far_s, strict=strict,
+                case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
                 on_layer=on_layer,
             )  # fmt: skip
         except InfeasibleShape:
             return None
-
-    def _far_s(self, options: Mapping[str, Sequence[Strategy]], shape: Shape) -> float:
-        """Seconds of a step on one device after the other, twice: where several kinds of devices are followed."""
-        if not shape.by_device:
-            return 0.0
-        first = {name: own[:1] for name, own in options.items()}
-        alone = formulate(self.case.graph, self.case.cluster, self.case.costs, first)
-        return 2 * evaluate(alone.problem, [0] * len(alone.problem.nodes)).objective
 
     # ---- the search ----
 
@@ -203,6 +199,7 @@ class _Run:
         self.tried = 0
         self.without_s: float | None = None
         self.limit_s, self.uneven = inf, False
+        self.unfit: tuple[float, Plan, Formulation, tuple[int, ...]] | None = None
         self.first: tuple[Formulation, Solution] | None = None
 
     @property
@@ -210,9 +207,14 @@ class _Run:
         """Seconds that another plan has to stay below."""
         return self.best[0] * (1 - BETTER) if self.best is not None else self.limit_s
 
-    def attempt(self, shape: Shape, far_s: float = 0.0) -> float:
-        """Solve or refute a shape; gives the bound of its plans, inf where there are none."""
-        formulation = self.search.formulation(shape, far_s)
+    def attempt(self, shape: Shape, beyond_s: float = 0.0, least_s: float = 0.0) -> float:
+        """Solve or refute a shape; gives the bound of its plans, inf where there are none.
+
+        Args:
+            beyond_s: seconds that no step worth considering takes, where devices are followed.
+            least_s: a bound of its plans that is known.
+        """
+        formulation = self.search.formulation(shape, beyond_s)
         if formulation is None:
             return inf
         problem = masked(formulation, self.pinned)
@@ -220,14 +222,23 @@ class _Run:
         if self.first is None:
             self.first = formulation, solution
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
-            plan = self.plan_of(formulation, solution.choice)
-            self.best = solution.objective, plan, formulation, solution.choice
+            found = solution.objective, self.plan_of(formulation, solution.choice), formulation, solution.choice
+            if self.fits(found[1], formulation):
+                self.best = found
+            else:
+                self.unfit = self.unfit or found
         refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
-        bound = (self.best[0] if self.best is not None else self.cutoff) if refuted else solution.bound
+        bound = (self.best[0] if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
         if not shape.average:
             self.bound = min(self.bound, bound)
             self.covered.append(shape.describe())
         return bound
+
+    def fits(self, plan: Plan, formulation: Formulation) -> bool:
+        """Whether a plan fits with its transfers, which the problem only estimates."""
+        peaks = self.case.costs.peaks(plain(plan)) or ()
+        limits = formulation.problem.limits
+        return self.case.request.plan is not None or all(p <= most for p, most in zip(peaks, limits, strict=False))
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
         """The plan that a choice stands for, with pinned update periods."""
@@ -263,7 +274,7 @@ class _Run:
             over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
             if not any(over):
                 return found if found is first else replace(found, bound=first.bound)
-            lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
+            lowered = tuple(max(known / 2, known - more) for known, more in zip(lowered, over, strict=True))
             found = once(replace(problem, limits=lowered), AGAIN)
         return first
 
@@ -289,17 +300,19 @@ class _Run:
             if self.best is None:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
             return
-        phases = self.phases()
-        if self.best is not None and not case.cluster.mixed and self.refuted(phases):
-            self.covered += [ANY_BLOCK, BRANCHES]
-            return
-        if self.best is None or case.cluster.mixed or not (phases and self.refuted(())):
-            self.attempt(
-                Shape(lanes=every, anywhere=True, uneven=self.uneven), self.cutoff if self.best is not None else 0.0
-            )
-        else:
+        phases, least_s, alone_s = self.phases(), 0.0, 0.0
+        if self.best is not None and not case.cluster.mixed:
+            least_s = alone_s = self.folded_bound(phases)
+            if least_s >= self.cutoff:
+                self.covered += [ANY_BLOCK, BRANCHES]
+                return
+            alone_s = self.folded_bound(()) if phases else least_s
+        if self.best is not None and alone_s >= self.cutoff:
             self.covered.append(ANY_BLOCK)
-        self.branches(phases)
+        else:
+            shape = Shape(lanes=every, anywhere=True, uneven=self.uneven)
+            self.attempt(shape, self.cutoff if self.best is not None else 0.0, alone_s)
+        self.branches(phases, least_s)
 
     def phases(self) -> list[tuple[Branch, ...]]:
         """Phases of branches that could run at the same time, where layers are free to be moved."""
@@ -308,8 +321,8 @@ class _Run:
             return []
         return [phase for section in sections(self.case.graph) for phase in section.phases if len(phase) > 1]
 
-    def refuted(self, phases: Sequence[tuple[Branch, ...]]) -> bool:
-        """Whether no plan on any blocks, with branches of `phases` at the same time, beats the best."""
+    def folded_bound(self, phases: Sequence[tuple[Branch, ...]]) -> float:
+        """Seconds that no plan on any blocks, with branches of `phases` at the same time, takes less than."""
         outer: list[tuple[Branch, ...]] = []
         taken: set[str] = set()
         inside: set[str] = set()
@@ -319,23 +332,26 @@ class _Run:
             outer += [] if members & (taken - members) or members & inside else [phase]
         homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
         shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True, uneven=self.uneven)
-        return self.attempt(shape, self.cutoff) >= self.cutoff
+        return self.attempt(shape, self.cutoff)
 
-    def branches(self, phases: Sequence[tuple[Branch, ...]]) -> None:
+    def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float) -> None:
         """Branches at the same time on disjoint blocks of the devices, or one after another, phase by phase."""
         if not phases or self.best is None:
             self.covered.append(BRANCHES)
             return
         self.without_s = self.best[0]
+        cluster = self.case.cluster
+        anywhere = cluster.count <= EVERY_PLACEMENT and not cluster.mixed
         homes: list[tuple[Placement, ...]] = []
         for phase in phases:
             members = {name for branch in phase for name in branch}
             if not any(members & {*branch} for known in homes for branch, _ in known[0]):
-                homes.append(tuple(placements(phase, self.case.graph, self.case.cluster, self.case.costs)))
+                homes.append(tuple(placements(phase, self.case.graph, cluster, self.case.costs, anywhere)))
         first = {min(block) for known in homes for one in known for _, block in one}
-        lanes = tuple(sorted({*first_lanes(self.case.cluster), *first}))
+        lanes = range(cluster.count) if anywhere else sorted({*first_lanes(cluster), *first})
         self.tried += sum(map(len, homes))
-        self.attempt(Shape(lanes=lanes, homes=tuple(homes), uneven=self.uneven), self.cutoff)
+        shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
+        self.attempt(shape, self.cutoff, least_s)
 
     # ---- the answer ----
 
@@ -351,6 +367,8 @@ class _Run:
         given, tolerance = self.case.request.plan, self.case.request.tolerance
         if given is not None:
             return self._given(given, time.perf_counter() - begin)
+        if self.best is None and self.unfit is not None:
+            self.best = self.unfit  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
             raise self._none()
         fastest_s = self.best[0]
@@ -393,17 +411,15 @@ class _Run:
         found = solve(replace(problem, edges=tuple(edges)), limit_s, hint=choice)
         if found.choice is None:
             return
-        peaks = self.case.costs.peaks(formulation.strategies(found.choice)) or ()
-        step_s = objective(problem, found.choice)
-        if step_s <= most_s and all(peak <= limit for peak, limit in zip(peaks, problem.limits, strict=False)):
-            self.best = step_s, self.plan_of(formulation, found.choice), formulation, found.choice
+        step_s, simpler = objective(problem, found.choice), self.plan_of(formulation, found.choice)
+        if step_s <= most_s and self.fits(simpler, formulation):
+            self.best = step_s, simpler, formulation, found.choice
 
     def _given(self, plan: Plan, seconds: float) -> Found:
         case = self.case
         shape = shape_of(plan, case.graph, case.cluster)
-        own = {name: (strategy,) for name, strategy in plain(plan).items()}
-        far_s = self.search._far_s(own, shape)
-        formulation = formulate(case.graph, case.cluster, case.costs, own, shape=shape, far_s=far_s)
+        formulation = self.search.formulation(shape)
+        assert formulation is not None  # it has the plan's own strategies
         choice = formulation.choice(plain(plan), stages(case.graph, plain(plan), plan.scheme).of)
         step_s = objective(formulation.problem, choice)
         return Found(plan, formulation, choice, step_s, min(self.bound, step_s), seconds, tuple(self.covered))

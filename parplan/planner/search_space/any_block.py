@@ -89,5 +89,6 @@ def _least(own: NodeParts, groups: Groups, share: FloatArray) -> NodeParts:
 
 def _least_pairs(seconds: FloatArray, sources: Groups, targets: Groups) -> FloatArray:
     rows = np.array([seconds[group].min(axis=0) for group in sources])
-    columns: FloatArray = np.array([rows[:, group].min(axis=1) for group in targets])
-    return columns.T
+    columns = [rows[:, group].min(axis=1) for group in targets]
+    least: FloatArray = np.array(columns).T
+    return least

@@ -14,7 +14,7 @@ import numpy as np
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.plan import Scheme, Strategy
-from parplan.planner.decision import ANY_BLOCK, BRANCHES
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Linear
 
@@ -68,7 +68,7 @@ class Shape:
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
         if self.homes and not self.average:
-            return BRANCHES
+            return BRANCHES if self.anywhere else SOME_BRANCHES
         if self.anywhere:
             return ANY_BLOCK
         passes = f", {self.max_replicas} to {self.min_replicas} replicas" if self.passes > 1 else ""

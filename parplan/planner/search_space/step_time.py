@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from parplan.plan import Scheme
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import FloatArray, Maximum, Row
@@ -158,7 +160,7 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
                 counted = _counted(parts, v, place)
                 row.node(v, counted * parts.nodes[v].once_s)
                 for e in (e for e, part in enumerate(parts.edges) if part.target == v):
-                    row.edge(e, counted * parts.edges[e].once[0])
+                    row.edge(e, _held(parts, e, place) * parts.edges[e].once[0])
             rows.append(row.row())
         maxima.append(Maximum("forward of branches", (*rows, *_shared(parts, rows)), 1.0))
     if shape.passes > 1:
@@ -180,6 +182,16 @@ def _tracks(parts: StepParts, phase: Sequence[Sequence[int]]) -> list[tuple[Sequ
 def _counted(parts: StepParts, v: int, place: int | None) -> FloatArray | float:
     beside = parts.nodes[v].beside
     return 1.0 if place is None or beside is None else beside[place]
+
+
+def _held(parts: StepParts, e: int, place: int | None) -> FloatArray | float:
+    """Whether a lane's time has a transfer, per pair of options: it holds the devices of both ends."""
+    edge = parts.edges[e]
+    counted = _counted(parts, edge.target, place)
+    if place is None or isinstance(counted, float):
+        return 1.0
+    held: FloatArray = np.maximum(parts.nodes[edge.source].lanes[place][:, None], counted)
+    return held
 
 
 def _shared(parts: StepParts, rows: Sequence[Row]) -> list[Row]:
@@ -296,7 +308,7 @@ class _Backward:
                     self.ends[place] = self.add(f"gradient sums of {v}", *rows)
         for e in self.into[v]:
             edge = self.parts.edges[e]
-            done.edge(e, counted * edge.once[1])
+            done.edge(e, _held(self.parts, e, lane) * edge.once[1])
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])

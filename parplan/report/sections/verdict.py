@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, Baseline, Decision, Proof, Seconds
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Baseline, Decision, Proof, Seconds
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
@@ -71,7 +71,9 @@ def _optimal(decision: Decision) -> str:
         wants.append("has its layers on the first devices")
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
-    wants += ["runs its branches one after another"] if decision.branches and BRANCHES not in covered else []
+    if decision.branches and BRANCHES not in covered:
+        some = "runs branches at the same time on all devices, the rest on the first, or one after another"
+        wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")
     wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
