@@ -22,12 +22,12 @@ import numpy as np
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, Simpler
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, Simpler
 from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.context import Case, far_s, first_lanes, plain, shape_of
 from parplan.planner.search.device_groups import placements
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
-from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
+from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate, without_boundaries
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
@@ -111,7 +111,8 @@ class ShapeSearch:
             begin = time.perf_counter()
             self._formulations[key] = self._formulated(shape, beyond_s)
             self.costs_s += time.perf_counter() - begin
-            self.case.deadline.extend(time.perf_counter() - begin)
+            if len(self._formulations) == 1:  # layers may have been measured
+                self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
     def _formulated(self, shape: Shape, beyond_s: float) -> Formulation | None:
@@ -156,8 +157,7 @@ class ShapeSearch:
             run.attempt(Shape(lanes=first_lanes(case.cluster), uneven=True))
             run.with_equal_parts(self._shapes(schemes, pinned))
         else:
-            for shape in self._shapes(schemes, pinned):
-                run.attempt(shape)
+            run.attempts(self._shapes(schemes, pinned))
         if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
             run.any_block()
         return run.found(begin)
@@ -240,6 +240,19 @@ class _Run:
         limits = formulation.problem.limits
         return self.case.request.plan is not None or all(p <= most for p, most in zip(peaks, limits, strict=False))
 
+    def attempts(self, shapes: Iterable[Shape]) -> None:
+        """Solve or refute shapes; on many devices all with passes at once, where free transfers would not suffice."""
+        refuted = False
+        for shape in shapes:
+            if shape.passes > 1 and self.best is not None and not refuted and self.case.cluster.count > ANYWHERE:
+                formulation = self.search.one_pass()
+                problem = masked(replace(formulation, problem=without_boundaries(formulation)), self.pinned)
+                limit_s = self.case.deadline.part_s(SHARE * self.part)
+                refuted = solve(problem, limit_s, cutoff=self.cutoff).status is Status.INFEASIBLE
+                self.covered += [PASSES] * refuted
+            if shape.passes == 1 or not refuted:
+                self.attempt(shape)
+
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
         """The plan that a choice stands for, with pinned update periods."""
         graph, periods, shape = self.case.graph, self.pinned.periods, formulation.shape
@@ -283,8 +296,7 @@ class _Run:
         uneven, bound, covered = self.best, self.bound, self.covered
         self.limit_s = uneven[0] * (1 + self.case.request.tolerance) if uneven is not None else inf
         self.best, self.bound, self.covered = None, inf, []
-        for shape in shapes:
-            self.attempt(shape)
+        self.attempts(shapes)
         self.limit_s, self.uneven = inf, self.best is None and uneven is not None
         if self.uneven:
             self.best, self.bound = uneven, min(bound, self.bound)

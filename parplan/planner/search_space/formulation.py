@@ -40,6 +40,7 @@ __all__ = [
     "formulate",
     "like_readers",
     "reassembled",
+    "without_boundaries",
 ]  # fmt: skip
 
 DELIVERY = "(delivery)"
@@ -218,6 +219,23 @@ def reassembled(formulation: Formulation, parts: StepParts) -> Problem:
     nodes = tuple(replace(node, cost_s=seconds) for node, seconds in zip(known.nodes, node_s, strict=True))
     edges = tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(parts.edges, edge_s, strict=True))
     return replace(known, nodes=nodes, edges=edges, maxima=maxima)
+
+
+def without_boundaries(formulation: Formulation) -> Problem:
+    """The problem in one pass with free transfers wherever replicas change, of inputs and of results.
+
+    No plan in passes takes less, as passes hide such transfers at best, and small parts are no faster in all.
+    """
+    parts, delivery = formulation.parts, len(formulation.options)
+    counts = [np.array([option.strategy.replicas for option in own]) for own in formulation.options]
+    edges = []
+    for edge in parts.edges:
+        same = np.zeros((len(edge.allowed), 1)) if edge.target == delivery else None
+        kept = counts[edge.source][:, None] == counts[edge.target][None, :] if same is None else same
+        edges.append(replace(edge, once=(kept * edge.once[0], kept * edge.once[1])))
+    arrivals = [np.array([option.arrival_s for option in own]) for own in formulation.options]
+    nodes = [replace(own, once_s=own.once_s - arrival) for own, arrival in zip(parts.nodes, arrivals, strict=False)]
+    return reassembled(formulation, replace(parts, nodes=[*nodes, parts.nodes[delivery]], edges=edges))
 
 
 def _device_names(cluster: Cluster) -> tuple[str, ...]:

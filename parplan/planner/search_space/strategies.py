@@ -15,6 +15,8 @@ from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r7_l
 
 __all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "strategies"]
 
+# Up to so many devices blocks have every size; on more, sizes that divide their number, and powers of two.
+EVERY_SIZE = 16
 # Where devices differ, the first so many of each kind are combined in every way, up to this number of combinations.
 MOST_COMBINATIONS = 64
 
@@ -22,10 +24,14 @@ MOST_COMBINATIONS = 64
 def device_blocks(count: int, everywhere: bool = False) -> Iterator[tuple[int, ...]]:
     """Blocks of neighbouring devices: the first 1, 2, ... `count`; with `everywhere` aligned ones too.
 
+    On many devices (EVERY_SIZE) sizes are those that divide `count`, and powers of two.
+
     >>> list(device_blocks(2, everywhere=True))
     [(0,), (1,), (0, 1)]
     """
     for size in range(1, count + 1):
+        if count > EVERY_SIZE and count % size and size & (size - 1):
+            continue
         starts = range(0, count - size + 1, size) if everywhere else (0,)
         for start in starts:
             yield tuple(range(start, start + size))
