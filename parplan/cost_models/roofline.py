@@ -28,7 +28,7 @@ from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
-from parplan.layout import Layout
+from parplan.layout import Grid, Layout
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -198,12 +198,12 @@ class RooflineCosts:
             else:
                 whole_bytes += nbytes
         grid = strategy.grid
-        columns = [grid.column(column) for column in range(grid.shards)]
-        return self._all_reduce_s(columns, cut_bytes) + self._all_reduce_s([grid.devices], whole_bytes)
+        by_column = self._all_reduce_s(grid, cut_bytes)
+        return by_column + self._all_reduce_s(Grid(grid.devices, len(grid.devices), 1), whole_bytes)
 
-    def _all_reduce_s(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
+    def _all_reduce_s(self, grid: Grid, nbytes: int) -> float:
         """A layer's share of a message."""
-        return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
+        return nbytes * self.transfers.all_reduce(grid, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
     def _layer(self, layer: Layer, strategy: Strategy, passes: int, kind: _Kind) -> LayerCost:
         works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
