@@ -9,7 +9,7 @@ the planner from their table (arrays, for thousands of devices), the runtime fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, repeat
@@ -24,6 +24,29 @@ __all__ = [
 ]  # fmt: skip
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """Device numbers with the first one, where they are numbered on from there (else None), and their hash."""
+
+    devices: tuple[int, ...]
+    first: int | None
+    hash: int
+
+
+_NUMBERINGS: dict[int, _Numbering] = {}
+"""By identity: thousands of grids are of one tuple of devices, which is kept, so that no other one has its `id`."""
+
+
+def _numbering(devices: tuple[int, ...]) -> _Numbering:
+    known = _NUMBERINGS.get(id(devices))
+    if known is None:
+        if len(_NUMBERINGS) >= 1024:
+            _NUMBERINGS.clear()
+        first = devices[0] if devices and devices == tuple(range(devices[0], devices[0] + len(devices))) else None
+        known = _NUMBERINGS[id(devices)] = _Numbering(devices, first, hash(devices))
+    return known
 
 
 @dataclass(frozen=True)
@@ -52,8 +75,7 @@ class Grid:
     @cached_property
     def first(self) -> int | None:
         """The first device, where they are numbered on from there; None in any other order."""
-        first = self.devices[0]
-        return first if self.devices == tuple(range(first, first + len(self.devices))) else None
+        return _numbering(self.devices).first
 
     def position(self, device: int) -> tuple[int, int]:
         """Row and column of `device`."""
@@ -63,13 +85,15 @@ class Grid:
         """The device at one place of the grid."""
         return self.devices[row * self.shards + column]
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.devices, self.replicas, self.shards))
+    @property
+    def key(self) -> Hashable:
+        """A short key of its devices and their arrangement, as there may be thousands."""
+        numbering = _numbering(self.devices)
+        return (self.devices if numbering.first is None else numbering.first, self.replicas, self.shards)
 
     def __hash__(self) -> int:
-        """That of its fields, once: layouts are looked up often, and the devices may be thousands."""
-        return self._hash
+        """That of its fields, without going through the devices each time."""
+        return hash((_numbering(self.devices).hash, self.replicas, self.shards))
 
     def row(self, row: int) -> tuple[int, ...]:
         """The devices that hold the shards of one replica."""

@@ -7,7 +7,7 @@ the largest part is priced once for each kind of device that has a part, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -26,6 +26,7 @@ from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
+from parplan.layout import Grid
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
@@ -193,12 +194,12 @@ class RooflineCosts:
             else:
                 whole_bytes += nbytes
         grid = strategy.grid
-        columns = [grid.column(column) for column in range(grid.shards)]
-        return self._all_reduce_s(columns, cut_bytes) + self._all_reduce_s([grid.devices], whole_bytes)
+        by_column = self._all_reduce_s(grid, cut_bytes)
+        return by_column + self._all_reduce_s(Grid(grid.devices, len(grid.devices), 1), whole_bytes)
 
-    def _all_reduce_s(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
+    def _all_reduce_s(self, grid: Grid, nbytes: int) -> float:
         """A layer's share of a message."""
-        return nbytes * self.transfers.all_reduce(groups, self.message_bytes) / self.message_bytes if nbytes else 0.0
+        return nbytes * self.transfers.all_reduce(grid, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = _PRECISIONS.get(kernel.dtype, self.precision)

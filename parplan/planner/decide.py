@@ -100,7 +100,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
         graph, cluster, costs, candidates, shape=shape, far_s=far_s(graph, cluster, costs, candidates)
     )
     choice = formulation.choice(plain(reviewed), stages(graph, plain(reviewed), reviewed.scheme).of)
-    step = prediction(formulation, choice, costs)
+    step = prediction(formulation, choice, costs, cluster.count)
     if not needs_simulation(plan, graph):
         return step
     return simulated_prediction(step, simulate(graph, cluster, costs, reviewed))
@@ -122,7 +122,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
 
 def _predicted(case: Case, found: Found) -> Prediction:
     """The step of a plan by the objective; simulated where its layers do not run one after another."""
-    step = prediction(found.formulation, found.choice, case.costs)
+    step = prediction(found.formulation, found.choice, case.costs, case.cluster.count)
     if not needs_simulation(found.plan, case.graph):
         return step
     return simulated_prediction(step, case.player.timeline(found.plan))

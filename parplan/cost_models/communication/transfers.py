@@ -80,7 +80,7 @@ class Transfers:
     def __init__(self, cluster: Cluster, links: MeasuredLinks | None = None) -> None:
         self.topology = Topology(cluster)
         self.links = links
-        self._rings: dict[tuple[tuple[int, ...], ...], Linear] = {}
+        self._rings: dict[Hashable, Linear] = {}
         self._prices: dict[Hashable, _Price] = {}
         self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Table] = {}
 
@@ -106,16 +106,15 @@ class Transfers:
         forward_s = by_price[prices.index]
         return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
 
-    def all_reduce(self, groups: Sequence[tuple[int, ...]], nbytes: int) -> float:
-        """Seconds for all disjoint `groups` to sum a tensor of `nbytes` each, at once."""
-        size = max((len(group) for group in groups), default=1)
+    def all_reduce(self, grid: Grid, nbytes: int) -> float:
+        """Seconds for the devices of every column of `grid` to sum a tensor of `nbytes` each, all columns at once."""
+        size = grid.replicas
         curve = self.links.curve("all-reduce", size) if self.links is not None and size > 1 else None
         if curve is not None:
             return float(curve.seconds(nbytes))
-        key = tuple(groups)
-        if key not in self._rings:
-            self._rings[key] = self.topology.all_reduce(key)
-        return self._rings[key].seconds(nbytes)
+        if grid.key not in self._rings:
+            self._rings[grid.key] = self.topology.all_reduce([grid.column(column) for column in range(grid.shards)])
+        return self._rings[grid.key].seconds(nbytes)
 
     def _price(self, source: Layout, target: Layout) -> _Price:
         key = _class(source, target, self.topology)

@@ -104,9 +104,9 @@ class ProfileCosts:
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""
-        grid, nbytes = strategy.grid, self._parameter_bytes(layer, strategy)
-        columns = [grid.column(column) for column in range(grid.shards)]
-        return nbytes * self.transfers.all_reduce(columns, self._bucket_bytes) / self._bucket_bytes if nbytes else 0.0
+        nbytes = self._parameter_bytes(layer, strategy)
+        reduced_s = self.transfers.all_reduce(strategy.grid, self._bucket_bytes)
+        return nbytes * reduced_s / self._bucket_bytes if nbytes else 0.0
 
     def _samples(self, layer: Layer, strategy: Strategy, passes: int = 1) -> int:
         return ceil(self._batch / (strategy.replicas * passes)) if layer.batch is not None else self._batch

@@ -19,7 +19,7 @@ from parplan.planner.solver.problem import evaluate
 __all__ = ["layer_reports", "memory_excess", "prediction"]
 
 
-def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel) -> Prediction:
+def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel, devices: int) -> Prediction:
     """The step of a choice by the objective: seconds by part, and peak bytes of every device.
 
     The parts add up to the step where all layers run once and one after another; of other plans the simulated step has
@@ -45,7 +45,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         transfer_s=transfer,
         reduce_s=sum(option.reduce_s for option in chosen),
         exposed_reduce_s=exposed + unhidden,
-        memory_bytes=costs.peaks(formulation.strategies(choice)) or tuple(int(peak) for peak in found.peaks),
+        memory_bytes=costs.peaks(formulation.strategies(choice)) or formulation.device_peaks(choice, devices),
         update_s=update,
         overhead_s=step.overhead_s,
         low_s=max(0.0, found.objective - doubt),

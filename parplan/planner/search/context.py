@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic as now_s
 
@@ -16,9 +16,9 @@ from parplan.planner.search.branches import homes_of
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
-from parplan.planner.solver.problem import Solution, Status, evaluate, objective
+from parplan.planner.solver.problem import Solution, Status, objective
 
-__all__ = ["Case", "Deadline", "first_lanes", "fits", "plain", "shape_of", "without_period"]
+__all__ = ["Case", "Deadline", "fits", "followed", "plain", "shape_of", "without_period"]
 
 
 class Deadline:
@@ -110,13 +110,21 @@ def fits(graph: LayerGraph, cluster: Cluster, costs: CostModel, layers: Layers) 
     peaks: Sequence[float] | None = costs.peaks(layers)
     if peaks is None:
         alone = formulate(graph, cluster, costs, {name: (own,) for name, own in layers.items()})
-        peaks = evaluate(alone.problem, [0] * len(alone.problem.nodes)).peaks
+        peaks = alone.device_peaks([0] * len(alone.options), cluster.count)
     return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))
 
 
-def first_lanes(cluster: Cluster) -> tuple[int, ...]:
-    """The first device of each kind: blocks of the first devices have it if they have any of its kind."""
-    return tuple(sorted(group.members[0] for group in cluster.groups))
+def followed(cluster: Cluster, blocks: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Devices of which one has, at any moment, as much to do and to hold as any other, for layers on these blocks.
+
+    The first of each kind, where every block has it if it has any of its kind; otherwise also those of other blocks.
+    """
+    lanes = {group.members[0] for group in cluster.groups}
+    for block in set(map(tuple, blocks)):
+        for group in cluster.groups:
+            used = set(block) & set(group.members)
+            lanes |= set() if group.members[0] in used else used
+    return tuple(sorted(lanes))
 
 
 def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
@@ -129,12 +137,10 @@ def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
     shape = Shape(plan.scheme, when.max_replicas, when.min_replicas) if when.passes > 1 else ONE_PASS
     homes = homes_of(graph, {name: own.devices for name, own in plan.layers.items()}) if when.passes == 1 else ()
     placed = {name for phase in homes for branch, _ in phase for name in branch}
-    lanes = {*first_lanes(cluster), *(min(block) for phase in homes for _, block in phase)}
-    for name, own in plan.layers.items():
-        if name not in placed:
-            for group in cluster.groups:
-                used = set(own.devices) & set(group.members)
-                lanes |= set() if group.members[0] in used else used
+    lanes = {
+        *followed(cluster, (own.devices for name, own in plan.layers.items() if name not in placed)),
+        *(min(block) for phase in homes for _, block in phase),
+    }
     return replace(shape, lanes=tuple(sorted(lanes)), homes=tuple((one,) for one in homes), placed=True)
 
 

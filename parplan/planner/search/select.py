@@ -24,7 +24,7 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import Case, far_s, first_lanes, plain, shape_of
+from parplan.planner.search.context import Case, far_s, followed, plain, shape_of
 from parplan.planner.search.device_groups import placements
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate, without_boundaries
@@ -93,6 +93,10 @@ class ShapeSearch:
     def __init__(self, case: Case, asked: Questions) -> None:
         self.case, self.asked = case, asked
         self.costs_s = 0.0
+        known = candidates(asked, case.graph, case.cluster, False, case.uneven)
+        given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
+        blocks = (one.devices for own in known.values() for one in own)
+        self.lanes = followed(case.cluster, (*blocks, *given))
         self._formulations: dict[tuple[Shape, bool], Formulation | None] = {}
         self._infeasible: tuple[Formulation, Solution] | None = None
 
@@ -100,7 +104,7 @@ class ShapeSearch:
 
     def one_pass(self) -> Formulation:
         """The problem of plans in one pass on the first devices."""
-        found = self.formulation(Shape(lanes=first_lanes(self.case.cluster), uneven=self.case.uneven))
+        found = self.formulation(Shape(lanes=self.lanes, uneven=self.case.uneven))
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
@@ -154,7 +158,7 @@ class ShapeSearch:
         run = _Run(self, pinned, part)
         schemes = schemes_of(case.request.scheme)
         if case.uneven and case.request.plan is None:
-            run.attempt(Shape(lanes=first_lanes(case.cluster), uneven=True))
+            run.attempt(Shape(lanes=self.lanes, uneven=True))
             run.with_equal_parts(self._shapes(schemes, pinned))
         else:
             run.attempts(self._shapes(schemes, pinned))
@@ -166,7 +170,7 @@ class ShapeSearch:
         """One pass, then passes: most replicas by fewest, fewer passes first."""
         graph, count = self.case.graph, self.case.cluster.count
         periods = set(pinned.periods.values())
-        lanes = first_lanes(self.case.cluster)
+        lanes = self.lanes
         known = {
             one.replicas
             for name, own in candidates(self.asked, graph, self.case.cluster, False).items()
@@ -360,7 +364,7 @@ class _Run:
             if not any(members & {*branch} for known in homes for branch, _ in known[0]):
                 homes.append(tuple(placements(phase, self.case.graph, cluster, self.case.costs, anywhere)))
         first = {min(block) for known in homes for one in known for _, block in one}
-        lanes = range(cluster.count) if anywhere else sorted({*first_lanes(cluster), *first})
+        lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
         self.tried += sum(map(len, homes))
         shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
         self.attempt(shape, self.cutoff, least_s)

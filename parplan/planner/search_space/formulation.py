@@ -115,6 +115,16 @@ class Formulation:
         ]
         return (*picked, *[0] * (len(self.problem.nodes) - len(picked)))
 
+    def device_peaks(self, choice: Sequence[int], devices: int) -> tuple[int, ...]:
+        """Peak bytes of every device by what layers hold, without transfers."""
+        changes: list[dict[int, float]] = [{} for _ in range(devices)]
+        for own, k in zip(self.options, choice, strict=False):
+            for held in own[k].memory.held:
+                for device in own[k].strategy.devices:
+                    for moment, nbytes in ((held.start, held.nbytes), (held.end, -held.nbytes)):
+                        changes[device][moment] = changes[device].get(moment, 0.0) + nbytes
+        return tuple(int(np.cumsum([0.0, *(one[t] for t in sorted(one))]).max()) for one in changes)
+
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategies that a choice stands for, by layer."""
         return {n: own[k].strategy for n, own, k in zip(self.names, self.options, choice, strict=False)}
@@ -191,7 +201,7 @@ def formulate(
         Node(
             name,
             seconds,
-            tuple(usage for device in range(0 if shape.average else cluster.count) for usage in _usages(own, device)),
+            tuple(usage for device in (() if shape.average else shape.lanes) for usage in _usages(own, device)),
         )
         for name, own, seconds in zip(names, options, node_s, strict=False)
     ]
@@ -201,6 +211,7 @@ def formulate(
             *(Node(DELIVERY if v == len(names) else "(placement)", node_s[v]) for v in range(len(names), len(node_s))),
         ),
         edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
+        # The devices that are followed have at least as much as any other of their kind.
         limits=tuple(float(device.memory_bytes) for device in cluster.devices),
         linear=(
             *role_rows(graph, names, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),

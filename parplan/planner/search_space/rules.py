@@ -8,6 +8,7 @@ of the batch parts that differ by one sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from parplan.errors import RuleError
 from parplan.layout import split_evenly
@@ -21,6 +22,7 @@ __all__ = [
 MOST_PARTS = 8
 
 
+@cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, smallest first.
 
