@@ -265,6 +265,7 @@ class _Run:
     def solution(self, feasible: bool) -> Solution:
         """Result of the run; INFEASIBLE with its cause."""
         if self.choice is None:
+            feasible = feasible and not (self.below and self.bound >= self.cutoff())
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = (
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
