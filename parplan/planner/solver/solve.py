@@ -69,7 +69,7 @@ def solve(
     Args:
         workers: threads of the search; all cores if None.
         hint: a choice to start from, used if it is feasible.
-        cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does.
+        cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does, by more than GAP.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
     """
     run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, cutoff, on_progress)
@@ -265,7 +265,7 @@ class _Run:
     def solution(self, feasible: bool) -> Solution:
         """Result of the run; INFEASIBLE with its cause."""
         if self.choice is None:
-            feasible = feasible and not (self.below and self.bound >= self.cutoff())
+            feasible = feasible and not (self.below and self.objective - self.bound <= GAP * abs(self.objective))
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = (
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
