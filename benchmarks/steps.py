@@ -136,7 +136,7 @@ def on_blocks(
         last = np.array([float(block.devices[-1] + 1) for block in options])
         linear.append(Linear("starts at 0", {0: first}, 0.0, 0.0))
         for v in range(1, min(count, 2 * devices)):
-            linear.append(Linear(f"numbered {v}", {v: first, **{u: -last for u in range(v)}}, -np.inf, 0.0))
+            linear.append(Linear(f"numbered {v}", {v: first, **dict.fromkeys(range(v), -last)}, -np.inf, 0.0))
     total = float(3 * shape.weights.sum() + shape.activations.sum())
     problem_edges = tuple(Edge(a, b, cost) for (a, b), cost in zip(edges, costs.edges, strict=True))
     nodes = _nodes(shape, costs, options, devices)
@@ -162,8 +162,9 @@ def passes(shape: Shape, devices: int, seed: int, limit: float = 0.7, bandwidth:
     transfer = {e: np.where(crossing, seconds, 0.0) for e, seconds in enumerate(moved)}
     within = {e: np.where((inside[:, None] == 1) & (inside[None] == 1), s, 0.0) for e, s in enumerate(moved)}
     doubled = {v: 2 * seconds for v, seconds in compute.items()}
+    forward = (Row(compute, within), Row({}, transfer), Row({0: compute[0]}, within))
     maxima = [
-        Maximum("forward of a pass", (Row(compute, within), Row({}, transfer), Row({0: compute[0]}, within)), number - 1),
+        Maximum("forward of a pass", forward, number - 1),
         Maximum("backward of a pass", (Row(doubled, within), Row({}, transfer))),
     ]
     done, end = 1, -1
@@ -190,7 +191,7 @@ def passes(shape: Shape, devices: int, seed: int, limit: float = 0.7, bandwidth:
 
 
 def branches(phases: int, wide: int, deep: int, devices: int, seed: int) -> Problem:
-    """A trunk of phases, each with `wide` branches of `deep` layers that run at once: a row per branch and per device."""
+    """A trunk of phases of `wide` branches with `deep` layers that run at once: a row per branch and per device."""
     rng = np.random.default_rng(seed)
     options = blocks(devices)
     parts = np.array([len(block.devices) for block in options], dtype=np.float64)
@@ -203,7 +204,8 @@ def branches(phases: int, wide: int, deep: int, devices: int, seed: int) -> Prob
         return LAUNCH_S + scale * rng.uniform(0.5, 1.5) * 1e-3 / parts**0.85 * rng.uniform(0.98, 1.02, len(options))
 
     def joined(a: int, b: int) -> FloatArray:
-        cost = np.array([[0.0 if p == q else LATENCY_S + 2e-4 * rng.uniform(0.9, 1.1) for q in options] for p in options])
+        size = len(options)
+        cost = np.where(np.eye(size) > 0, 0.0, LATENCY_S + 2e-4 * rng.uniform(0.9, 1.1, (size, size)))
         edges.append(Edge(a, b, np.zeros(cost.shape)))
         return cost
 

@@ -92,7 +92,7 @@ class Master:
     ) -> Priced:
         """The best-priced point after `steps` at most, from one with finite value; `seen` as in relaxation.climb."""
         # Prices of limits would run away while there are few cuts.
-        self.bound.SetBounds(best.value / self.unit - 1, best.value / self.unit + FARTHEST)
+        self.bound.SetBounds(best.value / self.unit - 1, max(target, best.value) / self.unit + 1)
         for _, _, price in self.limits:
             price.SetBounds(max(price.lb(), -FARTHEST), min(price.ub(), FARTHEST))
         for _ in range(steps):

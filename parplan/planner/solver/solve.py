@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +37,10 @@ CUT = 1e-9
 """A choice has to be better than the best one by this (relative) to be looked for."""
 
 ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
+WORKERS = 4
+"""Threads of the search: the same on any machine, as they decide which of equal choices is found."""
+OFTEN = 5
+"""Choices met by cutting planes per one that is improved."""
 MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LOCAL_S, LATE = 1.0, 0.02
@@ -67,12 +70,12 @@ def solve(
     KeyboardInterrupt.
 
     Args:
-        workers: threads of the search; all cores if None.
+        workers: threads of the search; WORKERS if None, however many cores there are.
         hint: a choice to start from, used if it is feasible.
-        cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does.
+        cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does, by more than GAP.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
     """
-    run = _Run(problem, time_limit_s, workers or os.cpu_count() or 1, cutoff, on_progress)
+    run = _Run(problem, time_limit_s, workers or WORKERS, cutoff, on_progress)
     if hint is not None:
         run.offer(hint)
     reduced = presolve(problem, run.deadline)
@@ -217,7 +220,13 @@ class _Run:
             master = Master(relaxation, abs(target) or 1.0)
             for choice in met:
                 master.cut(choice)
-            found = master.climb(best, target, MASTER_STEPS, seen, self.deadline)
+
+            def improved(point: Priced) -> float:
+                if len(met) % OFTEN == 0 and self.left() > 0:
+                    self.improve(reduced, point.choice)
+                return seen(point)
+
+            found = master.climb(best, target, MASTER_STEPS, improved, self.deadline)
             if found is not best:
                 best = found
                 self.raise_bound(best.value - 1e-12 * abs(best.value))
@@ -265,6 +274,7 @@ class _Run:
     def solution(self, feasible: bool) -> Solution:
         """Result of the run; INFEASIBLE with its cause."""
         if self.choice is None:
+            feasible = feasible and not (self.below and self.objective - self.bound <= GAP * abs(self.objective))
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = (
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)

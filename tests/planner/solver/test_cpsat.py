@@ -14,8 +14,8 @@ from benchmarks.instances import network, random_problem, residual
 from parplan.errors import ParplanError
 from parplan.planner.solver.cpsat import least_excess, resolution, search
 from parplan.planner.solver.limits import some_rows
-from parplan.planner.solver.reductions.presolve import drop_forbidden
 from parplan.planner.solver.problem import Edge, Node, Problem, Status, evaluate
+from parplan.planner.solver.reductions.presolve import drop_forbidden
 from tests.planner.oracle import brute_force
 
 ALL = 10**9

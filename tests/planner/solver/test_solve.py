@@ -103,6 +103,31 @@ def test_a_node_with_many_readers_is_solved() -> None:
     assert found.objective == min(objective(problem, (k, *[0] * 70)) for k in range(3))
 
 
+def _star(rng: np.random.Generator, ends: int, source: int, others: int) -> Problem:
+    """A node that `ends` others read, whose backward comes before its own, with their gradients reduced beside it."""
+    trunk = NodePhases("trunk", *rng.random((3, source)))
+    heads = [NodePhases(f"head{v}", *rng.random((3, others))) for v in range(ends)]
+    edges = [EdgePhases(0, v, *rng.random((2, source, others))) for v in range(1, ends + 1)]
+    return one_pass((trunk, *heads), edges)
+
+
+@pytest.mark.parametrize(("ends", "source", "others"), [(70, 4, 3), (500, 3, 2)])
+def test_a_trunk_with_many_heads_is_proven(ends: int, source: int, others: int) -> None:
+    """More neighbours than an array has dimensions, with several strategies each."""
+    problem = _star(np.random.default_rng(3), ends, source, others)
+    found = solve(problem, 60, workers=1)
+    assert found.status is Status.OPTIMAL
+    assert found.choice is not None
+    assert evaluate(problem, found.choice).objective == pytest.approx(found.objective)
+
+
+def test_a_node_that_reads_many_is_proven() -> None:
+    rng = np.random.default_rng(4)
+    nodes = [NodePhases(f"n{v}", *rng.random((3, 1 + v % 3))) for v in range(90)]
+    edges = [EdgePhases(v, 89, *rng.random((2, nodes[v].forward_s.size, nodes[89].forward_s.size))) for v in range(89)]
+    assert solve(one_pass(nodes, edges), 60, workers=1).status is Status.OPTIMAL
+
+
 def _nodes(count: int, usages: tuple[tuple[Usage, ...], ...] | None = None) -> tuple[Node, ...]:
     return tuple(Node(f"n{i}", np.zeros(2), usages[i] if usages else ()) for i in range(count))
 

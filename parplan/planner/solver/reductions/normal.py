@@ -8,6 +8,7 @@ maximum is never below are dropped. Exact: T stays the same function of the choi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,12 +28,14 @@ TERMS = 50
 """Terms of all rows of a maximum above which only their ranges are compared."""
 
 
-def normalise(problem: Problem) -> Reduced:
-    """The same problem with maxima in normal form."""
+def normalise(problem: Problem, deadline: float = np.inf) -> Reduced:
+    """The same problem with maxima in normal form; as it is if the time is up before that is done."""
     if not problem.maxima:
         return Reduced(problem)
     normal = _Normal(problem)
     for maximum in problem.maxima:
+        if time.monotonic() > deadline:
+            return Reduced(problem)
         normal.values.append(normal.value(maximum))
     return Reduced(normal.problem_of())
 
@@ -104,7 +107,8 @@ class _Normal:
         kept = self._undominated(differences, ranges)
         if len(kept) == 1:
             return self._alone(rows[kept[0]])
-        differences, ranges = [differences[r] for r in kept], [ranges[r] for r in kept]
+        differences = [self._raised(differences[r], max(ranges[o][0] for o in kept if o != r)) for r in kept]
+        ranges = [self._range(row) for row in differences]
         self.ranges.append((max(low for low, _ in ranges), max(high for _, high in ranges)))
         self.maxima.append((maximum.name, differences))
         common.maxima[len(self.maxima) - 1] = 1.0
@@ -149,6 +153,22 @@ class _Normal:
                     kept.remove(r)
                     break
         return kept
+
+    def _raised(self, row: _Sum, lowest: float) -> _Sum:
+        """A row whose seconds below any use are raised: a strategy that leaves it under the least of another row.
+
+        Rows that a large discount takes out for some strategies bound nothing where strategies are mixed, the less the
+        larger the discount is.
+        """
+        high = self._range(row)[1]
+        for v, seconds in row.nodes.items():
+            allowed = self.problem.nodes[v].allowed
+            largest = seconds[allowed].max(initial=-np.inf)
+            short = lowest - (high - largest + seconds)
+            if allowed.any() and (short[allowed] > 0).any():
+                row.nodes[v] = seconds + np.where(allowed, np.maximum(short, 0.0), 0.0)
+                high += row.nodes[v][allowed].max() - largest
+        return row
 
     def _range(self, total: _Sum) -> tuple[float, float]:
         """The least and the largest that a sum without shared ones can be, whatever fits together."""

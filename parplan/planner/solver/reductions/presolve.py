@@ -39,10 +39,11 @@ def presolve(problem: Problem, deadline: float = np.inf) -> Reduced | None:
     steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
-        late = time.monotonic() > deadline
         if step is drop_dominated:
             reduced = reduced and reduced.then(lambda problem: drop_dominated(problem, deadline))
-        elif not (late and step in (normalise, fold)):
+        elif step is normalise:
+            reduced = reduced and reduced.then(lambda problem: normalise(problem, deadline))
+        elif step is not fold or time.monotonic() < deadline:
             reduced = reduced and reduced.then(step)
     return reduced
 

@@ -55,6 +55,8 @@ class Signatures:
     def of(self, place: Mapping[int, int]) -> list[Signature] | None:
         """All multiplicities that groups of rows can have together; None if they are too many to list.
 
+        Each use of a maximum selects for itself, which adds some that lie between those of selections.
+
         Args:
             place: the group of every row that is asked for; a group's multiplicity is the sum of its rows'.
         """

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.instances import NodePhases, chain, network, one_pass, random_problem
 from parplan.planner.solver.infeasible import overfull
 from parplan.planner.solver.limits import memory_rows
+from parplan.planner.solver.problem import Edge, Node, Problem, Reduced, Usage, evaluate
 from parplan.planner.solver.reductions.presolve import (
     drop_dominated,
     drop_forbidden,
@@ -21,7 +22,6 @@ from parplan.planner.solver.reductions.presolve import (
     pair_linear,
     presolve,
 )
-from parplan.planner.solver.problem import Edge, Node, Problem, Reduced, Usage, evaluate
 from tests.planner.oracle import Optimum, brute_force
 
 Step = Callable[[Problem], Reduced | None]

@@ -1,0 +1,65 @@
+"""The normal form is the same function of the choice, and short where rows are end times along a step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from benchmarks.instances import EdgePhases, NodePhases, chain, network, one_pass, random_problem
+from benchmarks.steps import passes
+from parplan.planner.solver.problem import Maximum, Node, Problem, Row, evaluate
+from parplan.planner.solver.reductions.normal import normalise
+
+
+def test_every_choice_costs_the_same() -> None:
+    for draw in range(150):
+        rng = np.random.default_rng([31, draw])
+        problem = random_problem(rng)
+        normal = normalise(problem).problem
+        for _ in range(5):
+            choice = [int(rng.integers(size)) for size in problem.sizes]
+            before, after = evaluate(problem, choice).objective, evaluate(normal, choice).objective
+            assert after == pytest.approx(before, rel=1e-12, abs=1e-12)
+
+
+def test_rows_of_one_pass_are_short() -> None:
+    """One maximum per node is left, with the times of at most two nodes and the edges between them."""
+    rng = np.random.default_rng(0)
+    nodes = [NodePhases(f"n{v}", *rng.random((3, 4))) for v in range(30)]
+    edges = [EdgePhases(a, b, *rng.random((2, 4, 4))) for a, b in pairwise(range(30))]
+    normal = normalise(one_pass(nodes, edges)).problem
+    assert len(normal.maxima) <= 30
+    rows = [row for maximum in normal.maxima for row in maximum.rows]
+    assert max(len(row.nodes) + len(row.edges) for row in rows) <= 3
+    assert sum(row.constant_s == 0 and not row.nodes and not row.edges for row in rows) >= 28
+
+
+def test_what_every_row_uses_moves_up() -> None:
+    """A pass inside the backward counts in every end time: it becomes a maximum with a weight of its own."""
+    normal = normalise(passes(chain(6, 1), 4, 1)).problem
+    assert sorted(maximum.weight for maximum in normal.maxima if maximum.weight) == [1, 3, 3]
+
+
+def test_maxima_that_nothing_uses_and_rows_that_never_count_are_gone() -> None:
+    node = Node("n", np.array([1.0, 2.0]))
+    unused = Maximum("unused", (Row({0: np.array([1.0, 5.0])}), Row(constant_s=2.0)))
+    lower = Maximum("lower", (Row({0: np.array([1.0, 5.0])}), Row({0: np.array([0.5, 5.0])}), Row(constant_s=0.5)), 2.0)
+    normal = normalise(Problem((node,), maxima=(unused, lower))).problem
+    assert normal.maxima == ()
+    assert normal.nodes[0].cost_s.tolist() == [3.0, 12.0]
+
+
+def test_costs_below_zero_leave_a_constant() -> None:
+    problem = Problem(
+        (Node("n", np.array([1.0, 2.0])),), maxima=(Maximum("m", (Row({0: np.array([-3.0, 1.0])}),), 1.0),)
+    )
+    normal = normalise(problem).problem
+    assert normal.nodes[0].cost_s.tolist() == [0.0, 5.0]
+    assert [evaluate(normal, [k]).objective for k in range(2)] == [-2.0, 3.0]
+
+
+def test_a_network_keeps_no_single_rows() -> None:
+    normal = normalise(network(chain(12, seed=0), devices=4, seed=0)).problem
+    assert all(len(maximum.rows) > 1 for maximum in normal.maxima)

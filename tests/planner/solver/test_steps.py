@@ -1,0 +1,69 @@
+"""Problems of the shapes that plans of a step give: against brute force, and proven at sizes that networks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from benchmarks.instances import chain, residual
+from benchmarks.steps import branches, on_blocks, passes
+from parplan.planner.solver.problem import Problem, Status, evaluate
+from parplan.planner.solver.solve import GAP, solve
+from tests.planner.oracle import brute_force
+
+SMALL: dict[str, Callable[[int], Problem]] = {
+    "passes": lambda seed: passes(
+        chain(4, seed), 2, seed, limit=0.7 - 0.1 * (seed % 5), bandwidth=10.0 ** (8 + seed % 3)
+    ),
+    "blocks": lambda seed: on_blocks(
+        chain(5, seed), 2, seed, limit=0.9 - 0.1 * (seed % 5), bandwidth=10.0 ** (8 + seed % 3)
+    ),
+    "numbered blocks": lambda seed: on_blocks(chain(3, seed), 4, seed, numbered=True, bandwidth=10.0 ** (8 + seed % 3)),
+    "branches": lambda seed: branches(1 + seed % 2, 2, 1, 2, seed) if seed % 4 != 3 else branches(1, 2, 2, 2, seed),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("start", [0, *(pytest.param(100 * i, marks=pytest.mark.full) for i in range(1, 10))])
+def test_agrees_with_brute_force(kind: str, start: int) -> None:
+    for seed in range(start, start + (8 if start == 0 else 100)):
+        problem = SMALL[kind](seed)
+        truth, found = brute_force(problem), solve(problem, 60, workers=1)
+        if truth.choice is None:
+            assert found.status is Status.INFEASIBLE
+            continue
+        assert found.status is Status.OPTIMAL
+        assert found.choice is not None
+        assert evaluate(problem, found.choice).feasible
+        assert found.objective == pytest.approx(truth.objective, rel=GAP)
+        assert found.bound <= truth.objective * (1 + 1e-9)
+
+
+def test_a_cutoff_is_met_or_said_to_be_out_of_reach() -> None:
+    for seed in range(12):
+        problem = SMALL["blocks"](seed)
+        truth = brute_force(problem).objective
+        if not np.isfinite(truth):
+            continue
+        below, above = solve(problem, 60, workers=1, cutoff=truth), solve(problem, 60, workers=1, cutoff=truth * 1.01)
+        assert (below.status, below.choice) == (Status.INFEASIBLE, None)
+        assert above.status is Status.OPTIMAL
+        assert above.objective == pytest.approx(truth, rel=GAP)
+
+
+LARGE: dict[str, Callable[[], Problem]] = {
+    "passes of a chain": lambda: passes(chain(22, 2), 8, 2),
+    "passes of a residual network": lambda: passes(residual(8, 1), 4, 2),
+    "a chain on blocks": lambda: on_blocks(chain(22, 1), 4, 1),
+    "branches": lambda: branches(2, 2, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_proves_steps_of_networks(kind: str) -> None:
+    problem = LARGE[kind]()
+    first, second = (solve(problem, 120, workers=2) for _ in range(2))
+    assert first.status is Status.OPTIMAL
+    assert first.choice == second.choice
