@@ -11,17 +11,18 @@ import pytest
 from benchmarks.instances import NodePhases, chain, network, one_pass, random_problem
 from parplan.planner.solver.infeasible import overfull
 from parplan.planner.solver.limits import memory_rows
+from parplan.planner.solver.problem import Edge, Node, Problem, Reduced, Usage, evaluate
 from parplan.planner.solver.reductions.presolve import (
     drop_dominated,
     drop_forbidden,
     drop_loose,
     fold,
+    join,
     merge_parallel_edges,
     normalise,
     pair_linear,
     presolve,
 )
-from parplan.planner.solver.problem import Edge, Node, Problem, Reduced, Usage, evaluate
 from tests.planner.oracle import Optimum, brute_force
 
 Step = Callable[[Problem], Reduced | None]
@@ -29,6 +30,7 @@ Step = Callable[[Problem], Reduced | None]
 
 STEPS: list[Step] = [
     pair_linear,
+    join,
     merge_parallel_edges,
     drop_forbidden,
     drop_loose,
