@@ -124,11 +124,13 @@ def search(
     cutoff: float = np.inf,
     hint: Sequence[int] | None = None,
     on_progress: Progress | None = None,
+    effort: float = np.inf,
 ) -> Found:
     """The best choice with T below about `cutoff`; INFEASIBLE proves there is none.
 
     `rows` are the limits that count. `target` is a guess of T in seconds (sets the integer unit). The problem must be
-    presolved: no forbidden strategies. It ends when `time.monotonic()` passes `deadline`, building the model included.
+    presolved: no forbidden strategies. It ends when `time.monotonic()` passes `deadline`, building the model included,
+    or after `effort`, in deterministic time (about seconds, but the same on every machine).
     """
     build = _model(problem, rows, resolution(problem, target), deadline)
     if build is None:
@@ -137,7 +139,7 @@ def search(
         build.model.add(_sum(build.cost, build.maxima) <= int(np.floor((cutoff + build.unit.error) / build.unit.unit)))
     build.model.minimize(_sum(build.cost, build.maxima))
     _hint(build, hint or ())
-    return _run(build, deadline, workers, on_progress)
+    return _run(build, deadline, workers, on_progress, effort)
 
 
 def least_excess(
@@ -291,11 +293,10 @@ def _add_row(build: _Build, row: LimitRow, more: Sequence[tuple[object, int]] = 
         build.model.add(_sum(terms) >= int(np.ceil(row.low - least)))
 
 
-def _run(build: _Build, deadline: float, workers: int, on_progress: Progress | None) -> Found:
+def _run(build: _Build, deadline: float, workers: int, on_progress: Progress | None, effort: float = np.inf) -> Found:
     """One worker for a while, as it finishes small problems sooner, then all."""
     solver = _solver(deadline - time.monotonic(), 1)
-    if workers > 1:
-        solver.parameters.max_deterministic_time = QUICK
+    solver.parameters.max_deterministic_time = min(effort, QUICK) if workers > 1 else effort
     found = _found(build, solver, on_progress)
     if found.status in (Status.OPTIMAL, Status.INFEASIBLE) or workers == 1 or time.monotonic() > deadline:
         return found

@@ -27,6 +27,7 @@ from parplan.planner.solver.problem import (
 from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
 from parplan.planner.solver.rows import least
+from parplan.planner.solver.wide.search import improve
 
 __all__ = ["GAP", "Progress", "solve"]
 
@@ -49,8 +50,8 @@ SHARE = 0.3
 """Share of the time limit that local search may take where a graph is too wide for elimination."""
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
 """Terms in memory rows above which rows are added only as choices break them, in pricing and in search."""
-MOST_STRATEGIES = 100_000
-"""Strategies of all nodes above which local search alone answers, without a bound."""
+SEARCHED_CELLS = 300_000
+"""Pairs of strategies on all edges above which integer search sees parts of a problem, not the whole."""
 EXPLAIN_S = 5.0
 
 Progress = Callable[[float, float], None]
@@ -131,9 +132,6 @@ class _Run:
 
     def finish(self, reduced: Reduced) -> bool:
         """Everything after the reductions; False if it proves that no choice is feasible."""
-        if sum(reduced.problem.sizes) > MOST_STRATEGIES:
-            self.local(reduced, self.left())
-            return True
         if self.left() <= 0:
             if self.choice is None:
                 self.offer(reduced.lift(first_choice(reduced.problem)))
@@ -174,7 +172,7 @@ class _Run:
         for _ in range(PRICE_ROUNDS):
             relaxation = relax(reduced.problem, rows, pool)
             if relaxation is None:
-                return reduced
+                return self.price_wide(reduced)
             pool = relaxation.pool
             best, marginals = self.climb(reduced, relaxation, prices, met), relaxation.marginals
             if not np.isfinite(best.value):
@@ -185,6 +183,18 @@ class _Run:
             rows += more
             prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
         return self.cut_off(reduced, marginals(best.prices)) if np.isfinite(self.objective) else reduced
+
+    def price_wide(self, reduced: Reduced) -> Reduced | None:
+        """Messages and windows instead of elimination, where its tables are too large; the cut that they allow."""
+
+        def offer(choice: Sequence[int]) -> float:
+            self.offer(reduced.lift(choice))
+            return self.cutoff()
+
+        cells = sum(edge.cost_s.size for edge in reduced.problem.edges)
+        rounds = 1 if cells <= SEARCHED_CELLS else np.inf
+        marginals = improve(reduced.problem, offer, self.raise_bound, rounds, self.deadline)
+        return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
         """Without strategies that no better choice uses; None if nothing is left."""
@@ -235,6 +245,8 @@ class _Run:
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
+        if self.left() <= 0.05:
+            return True
         hint = None if np.isfinite(self.objective) else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)
         partial = count_terms(reduced.problem) > SEARCHED_TERMS
@@ -280,12 +292,11 @@ class _Run:
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
             )
             return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
-        choice = settle(
-            self.problem, self.choice, max(self.deadline, time.monotonic() + min(LOCAL_S, LATE * self.limit_s))
-        )
-        final = evaluate(self.problem, choice)
-        if final.feasible and final.objective <= self.objective + 1e-12 * abs(self.objective):
-            self.choice, self.objective = choice, final.objective
+        if self.left() > 0:
+            choice = settle(self.problem, self.choice, time.monotonic() + min(LOCAL_S, LATE * self.limit_s))
+            final = evaluate(self.problem, choice)
+            if final.feasible and final.objective <= self.objective + 1e-12 * abs(self.objective):
+                self.choice, self.objective = choice, final.objective
         bound = min(self.bound, self.objective)
         gap = (self.objective - bound) / (abs(self.objective) or 1e-300) if self.objective > bound else 0.0
         status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE

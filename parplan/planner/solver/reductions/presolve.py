@@ -16,6 +16,7 @@ from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, 
 from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced, restrict
 from parplan.planner.solver.reductions.dominance import undominated
 from parplan.planner.solver.reductions.folding import fold
+from parplan.planner.solver.reductions.joins import join
 from parplan.planner.solver.reductions.normal import normalise
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "drop_forbidden",
     "drop_loose",
     "fold",
+    "join",
     "merge_parallel_edges",
     "normalise",
     "pair_linear",
@@ -35,8 +37,8 @@ def presolve(problem: Problem, deadline: float = np.inf) -> Reduced | None:
 
     Those that take long are left out, or end early, when `time.monotonic()` passes `deadline`.
     """
-    first = (pair_linear, merge_parallel_edges, drop_forbidden, normalise, drop_loose, drop_dominated)
-    steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated)
+    first = (pair_linear, join, merge_parallel_edges, drop_forbidden, normalise, drop_loose, drop_dominated)
+    steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated, join)
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
         if step is drop_dominated:

@@ -149,7 +149,7 @@ class Messages:
         return bound, above
 
     def decode(self, costs: FloatArray) -> Ints:
-        """A choice made level by level: each node's best given the nodes before it and the messages from those after."""
+        """A choice made level by level: each node's best given nodes before it and messages from those after."""
         a = self.arrays
         held = costs + np.bincount(self.into[1], self.values[1], len(costs))
         choice = np.zeros(len(a.size), dtype=np.intp)

@@ -17,6 +17,7 @@ from parplan.planner.solver.reductions.presolve import (
     drop_forbidden,
     drop_loose,
     fold,
+    join,
     merge_parallel_edges,
     normalise,
     pair_linear,
@@ -29,6 +30,7 @@ Step = Callable[[Problem], Reduced | None]
 
 STEPS: list[Step] = [
     pair_linear,
+    join,
     merge_parallel_edges,
     drop_forbidden,
     drop_loose,

@@ -94,7 +94,8 @@ def _grouped(problem: Problem) -> _Groups | None:
     ends = [end for edge in problem.edges for end in (edge.source, edge.target)]
     if not partners and len(fixed) < 2 and not set(fixed) & set(ends):
         return None
-    group, first = [-1] * len(problem.nodes), []
+    group = [-1] * len(problem.nodes)
+    first: list[int] = []
     strategy: list[Places] = [np.zeros(1, dtype=np.intp)] * len(problem.nodes)
     for root in range(len(problem.nodes)):
         if group[root] >= 0:

@@ -1,0 +1,179 @@
+"""Anytime search for problems too wide for elimination: a bound, choices, and what no better choice uses.
+
+Every limit at every moment has a price. Prices rise and fall with the share of the limit that the choice made from the
+messages exceeds (multiplicative weights; Plotkin, Shmoys and Tardos 1995), in ever smaller steps, while messages pass:
+both climb together to a bound. Choices on the way are repaired and descended, then improved in windows. A maximum is
+replaced by the mean of the selections of rows that were critical at the best choices, which bounds it from below.
+
+Effort is counted in passes and windows: the same anywhere, unless the deadline ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+
+from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.relaxation import Pool
+from parplan.planner.solver.rows import row_table
+from parplan.planner.solver.wide.arrays import Arrays, Ints
+from parplan.planner.solver.wide.assignment import Assignment
+from parplan.planner.solver.wide.messages import Messages
+from parplan.planner.solver.wide.windows import Window, solve_window, window, windows
+
+__all__ = ["improve"]
+
+WARM, FIRST, GROWTH = 20, 300, 1.5
+"""Passes without prices, passes of the first climb, and the factor from one climb to the next."""
+STEPS = (0.5, 0.15)
+"""Logarithm of the largest change of a price per pass, at the start of the first climb and of later ones."""
+LAST_STEP = 0.02
+SMOOTHING = 0.5
+"""Share of earlier passes in the excess that moves prices."""
+EVERY = 10
+"""Passes from one repaired choice to the next."""
+CELLS, COVERED, EFFORT = 4000, 2.0, 0.5
+"""Size of a window, how often the first round's windows cover a node, and deterministic time of each."""
+THREADS = 2
+"""Windows that are solved at the same time: fixed, so that the result does not depend on the machine."""
+HURRY = 0.6
+"""Share of the time left that the first climb may take: fewer passes where the deadline would cut them off."""
+
+Offer = Callable[[Sequence[int]], float]
+
+
+def improve(
+    problem: Problem, offer: Offer, raise_bound: Callable[[float], None], rounds: float, deadline: float
+) -> list[FloatArray]:
+    """Climb and search for `rounds` rounds, or until a proof, or until `time.monotonic()` passes `deadline`.
+
+    Args:
+        problem: presolved; no strategy is forbidden.
+        offer: takes every choice that is worth evaluating; returns the cutoff: seconds that a choice has to stay below.
+        raise_bound: told of lower bounds on T.
+
+    Returns:
+        Per node and strategy, a lower bound on T of every choice that uses it.
+    """
+    search = _Search(problem, offer, deadline)
+    done = 0
+    while done < rounds and search.open:
+        search.climb(done)
+        search.polish(done)
+        raise_bound(search.bound)
+        done += 1
+    return np.split(search.marginals, search.arrays.start[1:-1])
+
+
+class _Search:
+    """Prices, messages, and the best choice and bound so far."""
+
+    def __init__(self, problem: Problem, offer: Offer, deadline: float) -> None:
+        self.problem, self.offer, self.deadline = problem, offer, deadline
+        self.pool = Pool(row_table(problem))
+        self.multiplicity, self.constant = np.zeros(len(self.pool.table.constant)), 0.0
+        self.arrays = Arrays(problem)
+        self.messages = Messages(self.arrays)
+        self.choice: Ints | None = None
+        self.cost, self.cutoff, self.bound = np.inf, np.inf, -np.inf
+        self.marginals = np.full(len(self.arrays.cost), -np.inf)
+        self.prices = np.zeros(len(self.arrays.memory.capacity))
+        self.floor = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether time is left and nothing is proven."""
+        return time.monotonic() < self.deadline and self.bound < self.cutoff
+
+    def climb(self, number: int) -> None:
+        """Messages under prices that move in ever smaller steps, with a choice made every few passes."""
+        self.linearise(number)
+        a, memory = self.arrays, self.arrays.memory
+        passes = int(FIRST * GROWTH**number)
+        if number == 0:
+            began = time.monotonic()
+            for _ in range(WARM):
+                self.sweep(a.cost)
+            scale = max(self.bound, 1e-3 * abs(a.total(self.messages.decode(a.cost))), 1e-300)
+            scale /= np.maximum(memory.capacity, 1.0).sum() or 1.0
+            self.prices, self.floor = np.full_like(self.prices, 1e-3 * scale), 1e-6 * scale
+            each = 2 * (time.monotonic() - began) / WARM
+            passes = int(min(passes, max(HURRY * (self.deadline - began) / each, WARM)))
+        smooth = None
+        for number_of_pass in range(passes):
+            step = STEPS[min(number, 1)] * (LAST_STEP / STEPS[min(number, 1)]) ** (number_of_pass / passes)
+            held = memory.priced(self.prices, len(a.cost))
+            self.sweep(a.cost + held)
+            choice = self.messages.decode(a.cost + held)
+            excess = memory.loads(choice) - memory.capacity
+            if number_of_pass % EVERY == EVERY - 1:
+                self.finish(choice, held)
+            if not self.open:
+                break
+            smooth = excess if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * excess
+            moved = self.prices * np.exp(step * np.clip(smooth / memory.limit, -1.0, 1.0))
+            self.prices = np.maximum(moved, self.floor)
+
+    def linearise(self, number: int) -> None:
+        """Replace maxima by the mean of the selections of rows that are critical at the best choices so far."""
+        if not self.pool.tops:
+            return
+        choice = self.choice
+        if choice is None:
+            choice = np.array([int(node.cost_s.argmin()) for node in self.problem.nodes])
+        critical = self.pool.start(choice.tolist()) @ self.pool.multiplicity
+        self.multiplicity += (critical - self.multiplicity) / (number + 1)
+        self.constant = float(self.multiplicity @ self.pool.table.constant)
+        values = self.messages.values
+        self.arrays = Arrays(self.problem, self.pool.table, self.multiplicity)
+        self.messages = Messages(self.arrays)
+        self.messages.values = values
+        self.cost = np.inf if self.choice is None else self.arrays.total(self.choice)
+
+    def sweep(self, costs: FloatArray) -> None:
+        """A pass there and back, for the bound and the marginals."""
+        found = self.messages.sweep(costs)
+        offset = self.constant - float(self.prices @ self.arrays.memory.capacity)
+        # Sums of many terms of this size may be off by rounding.
+        offset -= 1e-9 * (abs(found.bound) + abs(offset))
+        self.bound = max(self.bound, found.bound + offset)
+        self.marginals = np.maximum(self.marginals, found.marginals + offset)
+
+    def finish(self, choice: Ints, held: FloatArray) -> None:
+        """Repair and descend a choice; the best one is offered."""
+        assignment = Assignment(self.arrays, choice)
+        if assignment.repair(held, self.deadline):
+            assignment.descend(self.deadline)
+            self.take(assignment)
+
+    def take(self, assignment: Assignment) -> None:
+        """Offer a choice that fits, if it is the best."""
+        cost = self.arrays.total(assignment.choice)
+        if cost < self.cost or self.pool.tops:
+            self.cutoff = self.offer(assignment.choice.tolist())
+        if cost < self.cost:
+            self.choice, self.cost = assignment.choice.copy(), cost
+
+    def polish(self, number: int) -> None:
+        """Windows of the best choice, two at a time."""
+        if self.choice is None or not self.open:
+            return
+        assignment = Assignment(self.arrays, self.choice)
+        sets = windows(self.arrays, CELLS, number)
+
+        def solved(part: Window) -> list[int] | None:
+            return solve_window(self.arrays, part, self.deadline, EFFORT)
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            left = COVERED * (number + 1) * np.count_nonzero(self.arrays.size > 1)
+            while left > 0 and self.open:
+                parts = [window(assignment, nodes) for nodes in islice(sets, THREADS)]
+                left -= sum(len(part.nodes) for part in parts)
+                for part, found in zip(parts, threads.map(solved, parts), strict=True):
+                    if found is not None:
+                        assignment.replace(part.nodes, found)
+        self.take(assignment)
