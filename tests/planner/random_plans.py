@@ -136,17 +136,26 @@ def step_time_s(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Pla
 @dataclass(frozen=True, eq=False)
 class EveryPlan:
     """All plans of a model: every strategy on every aligned block, with gather or interleave, every role, and branches
-    at the same time on every pair of equal or disjoint blocks, with T of each."""
+    at the same time on every pair of equal or disjoint blocks, with T of each.
+
+    Args:
+        uneven: replicas of plans in one pass may have parts of the batch that differ by one sample.
+    """
 
     graph: LayerGraph
     cluster: Cluster
     costs: CostModel
+    uneven: bool = False
 
     @cached_property
     def known(self) -> dict[str, tuple[Strategy, ...]]:
         """Strategies by layer."""
-        blocks = cluster_blocks(self.cluster, everywhere=True)
-        return {name: strategies(layer, self.graph.batch or 1, blocks) for name, layer in self.graph.layers.items()}
+        return self.strategies(self.uneven)
+
+    def strategies(self, uneven: bool) -> dict[str, tuple[Strategy, ...]]:
+        """Strategies by layer, with unequal parts of the batch or without."""
+        blocks, batch = cluster_blocks(self.cluster, everywhere=True), self.graph.batch or 1
+        return {name: strategies(own, batch, blocks, uneven=uneven) for name, own in self.graph.layers.items()}
 
     @cached_property
     def count(self) -> int:
@@ -171,7 +180,7 @@ class EveryPlan:
     def shapes(self, passes: bool = True) -> Iterator[Shape]:
         """One pass with branches one after another or at the same time; then interleaved passes."""
         lanes = tuple(range(self.cluster.count))
-        yield Shape(lanes=lanes, anywhere=True, homes=self.homes)
+        yield Shape(lanes=lanes, anywhere=True, homes=self.homes, uneven=self.uneven)
         counts = {own.replicas for n, every in self.known.items() for own in every if keeps_apart(self.graph.layers[n])}
         for most, few in product(counts, counts):
             if passes and most > few and most % few == 0:
@@ -181,8 +190,9 @@ class EveryPlan:
         """T and plan of all that are legal and fit without their transfers, the fastest first."""
         found = []
         for shape in self.shapes(passes):
+            known = self.strategies(shape.uneven)
             try:
-                every = formulate(self.graph, self.cluster, self.costs, self.known, shape=shape, far_s=FAR_S)
+                every = formulate(self.graph, self.cluster, self.costs, known, shape=shape, far_s=FAR_S)
             except InfeasibleShape:
                 continue
             step_s = objectives(every.problem)

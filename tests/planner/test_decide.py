@@ -79,7 +79,7 @@ def test_what_if_equals_a_full_evaluation() -> None:
     generator, problem = np.random.default_rng(3), formulation.problem
     for _ in range(20):
         choice = [int(generator.integers(size)) for size in problem.sizes]
-        base, what_if = evaluate(problem, choice), WhatIf(problem, choice)
+        base, what_if = evaluate(problem, choice), WhatIf(formulation, choice)
         index = int(generator.integers(len(problem.nodes)))
         for change in what_if.changes(index):
             tried = [*choice]

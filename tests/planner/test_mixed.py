@@ -16,6 +16,7 @@ from parplan.plan import Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from tests.planner.graphs import classifier, perceptron
 from tests.planner.oracle import brute_force
@@ -56,8 +57,9 @@ def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link)
     graph, cluster = perceptron(8), Cluster(devices, (link,))
     costs = RooflineCosts(graph, cluster)
     candidates = {name: strategies(layer, 12, every_block(3)) for name, layer in graph.layers.items()}
-    problem = formulate(graph, cluster, costs, candidates).problem
-    decision = decided(graph, cluster)
+    shape = Shape(lanes=(0, 1, 2), anywhere=True)
+    problem = formulate(graph, cluster, costs, candidates, shape=shape, far_s=1.0).problem
+    decision = decided(graph, cluster, PlanRequest(tolerance=0.0))
     assert decision.proof.status == "OPTIMAL"
     assert decision.prediction.step_s == pytest.approx(brute_force(problem).objective, rel=1e-6)
 

@@ -25,7 +25,7 @@ from parplan.plan import Scheme, Strategy
 from parplan.planner.decide import PlanRequest, decide, estimate
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, Decision
 from parplan.planner.search.context import fits
-from parplan.planner.search_space.verifier import check
+from parplan.planner.search_space.verifier import check, uneven_replicas
 from parplan.planner.simulation.timeline import simulate
 from tests.planner.random_plans import EveryPlan, case, kind_of, plan_of, step_time_s
 from tests.planner.simulation.test_timeline import alexnet, hybrid
@@ -52,7 +52,7 @@ def fastest(drawn: Drawn, **request: object) -> Decision:
 def check_against_every_plan(drawn: Drawn, decision: Decision) -> None:
     """No plan beats one that is called OPTIMAL, none the bound, and none is clearly faster simulated."""
     graph, cluster, costs = drawn
-    proof, every = decision.proof, EveryPlan(*drawn)
+    proof, every = decision.proof, EveryPlan(*drawn, uneven=bool(uneven_replicas(decision.plan, graph)))
     check(decision.plan, graph)
     assert fits(graph, cluster, costs, decision.plan.layers)
     assert proof.objective == pytest.approx(step_time_s(graph, cluster, costs, decision.plan), rel=1e-6)
