@@ -17,7 +17,6 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.stages import stages
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
 from parplan.planner.explain.advice import advice, better_batch
@@ -27,7 +26,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import layer_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, far_s, plain, shape_of
+from parplan.planner.search.context import Case, formulated
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,
@@ -37,7 +36,6 @@ from parplan.planner.search.schemes import (
     simulated_reports,
 )
 from parplan.planner.search.select import Found, ShapeSearch
-from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned, Uneven
 from parplan.planner.search_space.pin_search import pin_questions
@@ -94,12 +92,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
     reviewed = _reviewed(plan, graph, cluster)
-    candidates = {name: (strategy,) for name, strategy in plain(reviewed).items()}
-    shape = shape_of(reviewed, graph, cluster)
-    formulation = formulate(
-        graph, cluster, costs, candidates, shape=shape, far_s=far_s(graph, cluster, costs, candidates)
-    )
-    choice = formulation.choice(plain(reviewed), stages(graph, plain(reviewed), reviewed.scheme).of)
+    formulation, choice = formulated(reviewed, graph, cluster, costs)
     step = prediction(formulation, choice, costs, cluster.count)
     if not needs_simulation(plan, graph):
         return step

@@ -62,7 +62,8 @@ def baselines(
         families.append([_model_parallel(graph, formulation, place) for place in places])
         families.append([_hybrid(graph, formulation, place, plan) for place in places])
     return tuple(
-        _fastest([_baseline(habit, graph, costs, formulation, plan, solve) for habit in family]) for family in families
+        _fastest([_baseline(habit, graph, cluster, costs, formulation, plan, solve) for habit in family])
+        for family in families
     )
 
 
@@ -138,7 +139,13 @@ def _hybrid(graph: LayerGraph, formulation: Formulation, place: _Place, plan: Pl
 
 
 def _baseline(
-    habit: _Habit, graph: LayerGraph, costs: CostModel, formulation: Formulation, plan: Plan, solve: Solve
+    habit: _Habit,
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    formulation: Formulation,
+    plan: Plan,
+    solve: Solve,
 ) -> Baseline:
     if habit.why_not:
         return Baseline(habit.name, None, None, False, habit.why_not)
@@ -155,8 +162,10 @@ def _baseline(
     layers = formulation.strategies(choice)
     own_plan = replace(plan, layers=layers, rules="default")
     # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
-    peaks = found.peaks if habit.alone else costs.peaks(layers) or found.peaks
-    peak, limit = max(zip(peaks, problem.limits, strict=True), key=lambda pair: pair[0] / pair[1])
+    held = formulation.device_peaks(formulation.choice(layers), cluster.count)
+    peaks = held if habit.alone else costs.peaks(layers) or held
+    limits = [device.memory_bytes for device in cluster.devices]
+    peak, limit = max(zip(peaks, limits, strict=True), key=lambda pair: pair[0] / pair[1])
     fits = peak <= limit
     parts = [f"R1: {parts_words(plan.batch, count)} samples" for count in uneven_replicas(own_plan, graph)]
     return Baseline(

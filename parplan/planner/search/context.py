@@ -13,12 +13,16 @@ from parplan.lowering.stages import stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.branches import homes_of
-from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
 from parplan.planner.solver.problem import Solution, Status, objective
 
-__all__ = ["Case", "Deadline", "fits", "followed", "plain", "shape_of", "without_period"]
+__all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "without_period"]
+
+
+SIMULATED = 64
+"""Devices up to which steps are simulated; on more, the objective predicts them."""
 
 
 class Deadline:
@@ -86,7 +90,12 @@ class Case:
         progress: Listener | None = None,
     ) -> Case:
         """A case with its whole time limit left."""
-        player = StepSimulator(graph, cluster, costs)
+
+        def predicted(plan: Plan) -> float:
+            formulation, choice = formulated(plan, graph, cluster, costs)
+            return objective(formulation.problem, choice)
+
+        player = StepSimulator(graph, cluster, costs, predicted if cluster.count > SIMULATED else None)
         return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
 
     def phase(self, name: str) -> None:
@@ -142,6 +151,21 @@ def shape_of(plan: Plan, graph: LayerGraph, cluster: Cluster) -> Shape:
         *(min(block) for phase in homes for _, block in phase),
     }
     return replace(shape, lanes=tuple(sorted(lanes)), homes=tuple((one,) for one in homes), placed=True)
+
+
+def formulated(
+    plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel
+) -> tuple[Formulation, tuple[int, ...]]:
+    """The problem whose only choice is a plan, and that choice.
+
+    Raises:
+        PlanError: the plan's scheme asks for passes that cannot be.
+    """
+    own = {name: (strategy,) for name, strategy in plain(plan).items()}
+    shape = shape_of(plan, graph, cluster)
+    beyond_s = far_s(graph, cluster, costs, own) if shape.by_device else 0.0
+    formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s)
+    return formulation, formulation.choice(plain(plan), stages(graph, plain(plan), plan.scheme).of)
 
 
 def far_s(graph: LayerGraph, cluster: Cluster, costs: CostModel, candidates: Mapping[str, Sequence[Strategy]]) -> float:

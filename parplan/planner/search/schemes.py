@@ -12,7 +12,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, SchemePrice
-from parplan.planner.search.context import Case
+from parplan.planner.search.context import SIMULATED, Case
 from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.step_work import Work, work_of
@@ -141,9 +141,9 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
         passes = stages(case.graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
-    timeline = case.player.timeline(plan)
+    exposed_s = case.player.timeline(plan).exposed_transfer_s if plan.devices <= SIMULATED else None
     samples = -(-plan.batch // passes)
-    return SchemePrice(plan.scheme, passes, timeline.step_s, timeline.exposed_transfer_s, memory_bytes, samples)
+    return SchemePrice(plan.scheme, passes, case.player.step_s(plan), exposed_s, memory_bytes, samples)
 
 
 # ---- the simulated step in place of the sum --------------------------------------------------------------------------
@@ -151,6 +151,8 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
 
 def needs_simulation(plan: Plan, graph: LayerGraph) -> bool:
     """Whether layers run in passes, or some on devices that others do not use at all: then they do not add up."""
+    if plan.devices > SIMULATED:
+        return False
     if stages(graph, plan.layers, plan.scheme).passes > 1:
         return True
     places = {frozenset(strategy.devices) for strategy in plan.layers.values()}

@@ -227,7 +227,7 @@ class _Run:
             self.first = formulation, solution
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             found = solution.objective, self.plan_of(formulation, solution.choice), formulation, solution.choice
-            if self.fits(found[1], formulation):
+            if self.fits(found[1]):
                 self.best = found
             else:
                 self.unfit = self.unfit or found
@@ -238,11 +238,11 @@ class _Run:
             self.covered.append(shape.describe())
         return bound
 
-    def fits(self, plan: Plan, formulation: Formulation) -> bool:
+    def fits(self, plan: Plan) -> bool:
         """Whether a plan fits with its transfers, which the problem only estimates."""
         peaks = self.case.costs.peaks(plain(plan)) or ()
-        limits = formulation.problem.limits
-        return self.case.request.plan is not None or all(p <= most for p, most in zip(peaks, limits, strict=False))
+        known = zip(peaks, self.case.cluster.devices, strict=False)
+        return self.case.request.plan is not None or all(peak <= device.memory_bytes for peak, device in known)
 
     def attempts(self, shapes: Iterable[Shape]) -> None:
         """Solve or refute shapes; on many devices all with passes at once, where free transfers would not suffice."""
@@ -288,7 +288,11 @@ class _Run:
             peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
             if peaks is None:
                 break
-            over = [max(0.0, peak - limit) for peak, limit in zip(peaks, limits, strict=True)]
+            most = [
+                max(p for p, other in zip(peaks, case.cluster.devices, strict=True) if other == case.cluster.devices[d])
+                for d in formulation.shape.lanes
+            ]
+            over = [max(0.0, peak - limit) for peak, limit in zip(most, limits, strict=True)]
             if not any(over):
                 return found if found is first else replace(found, bound=first.bound)
             lowered = tuple(max(known / 2, known - more) for known, more in zip(lowered, over, strict=True))
@@ -428,7 +432,7 @@ class _Run:
         if found.choice is None:
             return
         step_s, simpler = objective(problem, found.choice), self.plan_of(formulation, found.choice)
-        if step_s <= most_s and self.fits(simpler, formulation):
+        if step_s <= most_s and self.fits(simpler):
             self.best = step_s, simpler, formulation, found.choice
 
     def _given(self, plan: Plan, seconds: float) -> Found:

@@ -196,12 +196,14 @@ def formulate(
         own_parts, edges, kept = folded(own_parts, edges, strategies, cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, kept, strict=True)]
     parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1)
+    # The devices that are followed hold at least as much as any other of their kind.
+    lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
     nodes = [
         Node(
             name,
             seconds,
-            tuple(usage for device in (() if shape.average else shape.lanes) for usage in _usages(own, device)),
+            tuple(usage for place in range(len(lanes)) for usage in _usages(own, lanes[place], place)),
         )
         for name, own, seconds in zip(names, options, node_s, strict=False)
     ]
@@ -211,13 +213,12 @@ def formulate(
             *(Node(DELIVERY if v == len(names) else "(placement)", node_s[v]) for v in range(len(names), len(node_s))),
         ),
         edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
-        # The devices that are followed have at least as much as any other of their kind.
-        limits=tuple(float(device.memory_bytes) for device in cluster.devices),
+        limits=tuple(float(cluster.devices[lane].memory_bytes) for lane in lanes),
         linear=(
             *role_rows(graph, names, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),
             *(_strict_rules(graph, names, options) if strict else ()),
         ),
-        resource_names=_device_names(cluster),
+        resource_names=tuple(_device_name(cluster, lane) for lane in lanes),
         maxima=maxima,
     )
     return Formulation(problem, (*names, DELIVERY), tuple(options), parts)
@@ -249,10 +250,9 @@ def without_boundaries(formulation: Formulation) -> Problem:
     return reassembled(formulation, replace(parts, nodes=[*nodes, parts.nodes[delivery]], edges=edges))
 
 
-def _device_names(cluster: Cluster) -> tuple[str, ...]:
-    """Words for the devices' memories; the kind where there are several."""
-    kinds = [f" ({device.kind})" if cluster.mixed else "" for device in cluster.devices]
-    return tuple(f"device {number}{kind}" for number, kind in enumerate(kinds))
+def _device_name(cluster: Cluster, number: int) -> str:
+    """Words for a device's memory; with its kind where there are several."""
+    return f"device {number}{f' ({cluster.devices[number].kind})' if cluster.mixed else ''}"
 
 
 def _option(
@@ -350,14 +350,14 @@ def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph:
     return moved.forward_s
 
 
-def _usages(options: Sequence[Option], device: int) -> list[Usage]:
-    """One for every interval in which some strategy holds something on `device`."""
+def _usages(options: Sequence[Option], device: int, resource: int) -> list[Usage]:
+    """One for every interval in which some strategy holds something on `device`, whose memory is `resource`."""
     here = [option.memory.held if device in option.strategy.devices else () for option in options]
     amounts: dict[tuple[int, int], FloatArray] = {}
     for index, held in enumerate(here):
         for one in held:
             amounts.setdefault((one.start, one.end), np.zeros(len(options)))[index] = one.nbytes
-    return [Usage(device, start, end, nbytes) for (start, end), nbytes in sorted(amounts.items())]
+    return [Usage(resource, start, end, nbytes) for (start, end), nbytes in sorted(amounts.items())]
 
 
 def _edges(
