@@ -145,7 +145,9 @@ def search(
 def least_excess(
     problem: Problem, rows: Sequence[LimitRow], deadline: float, workers: int, hint: Sequence[int] = ()
 ) -> Found:
-    """The choice that exceeds the memory limits by the least bytes, summed over the memories; costs do not count.
+    """The choice whose largest excess over a memory limit is the least: what the limits have to be raised by.
+
+    Costs do not count.
 
     `bound` is in bytes. INFEASIBLE if no choice meets the pairs and linear constraints whatever the limits.
     """
@@ -153,10 +155,10 @@ def least_excess(
     if build is None:
         return Found(Status.UNKNOWN, None, -np.inf)
     largest = int(sum(usage.amounts.max() for node in problem.nodes for usage in node.usages))
-    excess = [build.model.new_int_var(0, largest, f"excess{r}") for r in range(len(problem.limits))]
+    excess = build.model.new_int_var(0, largest, "excess")
     for row in rows:
-        _add_row(build, row, [] if row.resource is None else [(excess[row.resource], -1)])
-    build.model.minimize(_sum([], excess))
+        _add_row(build, row, [] if row.resource is None else [(excess, -1)])
+    build.model.minimize(excess)
     _hint(build, hint)
     return _run(build, deadline, workers, None)
 

@@ -1,8 +1,8 @@
 """Why nothing fits: find the constraint that fails and what would be missing, in terms a user can act on.
 
 Constraints are tried from the strongest to the weakest culprit: a node with no strategy, an edge with no pair, the
-pairs together, the linear constraints without memory, and last the memory limits, where the least possible excess is
-searched for.
+pairs together, the linear constraints without memory, and last the memory limits: the choice nearest to fitting is the
+one whose largest excess over a limit is the least, as that is what all limits would have to be raised by.
 
 A proof that memory is too small needs prices on the limits alone. With all costs at zero, prices p >= 0 on the memory
 rows make a bound: if even the cheapest choice has sum p * (load - limit) > 0, no choice meets all the limits. Equal

@@ -185,6 +185,16 @@ def test_says_where_memory_is_missing_and_how_much() -> None:
     assert "device 3" in cause.message
 
 
+def test_the_nearest_choice_spreads_what_is_missing() -> None:
+    """All on one device lack 50 bytes there, spread over both 30 on each: limits 30 bytes higher are enough."""
+    on_one, half = np.array([110.0, 90.0]), np.array([0.0, 90.0])
+    usages = (Usage(0, 0, 9, on_one), Usage(1, 0, 9, half))
+    found = solve(Problem((Node("n", np.zeros(2), usages),), (), (60.0, 60.0), (), ("device 0", "device 1")), workers=1)
+    cause = found.infeasibility
+    assert cause is not None
+    assert (cause.cause, cause.missing) == (Cause.MEMORY, 30)
+
+
 def test_says_when_all_memories_together_are_too_small() -> None:
     """Each node fits on either device, any two on both, three do not."""
     usages = tuple((Usage(0, 0, 9, np.array([60.0, 0.0])), Usage(1, 0, 9, np.array([0.0, 60.0]))) for _ in range(3))
