@@ -193,7 +193,7 @@ class _Run:
 
         cells = sum(edge.cost_s.size for edge in reduced.problem.edges)
         rounds = 1 if cells <= SEARCHED_CELLS else np.inf
-        marginals = improve(reduced.problem, offer, self.raise_bound, rounds, self.deadline)
+        marginals = improve(reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff())
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:

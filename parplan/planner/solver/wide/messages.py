@@ -73,8 +73,8 @@ class Messages:
         for v in range(nodes):
             level[v] = 1 + max((level[u] for u in before[v]), default=-1)
         self.level: Ints = np.array(level, dtype=np.intp)
-        ahead, behind = np.bincount(a.source, minlength=nodes), np.bincount(a.target, minlength=nodes)
-        self.share = 1.0 / np.maximum(np.maximum(ahead, behind), 1)
+        out_degree, in_degree = np.bincount(a.source, minlength=nodes), np.bincount(a.target, minlength=nodes)
+        self.share = 1.0 / np.maximum(np.maximum(out_degree, in_degree), 1)
         # Messages ahead (to targets) stand in order of their senders' levels, those back in the opposite order.
         orders = np.argsort(self.level[a.source], kind="stable"), np.argsort(-self.level[a.target], kind="stable")
         counts = a.size[a.target], a.size[a.source]
@@ -88,8 +88,8 @@ class Messages:
         ]
         walk = np.argsort(self.level, kind="stable")
         levels = np.split(walk, np.flatnonzero(np.diff(self.level[walk])) + 1)
-        self.ahead = self._steps(0, orders[0], levels)
-        self.back = self._steps(1, orders[1], levels[::-1])
+        self.forward_steps = self._steps(0, orders[0], levels)
+        self.backward_steps = self._steps(1, orders[1], levels[::-1])
 
     def _steps(self, way: int, order: Ints, levels: list[Ints]) -> list[_Step]:
         a = self.arrays
@@ -132,7 +132,7 @@ class Messages:
         above = np.empty_like(held)
         sent, answered = self.values[way], self.values[1 - way]
         bound = 0.0
-        for step in self.back if way else self.ahead:
+        for step in self.backward_steps if way else self.forward_steps:
             here = held[step.slots]
             least = np.minimum.reduceat(here, step.firsts)
             above[step.slots] = here = here - np.repeat(least, step.sizes)
@@ -153,7 +153,7 @@ class Messages:
         a = self.arrays
         held = costs + np.bincount(self.into[1], self.values[1], len(costs))
         choice = np.zeros(len(a.size), dtype=np.intp)
-        for step in self.ahead:
+        for step in self.forward_steps:
             here = held[step.slots]
             least = np.minimum.reduceat(here, step.firsts)
             best = np.flatnonzero(here == np.repeat(least, step.sizes))

@@ -47,7 +47,12 @@ Offer = Callable[[Sequence[int]], float]
 
 
 def improve(
-    problem: Problem, offer: Offer, raise_bound: Callable[[float], None], rounds: float, deadline: float
+    problem: Problem,
+    offer: Offer,
+    raise_bound: Callable[[float], None],
+    rounds: float,
+    deadline: float,
+    cutoff: float = np.inf,
 ) -> list[FloatArray]:
     """Climb and search for `rounds` rounds, or until a proof, or until `time.monotonic()` passes `deadline`.
 
@@ -55,11 +60,12 @@ def improve(
         problem: presolved; no strategy is forbidden.
         offer: takes every choice that is worth evaluating; returns the cutoff: seconds that a choice has to stay below.
         raise_bound: told of lower bounds on T.
+        cutoff: seconds that a choice has to stay below.
 
     Returns:
         Per node and strategy, a lower bound on T of every choice that uses it.
     """
-    search = _Search(problem, offer, deadline)
+    search = _Search(problem, offer, deadline, cutoff)
     done = 0
     while done < rounds and search.open:
         search.climb(done)
@@ -72,14 +78,14 @@ def improve(
 class _Search:
     """Prices, messages, and the best choice and bound so far."""
 
-    def __init__(self, problem: Problem, offer: Offer, deadline: float) -> None:
+    def __init__(self, problem: Problem, offer: Offer, deadline: float, cutoff: float) -> None:
         self.problem, self.offer, self.deadline = problem, offer, deadline
         self.pool = Pool(row_table(problem))
         self.multiplicity, self.constant = np.zeros(len(self.pool.table.constant)), 0.0
         self.arrays = Arrays(problem)
         self.messages = Messages(self.arrays)
         self.choice: Ints | None = None
-        self.cost, self.cutoff, self.bound = np.inf, np.inf, -np.inf
+        self.cost, self.cutoff, self.bound = np.inf, cutoff, -np.inf
         self.marginals = np.full(len(self.arrays.cost), -np.inf)
         self.prices = np.zeros(len(self.arrays.memory.capacity))
         self.floor = 0.0
