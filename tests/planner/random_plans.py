@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
 from math import prod
@@ -140,22 +140,24 @@ class EveryPlan:
 
     Args:
         uneven: replicas of plans in one pass may have parts of the batch that differ by one sample.
+        on_all: of plans with branches at the same time only those whose branches use all devices, the rest the first.
     """
 
     graph: LayerGraph
     cluster: Cluster
     costs: CostModel
     uneven: bool = False
+    on_all: bool = False
 
     @cached_property
     def known(self) -> dict[str, tuple[Strategy, ...]]:
         """Strategies by layer."""
-        return self.strategies(self.uneven)
+        return self.strategies(Shape(anywhere=True, uneven=self.uneven))
 
-    def strategies(self, uneven: bool) -> dict[str, tuple[Strategy, ...]]:
-        """Strategies by layer, with unequal parts of the batch or without."""
-        blocks, batch = cluster_blocks(self.cluster, everywhere=True), self.graph.batch or 1
-        return {name: strategies(own, batch, blocks, uneven=uneven) for name, own in self.graph.layers.items()}
+    def strategies(self, shape: Shape) -> dict[str, tuple[Strategy, ...]]:
+        """Strategies by layer, before placements add theirs."""
+        blocks, batch = cluster_blocks(self.cluster, shape.anywhere), self.graph.batch or 1
+        return {name: strategies(own, batch, blocks, uneven=shape.uneven) for name, own in self.graph.layers.items()}
 
     @cached_property
     def count(self) -> int:
@@ -180,7 +182,11 @@ class EveryPlan:
     def shapes(self, passes: bool = True) -> Iterator[Shape]:
         """One pass with branches one after another or at the same time; then interleaved passes."""
         lanes = tuple(range(self.cluster.count))
-        yield Shape(lanes=lanes, anywhere=True, homes=self.homes, uneven=self.uneven)
+        every = Shape(lanes=lanes, anywhere=True, uneven=self.uneven)
+        yield replace(every, homes=() if self.on_all else self.homes)
+        whole = [[one for one in own if len(set().union(*(b for _, b in one))) == len(lanes)] for own in self.homes]
+        if self.on_all and whole:
+            yield replace(every, homes=tuple(map(tuple, whole)), anywhere=False)
         counts = {own.replicas for n, every in self.known.items() for own in every if keeps_apart(self.graph.layers[n])}
         for most, few in product(counts, counts):
             if passes and most > few and most % few == 0:
@@ -190,7 +196,7 @@ class EveryPlan:
         """T and plan of all that are legal and fit without their transfers, the fastest first."""
         found = []
         for shape in self.shapes(passes):
-            known = self.strategies(shape.uneven)
+            known = self.strategies(shape)
             try:
                 every = formulate(self.graph, self.cluster, self.costs, known, shape=shape, far_s=FAR_S)
             except InfeasibleShape:

