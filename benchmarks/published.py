@@ -31,7 +31,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.plan import Scheme
 from parplan.planner.decide import predict
 from parplan.planner.decision import Prediction
-from parplan.planner.search.schemes import clocked
+from parplan.planner.search.schemes import simulated_prediction
 from parplan.planner.simulation.timeline import PassPolicy, simulate
 
 IMAGES = 90 * 1_281_167  # 90 epochs of ILSVRC-2012
@@ -94,7 +94,7 @@ def predicted(
         plan = plan.with_layers({name: replace(plan.layers[name], update_period=1) for name in ("fc6", "fc7", "fc8")})
     # As cuda-convnet2 does it: each pass goes back before the next one begins, and the sender sends to each other one.
     theirs = PassPolicy(one_f_one_b=True, prefetch=prefetch, scatter_allgather=False)
-    return clocked(predict(graph, cluster, costs, plan), simulate(graph, cluster, costs, plan, theirs))
+    return simulated_prediction(predict(graph, cluster, costs, plan), simulate(graph, cluster, costs, plan, theirs))
 
 
 def data_parallel(gpus: int, factor: float, overlap: float) -> Prediction:

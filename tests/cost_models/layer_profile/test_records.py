@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from examples.export_layer_profile import format_layer_profile
 from parplan.cost_models.layer_profile.records import (
@@ -296,13 +298,67 @@ backward_compute_time=3.5, activation_size=100.000, parameter_size=200.000
 """
 
 
-def test_the_documented_conversion_of_pipedream_profiles(tmp_path: Path) -> None:
+def converted(tmp_path: Path, graph: str) -> LayerProfile:
     (tmp_path / "convert.py").write_text(code_block("python"))
-    (tmp_path / "graph.txt").write_text(GRAPH_TXT)
+    (tmp_path / "graph.txt").write_text(graph)
     command = [sys.executable, "convert.py", "graph.txt", "64", "one Titan X"]
-    text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    conv = ProfiledLayer("Conv2d.node2", (Times(64, 0.0225, 0.006),), 400, 93184, kind="conv")
+    return parse_layer_profile(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
+
+
+def test_the_documented_conversion_of_pipedream_profiles(tmp_path: Path) -> None:
+    conv = ProfiledLayer("Conv2d.node2", (Times(64, 0.0225, 0.006),), 400, 93184, 400, "conv")
     cut = (AxisCut("out-features", 4096, Effect.OUTPUT),)
-    linear = ProfiledLayer("Linear.node3", (Times(64, 0.00175, 0.0035),), 100, 200, kind="linear", cuts=cut)
+    linear = ProfiledLayer("Linear.node3", (Times(64, 0.00175, 0.0035),), 100, 200, 0, "linear", cuts=cut)
     edges = (ProfileEdge("Conv2d.node2", "Linear.node3"),)
-    assert parse_layer_profile(text) == LayerProfile("profile", 64, "one Titan X", (conv, linear), edges)
+    assert converted(tmp_path, GRAPH_TXT) == LayerProfile("profile", 64, "one Titan X", (conv, linear), edges)
+
+
+class Block(nn.Module):
+    """The start of a residual network; notes in PipeDream's words what ran and what came out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = nn.ModuleList([
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 8),
+        ])  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        nodes, edges, at = [], ["\tnode0 -- node1"], 0
+        nodes.append(
+            "node0 -- Input -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0"
+        )
+
+        def note(text: str, *before: int) -> None:
+            nonlocal at
+            at += 1
+            times = "forward_compute_time=1.0, backward_compute_time=1.0"
+            nodes.append(f"node{at} -- {text} -- {times}, activation_size={4.0 * x.numel()}, parameter_size=0.0")
+            edges.extend(f"\tnode{other} -- node{at}" for other in before if other)
+
+        for number, op in enumerate(self.ops):
+            if number == 4:
+                kept, kept_at = x, at
+            if number == 9:
+                x += kept
+                note("Add(inplace)", at, kept_at)
+            x = op(x)
+            note("ReLU(inplace)" if isinstance(op, nn.ReLU) else f"{type(op).__name__}()", at)
+        return x, "\n".join([*nodes, *edges]) + "\n"
+
+
+def test_the_documented_conversion_counts_what_autograd_saves(tmp_path: Path) -> None:
+    model, images, saved = Block(), torch.zeros(2, 3, 16, 16), {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (images, *model.parameters(), *model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.dim() == 4:  # not a norm's statistics of channels
+            saved[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _result, graph = model(images)
+    profile = converted(tmp_path, graph)
+    assert sum(layer.saved_bytes or 0 for layer in profile.layers) == sum(nbytes for _, nbytes in saved.values())
