@@ -191,12 +191,9 @@ def _kept(habit: _Habit, formulation: Formulation) -> list[list[int]]:
 def _alone(formulation: Formulation) -> Problem:
     """The problem where inputs are at hand and results stay where they are."""
     parts, delivery = formulation.parts, len(formulation.options)
-    nodes = [
-        replace(own, once_s=own.once_s - np.array([option.arrival_s for option in options]))
-        for own, options in zip(parts.nodes, formulation.options, strict=False)
-    ]
+    nodes = [replace(own, arrival_s=np.zeros_like(own.arrival_s)) for own in parts.nodes]
     edges = [edge for edge in parts.edges if edge.target != delivery]
-    return reassembled(formulation, replace(parts, nodes=[*nodes, parts.nodes[delivery]], edges=edges))
+    return reassembled(formulation, replace(parts, nodes=nodes, edges=edges))
 
 
 def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:

@@ -13,13 +13,16 @@ from parplan.plan import Strategy
 from parplan.planner.search.branches import Branch
 from parplan.planner.search_space.strategies import device_blocks
 
-__all__ = ["Group", "Share", "balance", "groupings", "placements"]
+__all__ = ["FEW_BRANCHES", "Group", "Share", "balance", "groupings", "placements"]
 
 Group = tuple[int, ...]
 """Devices, ascending."""
 
 MOST_GROUPINGS = 24
 """Ways to cut the devices into so many groups above which only even and proportional ones are tried."""
+
+FEW_BRANCHES = 3
+"""Branches up to which all ways to give them to groups are tried; more are spread evenly."""
 
 FEW_DEVICES = 4
 """Up to so many devices of several kinds are grouped in every way."""
@@ -144,8 +147,12 @@ def placements(
         return
     for count in range(2, min(len(phase), cluster.count) + 1):
         for groups in groupings(cluster, range(cluster.count), count, works):
-            chosen = balance([Share(own, {}) for own in works], [sum(speed[d] for d in group) for group in groups])
-            placed = tuple((branch, groups[index]) for branch, index in zip(phase, chosen, strict=True))
-            if placed not in seen:
-                seen.add(placed)
-                yield placed
+            spread = [sum(speed[d] for d in group) for group in groups]
+            if len(phase) <= FEW_BRANCHES:
+                ways = [one for one in product(range(count), repeat=len(phase)) if len(set(one)) == count]
+            else:
+                ways = [balance([Share(own, {}) for own in works], spread)]
+            placed_ways = [tuple((branch, groups[g]) for branch, g in zip(phase, way, strict=True)) for way in ways]
+            fresh = [placed for placed in placed_ways if placed not in seen]
+            seen.update(fresh)
+            yield from fresh

@@ -22,16 +22,16 @@ import numpy as np
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, Simpler
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.context import Case, far_s, followed, plain, shape_of
-from parplan.planner.search.device_groups import placements
+from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate, without_boundaries
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
-from parplan.planner.search_space.shape import Placement, Shape
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import solve
@@ -227,7 +227,9 @@ class _Run:
             self.first = formulation, solution
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             found = solution.objective, self.plan_of(formulation, solution.choice), formulation, solution.choice
-            if self.fits(found[1]):
+            if updates_lost(found[1], self.case.graph, self.pinned):
+                pass  # a plan in one pass, where updates between passes are pinned
+            elif self.fits(found[1]):
                 self.best = found
             else:
                 self.unfit = self.unfit or found
@@ -281,17 +283,17 @@ class _Run:
             return case.deadline.watched(found, limit_s)
 
         first = found = once(problem, MAIN if self.best is None else SHARE)
-        if case.request.plan is not None:
+        if case.request.plan is not None or formulation.shape.average:
             return first
+        devices = case.cluster.devices
         lowered = limits = problem.limits
         for _ in range(ATTEMPTS):
             peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
             if peaks is None:
                 break
-            most = [
-                max(p for p, other in zip(peaks, case.cluster.devices, strict=True) if other == case.cluster.devices[d])
-                for d in formulation.shape.lanes
-            ]
+            # A device that is followed stands for all of its kind.
+            kinds = [devices[lane] for lane in formulation.shape.lanes]
+            most = [max(p for p, own in zip(peaks, devices, strict=True) if own == kind) for kind in kinds]
             over = [max(0.0, peak - limit) for peak, limit in zip(most, limits, strict=True)]
             if not any(over):
                 return found if found is first else replace(found, bound=first.bound)
@@ -305,10 +307,14 @@ class _Run:
         self.limit_s = uneven[0] * (1 + self.case.request.tolerance) if uneven is not None else inf
         self.best, self.bound, self.covered = None, inf, []
         self.attempts(shapes)
-        self.limit_s, self.uneven = inf, self.best is None and uneven is not None
+        self.limit_s, self.uneven = inf, uneven is not None and not self.found_any()
         if self.uneven:
             self.best, self.bound = uneven, min(bound, self.bound)
             self.covered += covered
+
+    def found_any(self) -> bool:
+        """Whether there is a plan yet."""
+        return self.best is not None
 
     # ---- any block of devices, and branches at the same time ----
 
@@ -319,6 +325,8 @@ class _Run:
         if len(every) > ANYWHERE:
             if self.best is None:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
+            elif (phases := self.phases()) and self.folded_bound(phases, anywhere=False) < self.cutoff:
+                self.branches(phases, 0.0)
             return
         phases, least_s, alone_s = self.phases(), 0.0, 0.0
         if self.best is not None and not case.cluster.mixed:
@@ -341,8 +349,12 @@ class _Run:
             return []
         return [phase for section in sections(self.case.graph) for phase in section.phases if len(phase) > 1]
 
-    def folded_bound(self, phases: Sequence[tuple[Branch, ...]]) -> float:
-        """Seconds that no plan on any blocks, with branches of `phases` at the same time, takes less than."""
+    def folded_bound(self, phases: Sequence[tuple[Branch, ...]], anywhere: bool = True) -> float:
+        """Seconds that no plan on any blocks, with branches of `phases` at the same time, takes less than.
+
+        Args:
+            anywhere: on any blocks; otherwise on sizes of blocks that the first devices have, a guess on many devices.
+        """
         outer: list[tuple[Branch, ...]] = []
         taken: set[str] = set()
         inside: set[str] = set()
@@ -351,7 +363,7 @@ class _Run:
             (inside if members & taken else taken).update(members)
             outer += [] if members & (taken - members) or members & inside else [phase]
         homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
-        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True, uneven=self.uneven)
+        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=anywhere, uneven=self.uneven)
         return self.attempt(shape, self.cutoff)
 
     def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float) -> None:
@@ -362,16 +374,19 @@ class _Run:
         self.without_s = self.best[0]
         cluster = self.case.cluster
         anywhere = cluster.count <= EVERY_PLACEMENT and not cluster.mixed
-        homes: list[tuple[Placement, ...]] = []
-        for phase in phases:
-            members = {name for branch in phase for name in branch}
-            if not any(members & {*branch} for known in homes for branch, _ in known[0]):
-                homes.append(tuple(placements(phase, self.case.graph, cluster, self.case.costs, anywhere)))
-        first = {min(block) for known in homes for one in known for _, block in one}
-        lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
-        self.tried += sum(map(len, homes))
-        shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
-        self.attempt(shape, self.cutoff, least_s)
+        members = [{name for branch in phase for name in branch} for phase in phases]
+        outer = [v for v, own in enumerate(members) if not any(own & other for other in members[:v])]
+        inner = [v for v, own in enumerate(members) if not any(own & other for other in members[v + 1 :])]
+        # Phases inside branches of others are placed instead of those.
+        for chosen in (outer,) if inner == outer else (outer, inner):
+            homes = [tuple(placements(phases[v], self.case.graph, cluster, self.case.costs, anywhere)) for v in chosen]
+            first = {min(block) for known in homes for one in known for _, block in one}
+            lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
+            self.tried += sum(map(len, homes))
+            shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
+            self.attempt(shape, self.cutoff, least_s)
+        if inner != outer or max(map(len, phases)) > FEW_BRANCHES:
+            self.covered = [one for one in self.covered if one not in (BRANCHES, SOME_BRANCHES)]
 
     # ---- the answer ----
 
@@ -463,6 +478,11 @@ class _Run:
             return InfeasiblePlan(why_not(formulation, solution))  # type: ignore[arg-type]
         if updates_lost(replace(draft, scheme=Scheme.GATHER), case.graph, self.pinned):
             return no_updates(draft, case.graph, self.pinned, schemes)
+        if set(self.pinned.periods.values()) - {1}:
+            return no_plan(
+                self.search.one_pass(), asked, Solution(Status.INFEASIBLE, None, inf, inf, inf, 0.0),
+                lambda problem: solve(problem, case.deadline.part_s(AGAIN)),
+            )  # fmt: skip
         try:
             check(replace(draft, scheme=schemes[0]), case.graph)
         except PlanError as error:

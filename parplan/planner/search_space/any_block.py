@@ -82,8 +82,8 @@ def _least(own: NodeParts, groups: Groups, share: FloatArray) -> NodeParts:
         return np.array([seconds[group].min() for group in groups])
 
     return NodeParts(
-        least(own.once_s), least(own.backward_s), least(own.pass_forward_s), least(own.pass_backward_s),
-        least(own.samples_in_s), least(own.sum_s), least(own.update_s), share[None, [one[0] for one in groups]],
+        least(own.once_s), least(own.arrival_s), least(own.backward_s), least(own.pass_forward_s),
+        least(own.pass_backward_s), least(own.samples_in_s), least(own.sum_s), least(own.update_s), share[None, [one[0] for one in groups]],
     )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def formulate(
         InfeasibleShape: some layer has no option in a plan of this shape.
     """
     names = tuple(graph.layers)
-    like = like_readers(graph) if shape.passes == 1 else {}
+    like = _shared_readers(graph, shape)
     options = []
     for done, name in enumerate(names):
         layer = graph.layers[name]
@@ -172,7 +172,7 @@ def formulate(
     own_parts = [_node_parts(own, shape) for own in options]
     own_parts.append(
         NodeParts(
-            np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery,
+            np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery, delivery,
             np.zeros((len(shape.lanes), 1)),
         )
     )  # fmt: skip
@@ -183,7 +183,9 @@ def formulate(
         known: list[int | None] = [*(() if shape.placed else (None,)), *range(len(phase))]
         zero = np.zeros(len(known))
         deciding = len(names) + 1 + number
-        own_parts.append(NodeParts(zero, zero, zero, zero, zero, zero, zero, np.zeros((len(shape.lanes), len(known)))))
+        own_parts.append(
+            NodeParts(zero, zero, zero, zero, zero, zero, zero, zero, np.zeros((len(shape.lanes), len(known))))
+        )
         for v in (v for branch in phases[number] for v in branch):
             agree = [[0.0 if one.placement == other else np.inf for other in known] for one in options[v]]
             none = np.zeros((len(options[v]), len(known)))
@@ -245,9 +247,8 @@ def without_boundaries(formulation: Formulation) -> Problem:
         same = np.zeros((len(edge.allowed), 1)) if edge.target == delivery else None
         kept = counts[edge.source][:, None] == counts[edge.target][None, :] if same is None else same
         edges.append(replace(edge, once=(kept * edge.once[0], kept * edge.once[1])))
-    arrivals = [np.array([option.arrival_s for option in own]) for own in formulation.options]
-    nodes = [replace(own, once_s=own.once_s - arrival) for own, arrival in zip(parts.nodes, arrivals, strict=False)]
-    return reassembled(formulation, replace(parts, nodes=[*nodes, parts.nodes[delivery]], edges=edges))
+    nodes = [replace(own, arrival_s=np.zeros_like(own.arrival_s)) for own in parts.nodes]
+    return reassembled(formulation, replace(parts, nodes=nodes, edges=edges))
 
 
 def _device_name(cluster: Cluster, number: int) -> str:
@@ -308,7 +309,8 @@ def _node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     interference = np.array([one.compute_interference_s for one in options])
     arrival = np.array([one.arrival_s for one in options])
     return NodeParts(
-        once_s=once * (forward + arrival),
+        once_s=once * forward,
+        arrival_s=once * arrival,
         backward_s=once * backward + interference,
         pass_forward_s=inside * forward,
         pass_backward_s=inside * backward,
@@ -329,6 +331,18 @@ def like_readers(graph: LayerGraph) -> LikeReaders:
             if leader != name and (value in graph.producer or value in graph.user_inputs):
                 found.setdefault(value, {})[name] = leader
     return found
+
+
+def _shared_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
+    """The like readers of a shape: in one pass, and not in branches that may run at the same time."""
+    if shape.passes > 1:
+        return {}
+    apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
+    known = {
+        value: {name: leader for name, leader in own.items() if not {name, leader} <= apart}
+        for value, own in like_readers(graph).items()
+    }
+    return {value: own for value, own in known.items() if own}
 
 
 def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:

@@ -40,7 +40,8 @@ class NodeParts:
     """Seconds of one layer per option, shape (options,) each.
 
     Args:
-        once_s: what counts once and hides nothing: forward outside of passes, arrivals, batch statistics.
+        once_s: what counts once and hides nothing: forward outside of passes, batch statistics.
+        arrival_s: inputs of the user that come once; they are on all devices, which they hold.
         pass_forward_s, pass_backward_s: compute of one pass, of layers in passes.
         backward_s: compute of the backward outside of passes, with what gradient sums take from it.
         samples_in_s: inputs of the user that one pass brings in.
@@ -51,6 +52,7 @@ class NodeParts:
     """
 
     once_s: FloatArray
+    arrival_s: FloatArray
     backward_s: FloatArray
     pass_forward_s: FloatArray
     pass_backward_s: FloatArray
@@ -105,7 +107,7 @@ def node_totals(parts: StepParts, v: int) -> FloatArray:
     """Seconds of compute of a layer in all its passes, hidden or not, per option; updates and arrivals included."""
     own, passes = parts.nodes[v], parts.shape.passes
     inside = own.pass_forward_s + own.pass_backward_s + own.samples_in_s
-    return own.once_s + own.backward_s + own.update_s + passes * inside
+    return own.once_s + own.arrival_s + own.backward_s + own.update_s + passes * inside
 
 
 def edge_totals(parts: StepParts, edge: EdgeParts) -> FloatArray:
@@ -141,7 +143,7 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
     in_phase = {v for phase in parts.phases for branch in phase for v in branch}
     nodes, edges = [], []
     for v, own in enumerate(parts.nodes):
-        once, rest = own.once_s + own.pass_forward_s, (1 + again) * own.samples_in_s
+        once, rest = own.once_s + own.pass_forward_s, own.arrival_s + (1 + again) * own.samples_in_s
         rest = rest + (0.0 if shape.by_device else own.update_s)
         nodes.append(rest if v in in_phase else once + rest)
     for part in parts.edges:
