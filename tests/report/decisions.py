@@ -9,6 +9,8 @@ from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.costs import Source
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decision import (
+    ANY_BLOCK,
+    BRANCHES,
     Arrival,
     Baseline,
     Decision,
@@ -127,7 +129,7 @@ def alexnet() -> Decision:
         prediction=step,
         baselines=rivals(step.step_s, 3.4312, 1.1623, 1.8049, 1.0),
         advice="use this plan: 14 % less time than pure data parallel, the best of the simple plans.",
-        proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 1.31),
+        proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 1.31, covered=("gather", ANY_BLOCK, BRANCHES)),
         seconds=Seconds(2.104, 0.312, 1.31, 4.52),
         notes=("No GPU here and no --gpu: planned for 4 x v100-sxm2 (estimated preset).",),
         passes=schemes(step.step_s, Scheme.GATHER),
@@ -277,7 +279,7 @@ def pinned() -> Decision:
         layers=layers,
         prediction=step,
         baselines=rivals(step.step_s, 2.5, 0.9, 1.8, 1.0),
-        proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 0.11),
+        proof=Proof("OPTIMAL", step.step_s, step.step_s, 0.0, 0.11, covered=("gather", ANY_BLOCK, BRANCHES)),
         pins=Pins(step.step_s, 0.62 * step.step_s, False, prices),
     )
 

@@ -61,7 +61,7 @@ def check_against_every_plan(drawn: Drawn, decision: Decision) -> None:
     check(decision.plan, graph)
     assert fits(graph, cluster, costs, decision.plan.layers)
     step_s = step_time_s(graph, cluster, costs, decision.plan)
-    # Of readers that are alike the others pay for the way from the first, which alone may be longer than from the maker.
+    # Of readers that are alike the others pay for the way from the first, which may be longer than from the maker.
     assert step_s == pytest.approx(proof.objective, rel=1e-6) if chain else step_s <= proof.objective * (1 + 1e-6)
     fitting = ((step_s, plan) for step_s, plan in every.best() if fits(graph, cluster, costs, plan.layers))
     best = list(islice(fitting, SIMULATED))
