@@ -34,7 +34,7 @@ __all__ = [
 
 ANY_BLOCK, BRANCHES = "layers on any block of devices", "branches at the same time"
 PASSES = "passes"
-SOME_BRANCHES = "branches at the same time on blocks that make up all devices"
+SOME_BRANCHES = "branches at the same time on blocks that make up the first devices"
 """Words for shapes of plans that a proof covers (search_space/shape.py)."""
 
 

@@ -126,7 +126,7 @@ def placements(
 
     Args:
         every: all ways to give the branches aligned blocks, equal or disjoint ones; otherwise groups that make up all
-            devices, with the branches spread evenly over them.
+            devices, or the first so many, a number that divides theirs or is a power of two.
     """
     alone = [Strategy(devices=(group.members[0],)) for group in cluster.groups]
 
@@ -145,8 +145,10 @@ def placements(
             if apart and len(set(own)) > 1:
                 yield tuple(zip(phase, own, strict=True))
         return
-    for count in range(2, min(len(phase), cluster.count) + 1):
-        for groups in groupings(cluster, range(cluster.count), count, works):
+    # Blocks of all devices, or where they are equal of the first so many, a number that divides or a power of two.
+    some = [n for n in range(2, cluster.count) if not cluster.mixed and (cluster.count % n == 0 or not n & (n - 1))]
+    for size, count in product((cluster.count, *some), range(2, min(len(phase), cluster.count) + 1)):
+        for groups in groupings(cluster, range(size), count, works) if count <= size else ():
             spread = [sum(speed[d] for d in group) for group in groups]
             if len(phase) <= FEW_BRANCHES:
                 ways = [one for one in product(range(count), repeat=len(phase)) if len(set(one)) == count]

@@ -49,7 +49,7 @@ ANYWHERE = 8
 """Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
 
 EVERY_PLACEMENT = 2
-"""Devices up to which branches are placed on all disjoint blocks; on more, on blocks that make up all devices."""
+"""Devices up to which branches are placed on all disjoint blocks; on more, on blocks that make up the first devices."""
 
 BETTER = 1e-6
 """A plan has to be faster by more than this, relative."""

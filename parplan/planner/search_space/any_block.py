@@ -82,9 +82,16 @@ def _least(own: NodeParts, groups: Groups, share: FloatArray) -> NodeParts:
         return np.array([seconds[group].min() for group in groups])
 
     return NodeParts(
-        least(own.once_s), least(own.arrival_s), least(own.backward_s), least(own.pass_forward_s),
-        least(own.pass_backward_s), least(own.samples_in_s), least(own.sum_s), least(own.update_s), share[None, [one[0] for one in groups]],
-    )  # fmt: skip
+        once_s=least(own.once_s),
+        arrival_s=least(own.arrival_s),
+        backward_s=least(own.backward_s),
+        pass_forward_s=least(own.pass_forward_s),
+        pass_backward_s=least(own.pass_backward_s),
+        samples_in_s=least(own.samples_in_s),
+        sum_s=least(own.sum_s),
+        update_s=least(own.update_s),
+        lanes=share[None, [one[0] for one in groups]],
+    )
 
 
 def _least_pairs(seconds: FloatArray, sources: Groups, targets: Groups) -> FloatArray:

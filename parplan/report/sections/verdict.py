@@ -72,7 +72,7 @@ def _optimal(decision: Decision) -> str:
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
     if decision.branches and BRANCHES not in covered:
-        some = "runs branches at the same time on all devices, the rest on the first, or one after another"
+        some = "runs branches at the same time on blocks of the first devices, or one after another"
         wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")
     wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
