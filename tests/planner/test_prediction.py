@@ -14,6 +14,7 @@ from parplan.cost_models.costs import StepCost
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Scheme
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Prediction
 from parplan.planner.search_space.formulation import Formulation, formulate
@@ -46,10 +47,11 @@ def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> 
     layers = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
     arriving = dict.fromkeys(range(len(choice)), 0.0)
     now_s = link_s = 0.0
-    for edge in formulation.problem.edges:
+    for edge in formulation.parts.edges:
         pair = choice[edge.source], choice[edge.target]
-        now_s += float(edge.forward_s[pair])
-        arriving[edge.target] += float(edge.backward_s[pair])
+        forward, backward = edge.once
+        now_s += float(forward[pair])
+        arriving[edge.target] += float(backward[pair])
     now_s += sum(option.arrival_s + option.cost.forward_s + option.batch_norm_sync_s for option in layers)
     now_s += arriving[len(layers)]  # the delivery's gradients
     for index in reversed(range(len(layers))):
@@ -85,9 +87,11 @@ def test_the_objective_is_what_a_clock_shows(
 def test_the_solver_finds_the_best_where_reductions_cannot_hide(overlap: float, late: float, link: str | None) -> None:
     costs = Said(perceptron(), cluster_preset("k20", 2, link), replace(STEP, overlap=overlap, late=late))
     best = brute_force(formulated(costs).problem)
-    decision = decide(costs.graph, costs.cluster, costs, PlanRequest())
+    decision = decide(costs.graph, costs.cluster, costs, PlanRequest(tolerance=0.0))
     assert decision.proof.status == "OPTIMAL"
-    assert decision.prediction.step_s == pytest.approx(best.objective, rel=1e-6)
+    assert decision.proof.objective <= best.objective * (1 + 1e-6)
+    if decision.plan.scheme is Scheme.GATHER and all(0 in own.devices for own in decision.plan.layers.values()):
+        assert decision.proof.objective == pytest.approx(best.objective, rel=1e-6)
 
 
 def check_sums(found: Prediction, said: StepCost) -> None:
@@ -116,7 +120,8 @@ def test_parts_add_up_to_the_step_and_the_range_has_it(name: str, devices: int) 
 def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
     graph, cluster = classifier(), cluster_preset("k20", 4)
     plain, loaded = (
-        decide(graph, cluster, Said(graph, cluster, said), PlanRequest()) for said in (StepCost(), StepCost(5e-3))
+        decide(graph, cluster, Said(graph, cluster, said), PlanRequest(tolerance=0.0))
+        for said in (StepCost(), StepCost(5e-3))
     )
     assert loaded.plan == plain.plan
     assert loaded.prediction.step_s == pytest.approx(plain.prediction.step_s + 5e-3)

@@ -18,6 +18,9 @@ from parplan.planner.solver.problem import evaluate
 
 __all__ = ["layer_reports", "memory_excess", "prediction"]
 
+ROUNDING = 1e-12
+"""Part of a step that the sums of its parts may differ by."""
+
 
 def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel, devices: int) -> Prediction:
     """The step of a choice by the objective: seconds by part, and peak bytes of every device.
@@ -35,7 +38,8 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
     ) + sum(many * (one.arrival_s + 2 * one.batch_norm_sync_s) for one, many in zip(chosen, times, strict=True))
-    exposed = max(0.0, found.objective - forward - backward - update - unhidden - transfer - step.overhead_s)
+    exposed = found.objective - forward - backward - update - unhidden - transfer - step.overhead_s
+    exposed = exposed if exposed > ROUNDING * found.objective else 0.0
     doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
     doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
