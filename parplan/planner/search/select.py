@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-import numpy as np
-
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme, Strategy
@@ -27,6 +25,7 @@ from parplan.planner.search.branches import Branch, sections
 from parplan.planner.search.context import Case, far_s, followed, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
+from parplan.planner.search.simpler import Candidate, simplest
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate, without_boundaries
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -197,19 +196,20 @@ class _Run:
 
     def __init__(self, search: ShapeSearch, pinned: Pinned, part: float) -> None:
         self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
-        self.best: tuple[float, Plan, Formulation, tuple[int, ...]] | None = None
+        self.best: Candidate | None = None
+        self.earlier: list[Candidate] = []
         self.bound = inf
         self.covered: list[str] = []
         self.tried = 0
         self.without_s: float | None = None
         self.limit_s, self.uneven = inf, False
-        self.unfit: tuple[float, Plan, Formulation, tuple[int, ...]] | None = None
+        self.unfit: Candidate | None = None
         self.first: tuple[Formulation, Solution] | None = None
 
     @property
     def cutoff(self) -> float:
         """Seconds that another plan has to stay below."""
-        return self.best[0] * (1 - BETTER) if self.best is not None else self.limit_s
+        return self.best.step_s * (1 - BETTER) if self.best is not None else self.limit_s
 
     def attempt(self, shape: Shape, beyond_s: float = 0.0, least_s: float = 0.0) -> float:
         """Solve or refute a shape; gives the bound of its plans, inf where there are none.
@@ -226,15 +226,16 @@ class _Run:
         if self.first is None:
             self.first = formulation, solution
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
-            found = solution.objective, self.plan_of(formulation, solution.choice), formulation, solution.choice
-            if updates_lost(found[1], self.case.graph, self.pinned):
-                pass  # a plan in one pass, where updates between passes are pinned
-            elif self.fits(found[1]):
+            found = self.candidate(formulation, solution.choice, solution.objective)
+            if found is not None:
+                self.earlier += [self.best] if self.best is not None else []
                 self.best = found
-            else:
-                self.unfit = self.unfit or found
+            elif not updates_lost(plan := self.plan_of(formulation, solution.choice), self.case.graph, self.pinned):
+                self.unfit = self.unfit or Candidate(solution.objective, plan, formulation, solution.choice)
         refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
-        bound = (self.best[0] if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
+        bound = (
+            (self.best.step_s if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
+        )
         if not shape.average:
             self.bound = min(self.bound, bound)
             self.covered.append(shape.describe())
@@ -304,7 +305,7 @@ class _Run:
     def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
         """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
         uneven, bound, covered = self.best, self.bound, self.covered
-        self.limit_s = uneven[0] * (1 + self.case.request.tolerance) if uneven is not None else inf
+        self.limit_s = uneven.step_s * (1 + self.case.request.tolerance) if uneven is not None else inf
         self.best, self.bound, self.covered = None, inf, []
         self.attempts(shapes)
         self.limit_s, self.uneven = inf, uneven is not None and not self.found_any()
@@ -371,7 +372,7 @@ class _Run:
         if not phases or self.best is None:
             self.covered.append(BRANCHES)
             return
-        self.without_s = self.best[0]
+        self.without_s = self.best.step_s
         cluster = self.case.cluster
         anywhere = cluster.count <= EVERY_PLACEMENT and not cluster.mixed
         members = [{name for branch in phase for name in branch} for phase in phases]
@@ -406,49 +407,30 @@ class _Run:
             self.best = self.unfit  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
             raise self._none()
-        fastest_s = self.best[0]
-        changes = self.changes()
-        while tolerance > 0 and (kept := self.changes()) > 0:
-            self.simplify((1 + tolerance) * fastest_s, kept)
-            if self.changes() >= kept:
-                break
-        objective, plan, formulation, choice = self.best
-        simpler = Simpler(fastest_s, changes, self.changes()) if self.changes() < changes else None
+        fastest = best = self.best
+        if tolerance > 0 and fastest.changes > 0:
+            limit_s = self.case.deadline.part_s(SIMPLER * self.part)
+            best = simplest(
+                (*self.earlier, fastest),
+                (1 + tolerance) * fastest.step_s,
+                lambda formulation: masked(formulation, self.pinned),
+                lambda problem, hint: solve(problem, limit_s, hint=hint),
+                self.candidate,
+            )
+        fewer = best.changes < fastest.changes
+        best = best if fewer else fastest
         return Found(
-            plan, formulation, choice, objective, min(self.bound, fastest_s), time.perf_counter() - begin,
-            tuple(self.covered), self.tried, self.without_s, simpler, self.uneven,
+            best.plan, best.formulation, best.choice, best.step_s, min(self.bound, fastest.step_s),
+            time.perf_counter() - begin, tuple(self.covered), self.tried, self.without_s,
+            Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None, self.uneven,
         )  # fmt: skip
 
-    def changes(self) -> int:
-        """Edges between layers of the best plan on which the layout changes."""
-        assert self.best is not None
-        _, plan, formulation, _ = self.best
-        pairs = [(e.source, e.target) for e in formulation.parts.edges if e.target < len(formulation.options)]
-        own = [_arrangement(plan.layers[name]) for name in formulation.names[: len(formulation.options)]]
-        return sum(own[a] != own[b] for a, b in pairs)
-
-    def simplify(self, most_s: float, changes: int) -> None:
-        """Solve again with a price on every change of layout: as many as are now cost what may be given up.
-
-        The solution of that problem takes at most `most_s`, as the best plan is one of its choices.
-        """
-        assert self.best is not None
-        fastest_s, _, formulation, choice = self.best
-        price = (most_s - fastest_s) / changes
-        problem = masked(formulation, self.pinned)
-        edges = list(problem.edges)
-        for e, edge in enumerate(edges):
-            if edge.target < len(formulation.options):
-                ends = [[_arrangement(o.strategy) for o in formulation.options[v]] for v in (edge.source, edge.target)]
-                differ = np.array([[one != other for other in ends[1]] for one in ends[0]])
-                edges[e] = replace(edge, cost_s=edge.cost_s + price * differ)
-        limit_s = self.case.deadline.part_s(SIMPLER * self.part)
-        found = solve(replace(problem, edges=tuple(edges)), limit_s, hint=choice)
-        if found.choice is None:
-            return
-        step_s, simpler = objective(problem, found.choice), self.plan_of(formulation, found.choice)
-        if step_s <= most_s and self.fits(simpler):
-            self.best = step_s, simpler, formulation, found.choice
+    def candidate(self, formulation: Formulation, choice: Sequence[int], step_s: float) -> Candidate | None:
+        """A choice as a plan; None where it does not fit with its transfers, or loses updates between passes."""
+        plan = self.plan_of(formulation, choice)
+        if updates_lost(plan, self.case.graph, self.pinned) or not self.fits(plan):
+            return None
+        return Candidate(step_s, plan, formulation, tuple(choice))
 
     def _given(self, plan: Plan, seconds: float) -> Found:
         case = self.case
@@ -488,8 +470,3 @@ class _Run:
         except PlanError as error:
             return error
         return PlanError(f"{draft.model}: no plan was found that is legal with {schemes[0].value}")
-
-
-def _arrangement(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
-    """What has to be equal for values to stay where they are."""
-    return strategy.replicas, strategy.shards, strategy.devices

@@ -1,0 +1,79 @@
+"""Simpler plans within a tolerance of the fastest: a second solve with a price on every change of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parplan.plan import Plan, Strategy
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.solver.problem import Problem, Solution, objective
+
+__all__ = ["Candidate", "simplest"]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan as a choice of its shape's problem, with its T in seconds."""
+
+    step_s: float
+    plan: Plan
+    formulation: Formulation
+    choice: tuple[int, ...]
+
+    @property
+    def changes(self) -> int:
+        """Edges between layers on which the layout changes."""
+        names = self.formulation.names[: len(self.formulation.options)]
+        own = [_arrangement(self.plan.layers[name]) for name in names]
+        edges = (edge for edge in self.formulation.parts.edges if edge.target < len(names))
+        return sum(own[edge.source] != own[edge.target] for edge in edges)
+
+
+def simplest(
+    candidates: Sequence[Candidate],
+    most_s: float,
+    problem_of: Callable[[Formulation], Problem],
+    solve: Callable[[Problem, Sequence[int]], Solution],
+    candidate_of: Callable[[Formulation, Sequence[int], float], Candidate | None],
+) -> Candidate:
+    """The candidate of at most `most_s` seconds with the fewest changes of layout; of equal ones the fastest.
+
+    Each is solved again with a price on every change of layout, so that all it has cost what may be given up: its own
+    choice is one of that problem's, so the solution takes at most `most_s`. Again, while changes become fewer.
+
+    Args:
+        problem_of: the problem of a formulation under the pins that are asked for.
+        solve: a solution, from a choice to start with.
+        candidate_of: a choice with its T as a candidate; None where it does not fit.
+    """
+    found = []
+    for one in (candidate for candidate in candidates if candidate.step_s <= most_s):
+        best = one
+        while best.changes > 0:
+            problem = problem_of(best.formulation)
+            price = (most_s - best.step_s) / best.changes
+            edges = list(problem.edges)
+            for e, edge in enumerate(edges):
+                if edge.target < len(best.formulation.options):
+                    source, target = (
+                        [_arrangement(option.strategy) for option in best.formulation.options[v]]
+                        for v in (edge.source, edge.target)
+                    )
+                    differ = np.array([[given != wanted for wanted in target] for given in source])
+                    edges[e] = replace(edge, cost_s=edge.cost_s + price * differ)
+            choice = solve(replace(problem, edges=tuple(edges)), best.choice).choice
+            step_s = objective(problem, choice) if choice is not None else np.inf
+            other = candidate_of(best.formulation, choice, step_s) if choice is not None and step_s <= most_s else None
+            if other is None or other.changes >= best.changes:
+                break
+            best = other
+        found.append(best)
+    return min(found, key=lambda one: (one.changes, one.step_s))
+
+
+def _arrangement(strategy: Strategy) -> tuple[int, int, tuple[int, ...]]:
+    """The fields that have to be equal for values to stay where they are."""
+    return strategy.replicas, strategy.shards, strategy.devices
