@@ -25,7 +25,8 @@ from parplan.planner.decide import decide, predict
 from parplan.planner.decision import LayerReport, Prediction
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import plain
-from parplan.planner.search_space.formulation import Option, formulate
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.options import Option
 from parplan.planner.simulation.step_work import work_of
 from parplan.report import units
 from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep

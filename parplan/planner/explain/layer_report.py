@@ -10,8 +10,9 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage
 from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerReport, Prediction
-from parplan.planner.search_space.formulation import Formulation, Option
+from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import size_text
+from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.step_time import edge_totals
 from parplan.planner.search_space.verifier import bends
 from parplan.planner.solver.problem import evaluate

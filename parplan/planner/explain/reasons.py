@@ -9,7 +9,8 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import is_repeatable, why_whole
 from parplan.plan import Plan
 from parplan.planner.explain.what_if import Change, WhatIf
-from parplan.planner.search_space.formulation import Formulation, Option
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.options import Option
 from parplan.planner.solver.problem import evaluate
 
 __all__ = ["against", "alternatives", "followed", "layer_reasons", "only_way", "time_text"]

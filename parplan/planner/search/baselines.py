@@ -13,7 +13,8 @@ from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
-from parplan.planner.search_space.formulation import Formulation, Option, reassembled
+from parplan.planner.search_space.formulation import Formulation, reassembled
+from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.verifier import uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict

@@ -19,17 +19,18 @@ from math import inf
 
 from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
-from parplan.plan import Plan, Scheme, Strategy
+from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import Case, far_s, followed, plain, shape_of
+from parplan.planner.search.context import plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
+from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.schemes import no_updates, schemes_of, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
-from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate, without_boundaries
+from parplan.planner.search_space.formulation import Formulation, without_boundaries
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import Questions, candidates, masked, no_plan
+from parplan.planner.search_space.pin_search import candidates, masked, no_plan
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
@@ -86,61 +87,8 @@ class Found:
         return max(0.0, (self.objective - self.bound) / self.objective) if self.objective > 0 else 0.0
 
 
-class ShapeSearch:
-    """The shapes of one case, each formulated once for all questions about pins."""
-
-    def __init__(self, case: Case, asked: Questions) -> None:
-        self.case, self.asked = case, asked
-        self.costs_s = 0.0
-        known = candidates(asked, case.graph, case.cluster, False, case.uneven)
-        given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
-        blocks = (one.devices for own in known.values() for one in own)
-        self.lanes = followed(case.cluster, (*blocks, *given))
-        self._formulations: dict[tuple[Shape, bool], Formulation | None] = {}
-        self._infeasible: tuple[Formulation, Solution] | None = None
-
-    # ---- problems ----
-
-    def one_pass(self) -> Formulation:
-        """The problem of plans in one pass on the first devices."""
-        found = self.formulation(Shape(lanes=self.lanes, uneven=self.case.uneven))
-        assert found is not None  # every layer has a strategy: whole, on one device
-        return found
-
-    def formulation(self, shape: Shape, beyond_s: float = 0.0) -> Formulation | None:
-        """The problem of a shape with all strategies that some question allows; None where a layer has none."""
-        key = (shape, beyond_s > 0)
-        if key not in self._formulations:
-            begin = time.perf_counter()
-            self._formulations[key] = self._formulated(shape, beyond_s)
-            self.costs_s += time.perf_counter() - begin
-            if len(self._formulations) == 1:  # layers may have been measured
-                self.case.deadline.extend(time.perf_counter() - begin)
-        return self._formulations[key]
-
-    def _formulated(self, shape: Shape, beyond_s: float) -> Formulation | None:
-        case = self.case
-        if not self._formulations:
-            case.phase("costs")
-        options: dict[str, Sequence[Strategy]] = candidates(
-            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven
-        )
-        given = plain(case.request.plan) if case.request.plan is not None else {}
-        for name, strategy in given.items():
-            options[name] = tuple(dict.fromkeys((*options[name], strategy)))
-        on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
-        strict = case.request.rules == "strict"
-        if not beyond_s and shape.by_device:
-            beyond_s = far_s(case.graph, case.cluster, case.costs, options)
-        try:
-            return formulate(
-                case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
-                on_layer=on_layer,
-            )  # fmt: skip
-        except InfeasibleShape:
-            return None
-
-    # ---- the search ----
+class ShapeSearch(Formulations):
+    """The search over the shapes of one case."""
 
     def best(self, pinned: Pinned, part: float = 1.0) -> Found:
         """The fastest plan that keeps some pins, or the given one, with the proof over all shapes.

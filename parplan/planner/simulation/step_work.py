@@ -14,7 +14,8 @@ from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages, stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.search_space.formulation import arrival_layout, batch_norm_sync_s, delivery_layout, like_readers
+from parplan.planner.search_space.edges import delivery_layout
+from parplan.planner.search_space.options import arrival_layout, batch_norm_sync_s, like_readers
 
 __all__ = ["RUNTIME_POLICY", "Busy", "LayerWork", "Leg", "Move", "PassPolicy", "Work", "work_of"]
 

@@ -1,0 +1,66 @@
+"""The problems of a case: every shape of plan formulated once, with all strategies that some question allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from parplan.plan import Strategy
+from parplan.planner.search.context import Case, far_s, followed, plain
+from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
+from parplan.planner.search_space.pin_search import Questions, candidates
+from parplan.planner.search_space.shape import Shape
+
+__all__ = ["Formulations"]
+
+
+class Formulations:
+    """The shapes of one case, each formulated once for all questions about pins."""
+
+    def __init__(self, case: Case, asked: Questions) -> None:
+        self.case, self.asked = case, asked
+        self.costs_s = 0.0
+        known = candidates(asked, case.graph, case.cluster, False, case.uneven)
+        given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
+        blocks = (one.devices for own in known.values() for one in own)
+        self.lanes = followed(case.cluster, (*blocks, *given))
+        self._formulations: dict[tuple[Shape, float], Formulation | None] = {}
+
+    def one_pass(self) -> Formulation:
+        """The problem of plans in one pass on the first devices."""
+        found = self.formulation(Shape(lanes=self.lanes, uneven=self.case.uneven))
+        assert found is not None  # every layer has a strategy: whole, on one device
+        return found
+
+    def formulation(self, shape: Shape, beyond_s: float = 0.0) -> Formulation | None:
+        """The problem of a shape with all strategies that some question allows; None where a layer has none."""
+        key = (shape, beyond_s)
+        if key not in self._formulations:
+            begin = time.perf_counter()
+            self._formulations[key] = self._formulated(shape, beyond_s)
+            self.costs_s += time.perf_counter() - begin
+            if len(self._formulations) == 1:  # layers may have been measured
+                self.case.deadline.extend(time.perf_counter() - begin)
+        return self._formulations[key]
+
+    def _formulated(self, shape: Shape, beyond_s: float) -> Formulation | None:
+        case = self.case
+        if not self._formulations:
+            case.phase("costs")
+        options: dict[str, Sequence[Strategy]] = candidates(
+            self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven
+        )
+        given = plain(case.request.plan) if case.request.plan is not None else {}
+        for name, strategy in given.items():
+            options[name] = tuple(dict.fromkeys((*options[name], strategy)))
+        on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
+        strict = case.request.rules == "strict"
+        if not beyond_s and shape.by_device:
+            beyond_s = far_s(case.graph, case.cluster, case.costs, options)
+        try:
+            return formulate(
+                case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
+                on_layer=on_layer,
+            )  # fmt: skip
+        except InfeasibleShape:
+            return None

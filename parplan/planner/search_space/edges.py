@@ -1,0 +1,160 @@
+"""Transfers between layers, per pair of options: the edges of the problem, by how roles move the values on them.
+
+A value that like readers (query, key and value; gate and up) take in one layout is moved there once
+(lowering/placement.py): the first of them pays for the value's way to it, each other for its way on from there, nothing
+where it wants the value as the first does. Where the maker has one strategy, the others pay for the way from the maker,
+so a given plan is priced exactly. Readers that are not alike pay each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.cost_models.communication.schemes import hops
+from parplan.cost_models.costs import CostModel, TransferMatrix
+from parplan.graph.layer_graph import LayerGraph
+from parplan.layout import Grid, Layout
+from parplan.lowering.stages import Stage, Stages
+from parplan.plan import Scheme, Strategy
+from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
+from parplan.planner.search_space.shape import Shape, role_allowed
+from parplan.planner.search_space.step_time import EdgeParts
+from parplan.planner.solver.problem import FloatArray
+
+__all__ = ["delivery_layout", "edge_parts"]
+
+
+def edge_parts(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    like: LikeReaders,
+    names: Sequence[str],
+    options: Sequence[Sequence[Option]],
+    shape: Shape,
+) -> list[EdgeParts]:
+    position = {name: index for index, name in enumerate(names)}
+    found: dict[tuple[int, int], EdgeParts] = {}
+    for source, target, values in graph.digraph.edges(data="values"):
+        a, b = position[source], position[target]
+        own = {value for value in values if target not in like.get(value, {})}
+        wanted = {value: [graph.layers[target].layout(value, o.strategy) for o in options[b]] for value in own}
+        roles = [option.role for option in options[b]]
+        found[a, b] = _edge(graph, costs, (a, b), wanted, roles, source, options[a], shape)
+    for value, leaders in like.items():
+        by_name = dict(zip(names, options, strict=False))
+        for target, source in leaders.items():
+            a, b = position[source], position[target]
+            forward, backward = _on_from(graph, cluster, costs, leaders, value, target, by_name)
+            known = found.get((a, b))
+            once = (forward, backward) if known is None else (known.once[0] + forward, known.once[1] + backward)
+            found[a, b] = EdgeParts(a, b, np.zeros_like(forward) if known is None else known.allowed, once)
+    delivered: dict[str, list[str]] = {}
+    for result in dict.fromkeys(graph.user_outputs):
+        if isinstance(result, str) and result in graph.producer:
+            delivered.setdefault(graph.producer[result], []).append(result)
+    for maker, results in delivered.items():
+        a, b = position[maker], len(names)
+        ends = {value: [delivery_layout(graph, cluster.count, value)] for value in results}
+        found[a, b] = _edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape)
+    return list(found.values())
+
+
+def _edge(
+    graph: LayerGraph,
+    costs: CostModel,
+    ends: tuple[int, int],
+    wanted: Mapping[str, Sequence[Layout]],
+    roles: Sequence[Stage],
+    source: str,
+    options: Sequence[Option],
+    shape: Shape,
+) -> EdgeParts:
+    """Seconds of the values on one edge, by how each pair of roles moves them (planner/simulation/step_work.py)."""
+    given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
+    wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
+    pairs = [[0.0 if role_allowed(one.role, other) else np.inf for other in roles] for one in options]
+    allowed = np.array(pairs, dtype=np.float64)
+    zero = np.zeros(allowed.shape)
+    once, within, inwards, outwards = [zero, zero], [zero, zero], [zero, zero], [zero, zero]
+    for value, layouts in wanted.items():
+        given = [graph.layers[source].layout(value, option.strategy) for option in options]
+        moved = costs.transfer_matrix(graph.values[value], given, layouts)
+        single = ~(given_in | wanted_in) | ((~given_in & wanted_in) if value not in graph.batch_dims else False)
+        kinds = [(once, single, moved)]
+        if shape.passes > 1:
+            part = pass_matrix(graph, costs, value, given, layouts, shape)
+            kinds += [
+                (within, given_in & wanted_in, costs.transfer_matrix(of_pass(graph, value, shape), given, layouts)),
+                (inwards, ~given_in & wanted_in & ~single, part),
+                (outwards, given_in & ~wanted_in, part),
+            ]
+        for total, where, cost in kinds:
+            total[0] = total[0] + np.where(where, cost.forward_s, 0.0)
+            total[1] = total[1] + np.where(where, cost.backward_s, 0.0)
+    several = [(one[0], one[1]) if one[0].any() or one[1].any() else None for one in (within, inwards, outwards)]
+    return EdgeParts(*ends, allowed, (once[0], once[1]), *several)
+
+
+def pass_matrix(
+    graph: LayerGraph,
+    costs: CostModel,
+    value: str,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: Shape,
+) -> TransferMatrix:
+    """Seconds of one pass's samples over the boundary of the passes, the mean over the passes."""
+    spec = of_pass(graph, value, shape)
+    if shape.scheme is not Scheme.BROADCAST:
+        return costs.transfer_matrix(spec, sources, targets)
+    when = Stages(shape.passes, shape.max_replicas, shape.min_replicas, {})
+    dim = graph.batch_dims.get(value)
+    forward, backward = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
+    for a, given in enumerate(sources):
+        for b, wanted in enumerate(targets):
+            for number in range(shape.passes):
+                for hop in hops(shape.scheme, when, given, wanted, number, dim):
+                    cost = costs.transfer(spec, hop.source, hop.target)
+                    forward[a, b] += cost.forward_s / shape.passes
+                    backward[a, b] += cost.backward_s / shape.passes
+    return TransferMatrix(forward, backward)
+
+
+def _on_from(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    leaders: Mapping[str, str],
+    value: str,
+    target: str,
+    options: Mapping[str, Sequence[Option]],
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
+    maker, first = graph.producer.get(value), leaders[target]
+    alike = [first, *(name for name, leader in leaders.items() if leader == first)]
+    wanted = {name: [_layout(graph, name, value, option.strategy) for option in options[name]] for name in alike}
+    if maker is None:
+        homes = {arrival_layout(graph, cluster.count, value)}
+    else:
+        homes = {_layout(graph, maker, value, option.strategy) for option in options[maker]}
+    given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
+    moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
+    decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
+    there = np.array([[layout == own or layout in decided for layout in wanted[target]] for own in wanted[first]])
+    return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
+
+
+def _layout(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
+    return graph.layers[layer].layout(value, strategy)
+
+
+def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a result goes: samples back to where they came from, spread over all devices."""
+    dim = graph.batch_dims.get(value)
+    if dim is None:
+        return Layout(Grid((0,), 1, 1), None)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)

@@ -1,0 +1,165 @@
+"""Options of a layer: a strategy in a role with its costs, and its part of the step's seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
+from parplan.graph.kinds import op_name
+from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
+from parplan.layout import Grid, Layout
+from parplan.lowering.stages import Stage
+from parplan.plan import Strategy
+from parplan.planner.search_space.shape import Choice, Shape
+from parplan.planner.search_space.step_time import NodeParts
+
+__all__ = [
+    "LikeReaders", "Option", "arrival_layout", "batch_norm_sync_s", "like_readers", "node_parts", "of_pass",
+    "priced_option", "shared_readers",
+]  # fmt: skip
+
+LikeReaders = Mapping[str, Mapping[str, str]]
+"""Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy of one layer, in a role, with its costs on each of its devices.
+
+    `cost` is of one pass for a layer in passes. `batch_norm_sync_s` is one way of exchanging batch statistics,
+    `compute_interference_s` the part of `reduce_s` that holds up the backward pass beside it and `post_update_s` the
+    part that comes after the update (see StepCost), `arrival_s` the time of bringing the user's inputs (of one pass).
+    """
+
+    strategy: Strategy
+    cost: LayerCost
+    batch_norm_sync_s: float
+    memory: LayerMemory
+    reduce_s: float
+    compute_interference_s: float = 0.0
+    arrival_s: float = 0.0
+    post_update_s: float = 0.0
+    role: Stage = Stage.BEFORE
+    placement: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the layer adds at the moment when most is live."""
+        return self.memory.resident_bytes + self.memory.saved_bytes
+
+    @property
+    def overlappable_s(self) -> float:
+        """The part of the gradient sum that runs beside the backward."""
+        return max(0.0, self.reduce_s - self.post_update_s - self.compute_interference_s)
+
+
+def priced_option(
+    graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, own: Choice, shape: Shape
+) -> Option:
+    strategy, inside = own.strategy, own.role is Stage.PASSES
+    statistics = batch_norm_sync_s(layer, strategy, costs, graph)
+    cost = costs.layer(layer, strategy, shape.passes if inside else 1)
+    reduce_s = costs.reduction(layer, strategy)
+    post_update_s = costs.step.late * reduce_s
+    compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
+    # Bringing it what it takes of the user's inputs from where they are: each device has its own samples.
+    arrivals = (
+        costs.transfer(
+            of_pass(graph, v, shape) if inside else graph.values[v],
+            arrival_layout(graph, cluster.count, v),
+            layer.layout(v, strategy),
+        )
+        for v in layer.inputs
+        if v in graph.user_inputs and layer.name not in like.get(v, {})
+    )
+    arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
+    memory = costs.memory(layer, strategy)
+    return Option(
+        strategy,
+        cost,
+        statistics,
+        memory,
+        reduce_s,
+        compute_interference_s,
+        arrival_s,
+        post_update_s,
+        own.role,
+        own.placement,
+    )
+
+
+def of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
+    """A value as one pass has it; whole where it has no samples."""
+    spec, dim = graph.values[value], graph.batch_dims.get(value)
+    if dim is None or shape.passes == 1:
+        return spec
+    size = -(-spec.shape[dim] // shape.passes)
+    return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
+
+
+def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
+    used = [[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]
+    inside = np.array([float(one.role is Stage.PASSES) for one in options])
+    once = 1 - inside
+    forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
+    backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
+    interference = np.array([one.compute_interference_s for one in options])
+    arrival = np.array([one.arrival_s for one in options])
+    return NodeParts(
+        once_s=once * forward,
+        arrival_s=once * arrival,
+        backward_s=once * backward + interference,
+        pass_forward_s=inside * forward,
+        pass_backward_s=inside * backward,
+        samples_in_s=inside * arrival,
+        sum_s=np.array([one.overlappable_s for one in options]),
+        update_s=np.array([one.cost.update_s + one.post_update_s for one in options]),
+        lanes=np.array(used),
+    )
+
+
+def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
+    """Where a user input is before the step: samples spread over all devices, anything else on each of them."""
+    dim = graph.batch_dims.get(value)
+    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+
+
+def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+    """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
+    if not layer.mixes_batch or strategy.replicas == 1:
+        return 0.0
+    name = next(node.all_input_nodes[0].name for node in layer.nodes if op_name(node) == "batch_norm")
+    value = graph.values[name]
+    spec = TensorSpec((strategy.replicas, 3, value.shape[1]), value.dtype, requires_grad=True)
+    cut = layer.layout(name, strategy).shard_dim
+    shard_dim = None if cut is None else 2
+    moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
+    return moved.forward_s
+
+
+def like_readers(graph: LayerGraph) -> LikeReaders:
+    """Which layers of one kind read the same value, such as query, key and value."""
+    first: dict[tuple[str, str], str] = {}
+    found: dict[str, dict[str, str]] = {}
+    for name, layer in graph.layers.items():
+        for value in dict.fromkeys(layer.inputs):
+            leader = first.setdefault((value, layer.kind), name)
+            if leader != name and (value in graph.producer or value in graph.user_inputs):
+                found.setdefault(value, {})[name] = leader
+    return found
+
+
+def shared_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
+    """The like readers of a shape: in one pass, and not in branches that may run at the same time."""
+    if shape.passes > 1:
+        return {}
+    apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
+    known = {
+        value: {name: leader for name, leader in own.items() if not {name, leader} <= apart}
+        for value, own in like_readers(graph).items()
+    }
+    return {value: own for value, own in known.items() if own}
