@@ -53,13 +53,15 @@ class Link:
         name: "nvlink 3", "pcie 4.0 x16", ...
         size: how many consecutive devices hang on one switch of this level.
         latency_s: time before the first byte arrives.
-        bandwidth_bytes_per_s: per device and direction when only one pair talks.
+        bandwidth_bytes_per_s: per device and direction when only one device talks to all others.
         contention: factor on bandwidth (<= 1) when all devices talk across this level at once.
         source: where these numbers come from.
         estimated: True when any of them is unverified.
         overlap: the most of a gradient reduction that can run beside the backward pass, where devices joined by this
             level sum gradients: 1 where collectives run on their own; 0.5 where one process sums them on a device and
             sends new weights back, as that half comes after the update.
+        pair: share of the bandwidth that one pair gets: 1 behind a switch, less in a mesh, where each has own wires.
+        slowdown: of the seconds that a gradient reduction runs beside the backward pass, the share that this loses.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Link:
     source: str = ""
     estimated: bool = True
     overlap: float = 1.0
+    pair: float = 1.0
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,11 @@ class Cluster:
     def overlap(self) -> float:
         """The most of a gradient reduction that can run beside the backward pass: of the level that hides least."""
         return min((link.overlap for link in self.links), default=1.0)
+
+    @property
+    def slowdown(self) -> float:
+        """Of a gradient reduction's seconds beside the backward pass, the share that this loses: of the worst level."""
+        return max((link.slowdown for link in self.links), default=0.0)
 
     def link(self, devices: Sequence[int]) -> Link:
         """The innermost level that joins all of `devices`."""

@@ -59,6 +59,8 @@ def test_what_can_be_hidden_is_that_of_the_level_that_hides_least() -> None:
     assert Cluster.of(GPU, 1, ()).overlap == 1
     assert Cluster.of(GPU, 4, (link(2), link(4))).overlap == 1
     assert Cluster.of(GPU, 4, (half, link(4))).overlap == 0.5
+    slow = replace(link(2), slowdown=0.2)
+    assert [Cluster.of(GPU, 4, (one, link(4))).slowdown for one in (link(2), slow)] == [0.0, 0.2]
 
 
 def test_the_last_level_may_be_cut_short() -> None:

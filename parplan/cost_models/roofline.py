@@ -212,7 +212,7 @@ class RooflineCosts:
 def estimated_step(cluster: Cluster) -> StepCost:
     """Step costs that a cluster's links imply; nothing is known of the runtime."""
     spread = LINK_DOUBT if any(link.estimated for link in cluster.links) else LINK_SPREAD
-    return StepCost(spread=spread, late=1 - cluster.overlap)
+    return StepCost(overlap=1 - cluster.slowdown, spread=spread, late=1 - cluster.overlap)
 
 
 def rate_notes(cluster: Cluster, precision: str) -> tuple[str, ...]:

@@ -36,20 +36,21 @@ def render_presets(console: Console) -> None:
         "the rest). Network: what joins hosts, and how many adapters a host has. Short names: "
         f"{', '.join(f'{name} ({kind})' for name, kind in ALIASES.items())}."
     )
-    page.section("Links", "GB/s that one pair gets in one direction, latency per message in µs")
-    words = [Column(heading, words=True) for heading in ("shared", "overlap", "")]
-    links = []
-    for link in ALL_LINKS:
-        shared = f"{_figure(link.numbers(), 'contention')} out of {link.island}" if link.island else ""
-        overlap = _figure(link.numbers(), "overlap") if link.overlap < 1 else ""
-        figures = [_figure(link.numbers(), name) for name in ("bandwidth", "latency")]
-        links.append(TableRow(link.name, [*figures, shared, overlap, "network" if link.network else ""]))
-    page.table([Column("GB/s"), Column("latency"), *words], links, indent=0)
+    page.section("Links", "GB/s that one device gets in one direction, latency per message in µs")
+    shown = ("bandwidth", "latency", "pair", "island", "contention", "across", "overlap", "slowdown")
+    links = [
+        TableRow(link.name, [*(_figure(link.numbers(), name) for name in shown), "network" if link.network else ""])
+        for link in ALL_LINKS
+    ]
+    headings = ("GB/s", "latency", "pair", "island", "shared", "across", "overlap", "slow")
+    page.table([*map(Column, headings), Column("", words=True)], links, indent=0)
     page.blank()
     page.paragraph(
-        "Shared: what is left of the bandwidth when all devices talk at once out of their islands of so many devices. "
-        "Overlap: the most of a gradient reduction that runs beside the backward pass, where that is less than all of "
-        "it. A link marked network joins hosts."
+        "Pair: what one pair gets of the bandwidth, where each has wires of its own. Island: so many devices are "
+        "joined directly; shared: what is left of the bandwidth when all of them talk at once to others outside; "
+        "across: GB/s there, where they differ. Overlap: the most of a gradient reduction that runs beside the "
+        "backward pass, where that is less than all of it. Slow: the share of a reduction's time by which it holds up "
+        "the backward pass beside it; where none is given, none is published. A link marked network joins hosts."
     )
     page.section("Sources")
     numbers = {**{row.kind: row.numbers() for row in DEVICES}, **{row.name: row.numbers() for row in ALL_LINKS}}

@@ -1,9 +1,9 @@
 """How long bytes take over the levels of a cluster: traffic through a tree, and rings.
 
 A cluster's levels form a tree: what crosses an outer level passes the inner ones on its way. A level's bandwidth is
-what one device gets when only one pair talks. When all devices of a domain (those under one switch of the next inner
-level) talk across the level at once, each gets `contention` of it: so a domain's way out carries
-size x contention x bandwidth at most, shared by whoever talks.
+what one device gets when it alone talks; in a mesh, a pair gets the share `pair` of it. When all devices of a domain
+(those under one switch of the next inner level) talk across the level at once, each gets `contention` of it: so a
+domain's way out carries size x contention x bandwidth at most, shared by whoever talks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ class Topology:
             within = moved.within(link.size) if link.size <= last else moved.everything
             messages, left = within - inside, moved.everything - inside
             latency_s += max(messages.messages_in.max(), messages.messages_out.max()) * link.latency_s
+            if link.pair < 1:  # each message has wires of its own
+                each = max(_each(messages.received, messages.messages_in), _each(messages.sent, messages.messages_out))
+                slowest = max(slowest, each / moved.total / (link.pair * link.bandwidth_bytes_per_s))
             busiest = max(_most(left.received, take // level.domain), _most(left.sent, give // level.domain))
             slowest = max(slowest, busiest / moved.total / level.uplink_bytes_per_s)
             if level.domain > 1:  # else the device is the domain
@@ -102,9 +105,16 @@ class Topology:
                 crossing = rings if level.domain > 1 else 1
                 fewest = int(members.min())
                 share = min(fewest * level.link.bandwidth_bytes_per_s, level.uplink_bytes_per_s / crossing)
+                if joined == 1 and level.domain == 1:  # in one mesh: as many parallel rings as a device has neighbours
+                    share = min(share, (n - 1) * level.link.pair * level.link.bandwidth_bytes_per_s)
                 rate = min(rate, share)
                 latency_s += 2 * (domains - joined) * level.link.latency_s
         return Linear(latency_s, 2 * (n - 1) / n / rate)
+
+
+def _each(amounts: IntArray, messages: IntArray) -> float:
+    """The most that one message of a device carries, where its messages are of one size."""
+    return float((amounts / np.maximum(messages, 1)).max())
 
 
 def _most(amounts: IntArray, parties: IntArray) -> int:

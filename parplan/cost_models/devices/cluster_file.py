@@ -69,6 +69,8 @@ _LINK = (
     number("gb_per_s", 1e-6, 1e5, "bandwidth of one pair of devices in one direction, in GB/s (1e9 bytes per second),"),
     number("contention", 1e-4, 1, "share of the bandwidth left when all devices use the level at once,").optional(),
     number("overlap", 0, 1, "largest share of a gradient reduction that can run beside the backward,").optional(),
+    number("pair", 1e-4, 1, "share of the bandwidth that one pair gets, less than 1 in a mesh,").optional(),
+    number("slowdown", 0, 1, "share of a reduction's time that the backward beside it loses,").optional(),
     *_SOURCE,
 )
 DEVICE_KEYS, LINK_KEYS = (tuple(field.name for field in fields) for fields in (_DEVICE, _LINK))
@@ -180,4 +182,6 @@ def _link(entry: Mapping[str, Any], place: str) -> Link:
         source=found.get("source", known.source),
         estimated=found.get("estimated", known.estimated),
         overlap=found.get("overlap", known.overlap),
+        pair=found.get("pair", known.pair),
+        slowdown=found.get("slowdown", known.slowdown),
     )

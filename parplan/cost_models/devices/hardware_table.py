@@ -103,6 +103,11 @@ class GpuRow:
 _HOP = Origin("NCCL's constant per hop (tuning.cc, 5067397; ring, simple protocol)")
 _ALONE = Origin("one switch joins all")
 _BESIDE = Origin("collectives that run on their own, as NCCL's do")
+_SLOWER = Origin(
+    "arXiv 2507.03114: beside collectives, compute on four A100 or H100 (or MI210, MI250) takes 18.9 % longer in the "
+    "mean, 40 % at most, GPT and LLaMA; as if collectives were under way all the time, so rather too low"
+)
+_SLOWER_LIKE = _derived("as the mean on four A100 or H100 (arXiv 2507.03114); nothing is published for this one")
 # A ring moves 2(K-1)/K of the gradients. So do these: (K-1)/K to sum them, then (K-1)/K of the new weights back.
 _WEIGHTS_BACK = _derived(
     "on such machines one process sums gradients, updates, and sends weights back (DataParallelTable, nn.DataParallel; "
@@ -123,9 +128,13 @@ class LinkRow:
         network: True when it joins hosts.
         island: devices on one switch, when a host has several; 0 when one switch joins the host.
         contention: factor on bandwidth when all devices talk at once (across islands, where there are any).
-        sharing: where island and contention come from.
+        across_gb_per_s: bandwidth of a pair in different islands; 0 where it is that within one.
+        pair: share of the bandwidth that one pair of an island gets, less than 1 in a mesh (see Link).
+        sharing: where island, contention, across and pair come from.
         overlap: the most of a gradient reduction that can run beside the backward pass (see Link).
         hiding: where overlap comes from.
+        slowdown: share of a reduction's seconds that the backward pass beside it loses (see Link).
+        slowing: where slowdown comes from.
     """
 
     name: str
@@ -136,9 +145,13 @@ class LinkRow:
     network: bool = False
     island: int = 0
     contention: float = 1.0
+    across_gb_per_s: float = 0.0
+    pair: float = 1.0
     sharing: Origin = _ALONE
     overlap: float = 1.0
     hiding: Origin = _BESIDE
+    slowdown: float = 0.0
+    slowing: Origin = _SLOWER
 
     def numbers(self) -> Iterator[Number]:
         """Every number of the row with its origin."""
@@ -148,8 +161,14 @@ class LinkRow:
             yield Number("island", self.island, "devices", self.sharing)
         if self.contention < 1:
             yield Number("contention", self.contention, "of the bandwidth", self.sharing)
+        if self.across_gb_per_s:
+            yield Number("across", self.across_gb_per_s, "GB/s", self.sharing)
+        if self.pair < 1:
+            yield Number("pair", self.pair, "of the bandwidth", self.sharing)
         if self.overlap < 1:
             yield Number("overlap", self.overlap, "of a reduction", self.hiding)
+        if self.slowdown:
+            yield Number("slowdown", self.slowdown, "of a reduction's time", self.slowing)
 
     @property
     def estimated(self) -> bool:
@@ -210,6 +229,16 @@ CPU = GpuRow(
 _NIC = Origin("NCCL's model of a 100 Gb/s adapter (topo.h): 12 GB/s, 0.96 of nominal")
 _SCALED = _derived("0.96 of nominal, as NCCL's model has it for 100 Gb/s")
 _LINKS_OF = "NCCL's constant for one link (topo.h, 5067397)"
+_CUBE = "DGX-1 is a cube with all edges and the diagonals of two faces linked (NVIDIA, WP-08437):"
+_DGX_1P = Origin(
+    f"{_CUBE} of a P100's 4 links 3 go to the others of its face, 1 across; 4 rings of all 8 (nccl issue 299)"
+)
+_DGX_1V = Origin(
+    f"{_CUBE} of a V100's 6 links 4 go to the others of its face (1, 1 and 2; the mean counts), 2 across "
+    "(topology file in nccl issue 671)"
+)
+_SOCKETS = _derived("NCCL's 10 GB/s between two Skylake sockets (topo.h), shared by the four GPUs of each")
+_BRIDGED = Origin("A100 in bridged pairs: all-reduce at 208 GB/s in a pair, 20 beyond it (nccl-tests issue 178)")
 LINKS: tuple[LinkRow, ...] = (
     LinkRow("pcie2", 6, 5.7, Origin("Krizhevsky 2014, section on the machine: about 6 GB/s within four GPUs of one CPU"), island=4, contention=0.5,
             sharing=Origin("Krizhevsky 2014, same place: half of it across the two CPUs when all GPUs talk"), overlap=0.5, hiding=_WEIGHTS_BACK),
@@ -218,11 +247,16 @@ LINKS: tuple[LinkRow, ...] = (
     LinkRow("pcie4", 27, 5.7, _derived("nominal 31, times the 88 % measured on gen 5")),
     LinkRow("pcie4-staged", 13.5, 11.4, _derived("pcie4 twice: without peer access every byte goes through host memory"), _derived("pcie4 twice")),
     LinkRow("pcie5", 55, 5.7, Origin("copies measured on eight H200: 55.4 to and 55.1 from the device (ml-engineering guide)")),
-    LinkRow("nvlink1", 72, 3.4, _derived(f"4 links of 18, {_LINKS_OF}; nominal 80")),
-    LinkRow("nvlink2", 120, 3.4, _derived(f"6 links of 20, {_LINKS_OF}; nominal 150")),
-    LinkRow("nvlink3", 235, 3.4, Origin("ring all-reduce measured on eight A100 (ml-engineering guide); nominal 300")),
-    LinkRow("nvlink4", 368, 3.4, Origin("ring all-reduce measured on eight H200 (ml-engineering guide); nominal 450")),
-    LinkRow("nvlink5", 682, 3.4, Origin("ring all-reduce measured on eight B200 (ml-engineering guide); nominal 900")),
+    LinkRow("pcie3-sockets", 12, 5.7, Origin("NCCL's constant for x16 (topo.h, 5067397)"), island=4, contention=0.21, sharing=_SOCKETS),
+    LinkRow("nvlink1", 72, 3.4, _derived(f"4 links of 18, {_LINKS_OF}; nominal 80"), island=4, across_gb_per_s=18, pair=0.25, sharing=_DGX_1P,
+            slowdown=0.19, slowing=_SLOWER_LIKE),
+    LinkRow("nvlink2", 120, 3.4, _derived(f"6 links of 20, {_LINKS_OF}; nominal 150"), island=4, across_gb_per_s=40, pair=0.222, sharing=_DGX_1V,
+            slowdown=0.19, slowing=_SLOWER_LIKE),
+    LinkRow("nvlink2-switch", 120, 3.4, _derived(f"6 links of 20, {_LINKS_OF}; nominal 150; DGX-2"), slowdown=0.19, slowing=_SLOWER_LIKE),
+    LinkRow("nvlink3", 235, 3.4, Origin("ring all-reduce measured on eight A100 (ml-engineering guide); nominal 300"), slowdown=0.19),
+    LinkRow("nvlink3-pairs", 208, 3.4, _BRIDGED, island=2, contention=0.5, across_gb_per_s=20, sharing=_BRIDGED, slowdown=0.19),
+    LinkRow("nvlink4", 368, 3.4, Origin("ring all-reduce measured on eight H200 (ml-engineering guide); nominal 450"), slowdown=0.19),
+    LinkRow("nvlink5", 682, 3.4, Origin("ring all-reduce measured on eight B200 (ml-engineering guide); nominal 900"), slowdown=0.19, slowing=_SLOWER_LIKE),
     LinkRow("10gbe", 1.2, 14, _SCALED, network=True),
     LinkRow("25gbe", 3, 14, _SCALED, network=True),
     LinkRow("100gbe", 12, 14, _NIC, network=True),

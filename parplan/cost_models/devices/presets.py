@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
 
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow
@@ -94,10 +96,10 @@ def cluster_links(kind: str, count: int, link: str | None = None, hosts: int | N
     host = count // hosts if hosts else 1 if apart else count if row is CPU else min(count, GPUS_PER_HOST)
     levels = []
     if inner.island and host > inner.island:
-        levels = [
-            _level(inner, inner.island, 1.0),
-            _level(inner, host, inner.contention, f"{inner.name} across islands"),
-        ]
+        outer = replace(inner, gb_per_s=inner.across_gb_per_s or inner.gb_per_s, pair=1.0)
+        island = inner.island if count == host else gcd(host, inner.island)  # levels between others have to nest
+        levels = [_level(inner, island, 1.0)] if island > 1 else []
+        levels.append(_level(outer, host, inner.contention, f"{inner.name} across islands"))
     elif host > 1:
         levels = [_level(inner, host, 1.0 if inner.island else inner.contention)]
     if count > host:
@@ -109,7 +111,9 @@ def cluster_links(kind: str, count: int, link: str | None = None, hosts: int | N
 def _level(row: LinkRow, size: int, contention: float, name: str = "") -> Link:
     bandwidth = row.gb_per_s * 1e9
     latency_s, label = row.latency_us * 1e-6, name or row.name
-    return Link(label, size, latency_s, bandwidth, contention, row.source, row.estimated, row.overlap)
+    return Link(
+        label, size, latency_s, bandwidth, contention, row.source, row.estimated, row.overlap, row.pair, row.slowdown
+    )
 
 
 def _device(row: GpuRow) -> Device:

@@ -88,6 +88,17 @@ def test_numbers_of_ones_own() -> None:
     assert link.latency_s == pytest.approx(2.5e-6)
 
 
+def test_meshes_and_slowdowns() -> None:
+    mesh = PAIR.replace('"bridge"', '"mesh"') + "pair = 0.25\nslowdown = 0.3\n"
+    cluster = read_cluster(OWN + mesh, "mine.toml")
+    assert (cluster.links[0].pair, cluster.links[0].slowdown, cluster.slowdown) == (0.25, 0.3, 0.3)
+    known = read_cluster(OWN + '[[links]]\npreset = "nvlink1"\nsize = 2\n', "mine.toml").links[0]
+    assert (known.pair, known.slowdown) == (0.25, 0.19)
+    for mistake in ("pair = 0", "pair = 1.5", "slowdown = -0.1", "slowdown = 2"):
+        with pytest.raises(ClusterError, match=mistake.split()[0]):
+            read_cluster(OWN + PAIR + mistake, "mine.toml")
+
+
 def test_a_name_like_a_presets_does_not_borrow_its_efficiencies() -> None:
     own = read_cluster(OWN.replace('"card"', '"k20"') + PAIR, "mine.toml").device
     assert efficiency(own, "fp32") != efficiency(device_preset("k20"), "fp32")
