@@ -1,4 +1,4 @@
-"""Predictions against a published measurement: Krizhevsky, "One weird trick" (arXiv 1404.5997), Table 1.
+"""Predictions against published measurements: Krizhevsky, "One weird trick" (arXiv 1404.5997), Table 1; a DGX-1.
 
     python -m benchmarks.published [--json FILE]
 
@@ -8,26 +8,32 @@ GPU takes what the 1-GPU row says. Links, the two islands of four and the shape 
 (cost_models/devices/hardware_table.py has the sources). Nothing is hidden of the weight reduction, because
 cuda-convnet2 starts it when the backward pass of all workers is done (worker.cu at 3238bf0: bprop, then updateWeights).
 
-Then the batch at which the fully-connected layers are better replicated (crossover.py).
+Then the batch at which the fully-connected layers are better replicated (crossover.py), and data parallelism on a DGX-1
+with P100: TensorFlow's benchmarks of May 2017 (tensorflow/docs_src/performance/benchmarks.md at 5984ffe), those models
+whose gradients NCCL summed. There, too, layer times are scaled so that one GPU takes what was published.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
 from benchmarks.scaled_costs import ScaledCosts
+from examples import alexnet, vgg16
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.capture.capture import capture
+from parplan.graph.resized import at_batch
 from parplan.plan import Scheme
 from parplan.planner.decide import predict
 from parplan.planner.decision import Prediction
@@ -170,6 +176,51 @@ def lines(factor: float) -> tuple[Line, ...]:
     )
 
 
+@dataclass(frozen=True)
+class OnDgx:
+    """Images per second on 1, 2, 4 and 8 P100 of a DGX-1, synthetic data; `build` makes the model."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    each: int
+    images_per_s: Mapping[int, float]
+
+
+DGX_1P = (
+    OnDgx("alexnet", alexnet.build, 512, {1: 2987, 2: 5658, 4: 10509, 8: 17822}),
+    OnDgx("vgg16", vgg16.build, 64, {1: 154, 2: 295, 4: 584, 8: 1081}),
+    OnDgx("vgg16", vgg16.build, 32, {1: 144, 2: 281, 4: 549, 8: 820}),
+)
+
+
+def print_dgx(links: Callable[[Cluster], Cluster] = lambda cluster: cluster) -> dict[str, dict[str, float]]:
+    """Data parallelism on a DGX-1 beside what was published; the errors of the speedups by model and number of GPUs."""
+    print("\nDGX-1 P100, data parallel, TensorFlow of May 2017; the sum as predicted, wholly")
+    print("hidden, and after the backward pass.\n")
+    print("                            of that |  speedup             with the sum")
+    print("model     each GPUs  step ms   sum | paper  pred   error      hidden     after")
+    found: dict[str, dict[str, float]] = {}
+    for run in DGX_1P:
+        captured = capture(run.build(), (torch.zeros(8, 3, 224, 224),))
+        factor = 1.0
+        for gpus, rate in run.images_per_s.items():
+            graph, cluster = at_batch(captured, run.each * gpus), links(cluster_preset("p100-sxm2", gpus))
+            roofline, plan = RooflineCosts(graph, cluster, optimizer="sgd"), data_plan(graph, gpus)
+            step, hidden, after = (
+                predict(graph, cluster, ScaledCosts(roofline, factor, overlap), plan) for overlap in (None, 1.0, 0.0)
+            )
+            if gpus == 1:
+                factor = run.each / rate / step.step_s
+                continue
+            published, alone_s = rate / run.images_per_s[1], run.each / run.images_per_s[1]
+            own, most, least = (gpus * alone_s / one.step_s for one in (step, hidden, after))
+            parts = f"{step.step_s * 1e3:>8.1f} {step.reduce_s * 1e3:>5.1f}"
+            speedups = f"{published:>5.2f} {own:>5.2f} {own / published - 1:>+7.1%} {most:>11.2f} {least:>9.2f}"
+            print(f"{run.name:<9} {run.each:>4} {gpus:>4} {parts} | {speedups}")
+            found.setdefault(f"{run.name}-{run.each}", {})[str(gpus)] = round(own / published - 1, 4)
+    return found
+
+
 def print_crossover(factor: float) -> dict[str, int | None]:
     """Images per GPU from which replicas win, on several machines; those on slow links by number of GPUs."""
     print("\nImages per GPU from which fully-connected layers are better replicated:\n")
@@ -192,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     factor = calibrated()
     facts = {"krizhevsky2014": print_table(factor)}
     print_rivals(factor)
-    found = {**facts, "crossover": print_crossover(factor)}
+    found = {**facts, "crossover": print_crossover(factor), "dgx1-p100": print_dgx()}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

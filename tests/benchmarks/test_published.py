@@ -11,7 +11,19 @@ import torch
 
 from benchmarks import published
 from benchmarks.crossover import Line, analytic, crossover, data_plan, graph_of, hybrid_plan
-from benchmarks.published import ALONE, EACH, SLOW, TABLE, Row, calibrated, machine, predicted, speedup
+from benchmarks.published import (
+    ALONE,
+    DGX_1P,
+    EACH,
+    SLOW,
+    TABLE,
+    Row,
+    calibrated,
+    machine,
+    predicted,
+    print_dgx,
+    speedup,
+)
 from benchmarks.scaled_costs import ScaledCosts
 from examples.alexnet import build
 from parplan.cluster import Cluster
@@ -153,8 +165,21 @@ def test_figures_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(published, "lines", lambda factor: (SLOW,))
+    monkeypatch.setattr(published, "DGX_1P", DGX_1P[:1])
     published.main(["--json", str(tmp_path / "figures.json")])
     found = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
-    assert [*found] == ["krizhevsky2014", "crossover"]
+    assert [*found] == ["krizhevsky2014", "crossover", "dgx1-p100"]
+    assert [*found["dgx1-p100"]["alexnet-512"]] == ["2", "4", "8"]
     assert [*found["krizhevsky2014"]] == [*found["crossover"]] == ["2", "4", "8"]
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_two_gpus_of_a_dgx_1_share_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was published lies between a sum of 244 MB over one NVLink that is hidden and one that is not; over the four
+    links of a GPU even the latter would be too fast.
+    """
+    alexnet = DGX_1P[0]
+    monkeypatch.setattr(published, "DGX_1P", (replace(alexnet, images_per_s={1: 2987, 2: 5658}),))
+    overhead_s = 512 * (2 / 5658 - 1 / 2987)
+    assert 244e6 / 72e9 < overhead_s < 244e6 / 18e9
+    assert 0 < print_dgx()["alexnet-512"]["2"] < 2 * 2987 / 5658 - 1
