@@ -211,7 +211,7 @@ def _shared(parts: StepParts, rows: Sequence[Row]) -> list[Row]:
 
 
 def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
-    """What one pass takes at least: compute, what goes in, what comes out, and both where they share lanes."""
+    """Rows of the time of one pass: compute, samples in, results out, and both where they share lanes."""
     compute, inwards, outwards, both = _Sum(), _Sum(), _Sum(), _Sum()
     for v, own in enumerate(parts.nodes):
         compute.node(v, own.pass_backward_s if backward else own.pass_forward_s)
@@ -237,7 +237,7 @@ class _Backward:
 
     def __init__(self, parts: StepParts, maxima: list[Maximum]) -> None:
         self.parts, self.far_s, self.maxima = parts, parts.far_s, maxima
-        self.many = parts.shape.by_device
+        self.by_device = parts.shape.by_device
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
             self.into[edge.target].append(e)
@@ -265,7 +265,7 @@ class _Backward:
         for place, end in enumerate(self.ends):
             if end is not None:
                 row = _Sum(maxima={end: 1.0})
-                for v, own_parts in enumerate(self.parts.nodes if self.many else ()):
+                for v, own_parts in enumerate(self.parts.nodes if self.by_device else ()):
                     row.node(v, own_parts.lanes[place] * own_parts.update_s)
                 rows.append(row.row())
         self.maxima.append(Maximum("backward", tuple(rows), 1.0))
@@ -295,7 +295,7 @@ class _Backward:
         own, counted = self.parts.nodes[v], _counted(self.parts, v, lane)
         places = [(place, end) for place, end in enumerate(self.ends) if lane is None or place == lane]
         done.node(v, counted * (own.backward_s + own.pass_backward_s))
-        if self.many or own.sum_s.any():
+        if self.by_device or own.sum_s.any():
             before = self.add(f"backward of {v}", done.row())
             done = _Sum(maxima={before: 1.0})
             for place, end in places:
@@ -306,7 +306,7 @@ class _Backward:
                         row = _Sum(maxima={earlier: 1.0})
                         row.node(v, used * own.sum_s - far * (used < 1))
                         rows.append(row.row())
-                if rows and (used.any() or self.many):
+                if rows and (used.any() or self.by_device):
                     self.ends[place] = self.add(f"gradient sums of {v}", *rows)
         for e in self.into[v]:
             edge = self.parts.edges[e]
@@ -314,7 +314,7 @@ class _Backward:
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])
-        if self.many and done.edges:  # a device updates when it has sent these, too
+        if self.by_device and done.edges:  # a device updates when it has sent these, too
             for place, _ in places:
                 if (end := self.ends[place]) is not None and own.lanes[place].any():
                     row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))

@@ -122,18 +122,18 @@ class _State:
             for v in row.terms:
                 self.linear_of[v].append(i)
 
-    def added(self, v: int, asked: Mask, most: float = np.inf) -> FloatArray:
-        """What each strategy of v that is asked for adds to T; inf for others, and for those that add over `most`."""
+    def added(self, v: int, wanted: Mask, most: float = np.inf) -> FloatArray:
+        """Seconds that the wanted strategies of v add to T, shape (strategies,); inf for others, and for those over `most`."""
         cost = np.minimum(self.problem.nodes[v].cost_s, FORBIDDEN)
         for side in self.sides[v]:
             cost = cost + side.cost_s[:, self.choice[side.other]]
         cost = cost - cost[self.choice[v]]
         changes = self._changes(v)
         if not changes:
-            return np.where(asked & (cost <= most), cost, np.inf)
+            return np.where(wanted & (cost <= most), cost, np.inf)
         if most < np.inf:
-            asked = asked & (cost + self.maxima.least(changes) <= most)
-        which = np.flatnonzero(asked)
+            wanted = wanted & (cost + self.maxima.least(changes) <= most)
+        which = np.flatnonzero(wanted)
         result = np.full(len(cost), np.inf)
         if len(which):
             result[which] = cost[which] + self.maxima.added({row: change[which] for row, change in changes.items()})

@@ -43,7 +43,7 @@ class MaximaState:
         return result
 
     def added(self, changes: Changes) -> FloatArray:
-        """What each change adds to the weighted sum of maxima."""
+        """Seconds that each change adds to the weighted sum of maxima."""
         total: FloatArray = np.zeros(len(next(iter(changes.values()))))
         for m, value in self._changed(changes).items():
             if self.weights[m] > 0:

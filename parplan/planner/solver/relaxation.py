@@ -1,7 +1,7 @@
 """A bound, and often the proof, without any search: price maxima and limits, and solve what is left exactly.
 
 T is the largest of the linear functions that selections of one row per maximum stand for (see rows), so it is at least
-their mean with any shares >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is a
+their mean with any portions >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is a
 sum over nodes and edges, which elimination.py minimises exactly: a true lower bound on T. Prices climb by projected
 subgradients (Polyak's step towards the best known T). Selections are many: all where they are few, else a pool that
 grows by the critical ones of every choice met (column generation). Every choice met on the way is a candidate. With the
@@ -39,13 +39,13 @@ ENUMERATED = 1_000_000
 class Prices:
     """One multiplicity per row of the maxima (those of a selection, or between several), and one price per limit.
 
-    A price is > 0 for the high side of its limit, < 0 for its low. `shares` are those of the selections in the pool
+    A price is > 0 for the high side of its limit, < 0 for its low. `portions` are those of the selections in the pool
     that make up the multiplicities (>= 0, sum 1 for every maximum with a weight; those not listed have none), if known.
     """
 
     rows: FloatArray
     limits: FloatArray
-    shares: FloatArray | None = None
+    portions: FloatArray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +81,9 @@ class Pool:
         """Shares of 1 for the selections that are critical at `choice`."""
         _, reached = self.table.maxima(self.table.seconds(choice))
         places = [self._add(top, self.table.multiplicity(reached, top)[None]) for top in self.tops]
-        shares = np.zeros(len(self.top))
-        shares[places] = 1.0
-        return shares
+        portions = np.zeros(len(self.top))
+        portions[places] = 1.0
+        return portions
 
     def grow(self, seconds: FloatArray) -> None:
         """Add the critical selections of a choice, given the rows' own seconds there."""
@@ -136,11 +136,11 @@ class Relaxation:
         choice = self._solved(np.zeros(len(self.table.constant)), none)[1]
         best = None
         for _ in range(STARTS):
-            shares = self.pool.start(choice)
-            rows = shares @ self.pool.multiplicity
+            portions = self.pool.start(choice)
+            rows = portions @ self.pool.multiplicity
             value, choice = self._solved(rows, none)
             if best is None or value > best[0]:
-                best = value, Prices(rows, none, shares)
+                best = value, Prices(rows, none, portions)
         assert best is not None
         return best[1]
 
@@ -226,13 +226,13 @@ def climb(
     high, low = (np.array([getattr(row, side) for row in relaxation.rows]) for side in ("high", "low"))
     for _ in range(steps):
         prices, top = point.prices, relaxation.pool.top
-        assert prices.shares is not None
-        shares = np.append(prices.shares, np.zeros(len(top) - len(prices.shares)))
+        assert prices.portions is not None
+        portions = np.append(prices.portions, np.zeros(len(top) - len(prices.portions)))
         gain = relaxation.pool.multiplicity @ point.seconds
         for m in relaxation.pool.tops:
             own = top == m
-            gain[own] -= gain[own] @ shares[own]
-        gain = np.where((shares > 0) | (gain > 0), gain, 0.0)
+            gain[own] -= gain[own] @ portions[own]
+        gain = np.where((portions > 0) | (gain > 0), gain, 0.0)
         # The excess of every limit over its bound; negative slack only where the limit has a price already.
         over, under = point.loads > high, point.loads < low
         excess = np.where((prices.limits > 0) | over, point.loads - np.where(np.isfinite(high), high, 0.0), 0.0)
@@ -248,9 +248,9 @@ def climb(
         crossed = moved * prices.limits < 0
         for m in relaxation.pool.tops:
             own = top == m
-            shares[own] = _onto_simplex(shares[own] + length * gain[own])
-        rows = shares @ relaxation.pool.multiplicity
-        point = relaxation.at(Prices(rows, np.where(crossed, 0.0, moved), shares))
+            portions[own] = _onto_simplex(portions[own] + length * gain[own])
+        rows = portions @ relaxation.pool.multiplicity
+        point = relaxation.at(Prices(rows, np.where(crossed, 0.0, moved), portions))
         target = min(target, seen(point))
         waited = 0 if point.value > best.value + 1e-7 * abs(best.value) else waited + 1
         best = point if point.value > best.value else best

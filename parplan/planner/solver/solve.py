@@ -214,7 +214,7 @@ class _Run:
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
         start = start or relaxation.start()
-        if start.shares is not None:
+        if start.portions is not None:
             best = climb(relaxation, start, self.objective, STEPS, seen, self.deadline)
         else:
             best = relaxation.at(start)

@@ -61,12 +61,12 @@ class Signatures:
             place: the group of every row that is asked for; a group's multiplicity is the sum of its rows'.
         """
         nothing: frozenset[Signature] = frozenset([(0.0,) * (1 + max(place.values(), default=-1))])
-        asked = {self.table.owner[row] for row in place}
+        needed = {self.table.owner[row] for row in place}
         links: dict[int, list[int]] = {}
-        for m in sorted(asked):
+        for m in sorted(needed):
             links.setdefault(self.end[m], []).append(m)
         found: dict[int, frozenset[Signature]] = {}
-        queue = sorted(asked)
+        queue = sorted(needed)
         waiting = set(queue)
         result, effort = nothing, 0
         while queue:
