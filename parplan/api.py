@@ -221,17 +221,9 @@ def compile(  # the name users know from torch.compile
         return decision.plan
 
     compiled = Compiled(
-        model,
-        planner,
-        devices=devices,
-        output_device=output_device,
-        dim=dim,
-        batch_norm=batch_norm,
-        scalars=scalars,
-        inputs=inputs,
-        threads=threads,
-        check=check,
-    )
+        model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,
+        inputs=inputs, threads=threads, check=check,
+    )  # fmt: skip
     compiled.predict_times = lambda graph, plan: pricing().predicted(graph, plan).expected
     if example_inputs is not None or kwargs:
         compiled.prepare(*_arguments(example_inputs), **dict(kwargs or {}))

@@ -128,14 +128,8 @@ def formulate(
     if strict:
         edges = [_r4(edge, graph, names, options) for edge in edges]
     hidden = min(1.0, max(0.0, costs.step.overlap))
-    delivery = np.zeros(1)
     own_parts = [node_parts(own, shape) for own in options]
-    own_parts.append(
-        NodeParts(
-            np.array([costs.step.overhead_s]), delivery, delivery, delivery, delivery, delivery, delivery, delivery,
-            np.zeros((len(shape.lanes), 1)),
-        )
-    )  # fmt: skip
+    own_parts.append(NodeParts.alone(np.array([costs.step.overhead_s]), len(shape.lanes)))
     place = {name: index for index, name in enumerate(names)}
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     if not shape.average:
@@ -181,16 +175,13 @@ def _placements(
     edges = []
     for branches, placements in zip(phases, shape.homes, strict=True):
         known: list[int | None] = [*(() if shape.placed else (None,)), *range(len(placements))]
-        zero = np.zeros(len(known))
         for v in (v for branch in branches for v in branch):
             agree = [[0.0 if one.placement == other else np.inf for other in known] for one in options[v]]
             none = np.zeros((len(options[v]), len(known)))
             edges.append(EdgeParts(v, len(nodes), np.array(agree), (none, none)))
             serial = np.array([one.placement is None for one in options[v]])
             nodes[v] = replace(nodes[v], beside=np.where(serial, 1.0, nodes[v].lanes))
-        nodes.append(
-            NodeParts(zero, zero, zero, zero, zero, zero, zero, zero, np.zeros((len(shape.lanes), len(known))))
-        )
+        nodes.append(NodeParts.alone(np.zeros(len(known)), len(shape.lanes)))
     return edges
 
 

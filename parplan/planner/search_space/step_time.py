@@ -62,6 +62,12 @@ class NodeParts:
     lanes: FloatArray
     beside: FloatArray | None = None
 
+    @staticmethod
+    def alone(once_s: FloatArray, lanes: int) -> NodeParts:
+        """Parts of a decision that is no layer: what counts once, on no device."""
+        zero = np.zeros_like(once_s)
+        return NodeParts(once_s, zero, zero, zero, zero, zero, zero, zero, np.zeros((lanes, len(once_s))))
+
 
 @dataclass(frozen=True, eq=False)
 class EdgeParts:

@@ -122,18 +122,18 @@ class _State:
             for v in row.terms:
                 self.linear_of[v].append(i)
 
-    def added(self, v: int, wanted: Mask, most: float = np.inf) -> FloatArray:
-        """Seconds that the wanted strategies of v add to T, shape (strategies,); inf for others, and for those over `most`."""
+    def added(self, v: int, requested: Mask, most: float = np.inf) -> FloatArray:
+        """Seconds that requested strategies of v add to T, one for each; inf for others and for those over `most`."""
         cost = np.minimum(self.problem.nodes[v].cost_s, FORBIDDEN)
         for side in self.sides[v]:
             cost = cost + side.cost_s[:, self.choice[side.other]]
         cost = cost - cost[self.choice[v]]
         changes = self._changes(v)
         if not changes:
-            return np.where(wanted & (cost <= most), cost, np.inf)
+            return np.where(requested & (cost <= most), cost, np.inf)
         if most < np.inf:
-            wanted = wanted & (cost + self.maxima.least(changes) <= most)
-        which = np.flatnonzero(wanted)
+            requested = requested & (cost + self.maxima.least(changes) <= most)
+        which = np.flatnonzero(requested)
         result = np.full(len(cost), np.inf)
         if len(which):
             result[which] = cost[which] + self.maxima.added({row: change[which] for row, change in changes.items()})

@@ -1,8 +1,8 @@
 """A bound, and often the proof, without any search: price maxima and limits, and solve what is left exactly.
 
 T is the largest of the linear functions that selections of one row per maximum stand for (see rows), so it is at least
-their mean with any portions >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is a
-sum over nodes and edges, which elimination.py minimises exactly: a true lower bound on T. Prices climb by projected
+their mean with any portions >= 0 that add up to 1; every limit can be priced likewise. For fixed prices the problem is
+a sum over nodes and edges, which elimination.py minimises exactly: a true lower bound on T. Prices climb by projected
 subgradients (Polyak's step towards the best known T). Selections are many: all where they are few, else a pool that
 grows by the critical ones of every choice met (column generation). Every choice met on the way is a candidate. With the
 best prices, a strategy whose best choice of all costs as much as the best known one is out: the search then gets what
