@@ -2,12 +2,12 @@
 
 A shape fixes scheme, passes and the devices that branches have for themselves (search_space/shape.py); inside, the
 solver proves the best strategies. Each further shape has to beat the best step so far, so most are refuted by their
-bound. OPTIMAL is said where every shape that is legal was solved or refuted.
+bound. OPTIMAL is said of the shapes that were solved or refuted (docs/objective.md).
 
     one pass                  layers on the first devices
-    passes                    for every pair of replica counts that divide, under every scheme asked for
-    any block of devices      first bounded by the mean of all devices, which also bounds branches at the same time
-    branches                  every phase of branches on disjoint blocks, those first that the bound leaves most room
+    passes                    for every pair of replica counts that divide, interleaved, or under the scheme asked for
+    any block of devices      first by a bound in which positions are folded away, with and without branches
+    branches                  placements of every phase of branches on disjoint blocks, all in one problem
 """
 
 from __future__ import annotations
@@ -205,7 +205,10 @@ class _Run:
                 limit_s = self.case.deadline.part_s(SHARE * self.part)
                 refuted = solve(problem, limit_s, cutoff=self.cutoff).status is Status.INFEASIBLE
                 self.covered += [PASSES] * refuted
-            if shape.passes == 1 or not refuted:
+            # Passes hold as much memory as one pass: where no plan of that fits, none of theirs does.
+            known = self.first
+            full = known is not None and known[0].shape.scheme is Scheme.GATHER and known[1].status is Status.INFEASIBLE
+            if shape.passes == 1 or not (refuted or (full and self.limit_s == inf)):
                 self.attempt(shape)
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
