@@ -72,7 +72,7 @@ def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() 
     console = Console(width=120, record=True)
     render(decision, console)
     text = console.export_text()
-    for line in ("At the same time", "a.0 .. a.2 (3 layers)", "less than one after the other", "b.2 from device 1"):
+    for line in ("At the same time", "a.0 .. a.2 (3 layers)", "less than one after the other", "b.2 from device "):
         assert line in text
     assert to_dict(decision)["beside"]["phases"][0]["tracks"][1]["devices"] == [1]
 

@@ -58,7 +58,7 @@ def branches() -> LayerGraph:
 
 
 def decided(graph: LayerGraph, cluster: Cluster, *pins: str, rules: str = "default") -> Decision:
-    request = PlanRequest(pins=read_pins(pins), rules=rules)
+    request = PlanRequest(pins=read_pins(pins), rules=rules, tolerance=0.0)
     return decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 

@@ -21,7 +21,7 @@ from tests.planner.simulation.test_timeline import alexnet
 def narrowed(*pins: str, scheme: str = "auto", gpu: str = "k20") -> Decision:
     graph, cluster = alexnet(512), cluster_preset(gpu, 4)
     costs = RooflineCosts(graph, cluster)
-    request = PlanRequest(pins=read_pins(pins), price_pins=False, scheme=scheme)
+    request = PlanRequest(pins=read_pins(pins), price_pins=False, scheme=scheme, tolerance=0.0)
     return decide(graph, cluster, costs, request)
 
 
@@ -38,7 +38,10 @@ def test_weights_pinned_to_be_updated_between_passes_have_passes() -> None:
         assert (fast.plan.scheme is Scheme.GATHER) is not bool(pins)
         assert [name[:2] for name in fast.passes.updated] == ["fc"] * 3 * bool(pins)
     assert fast.plan.layers["fc6"].update_period == 1
-    assert steps[fast.plan.scheme] == min(step for one, step in steps.items() if one is not Scheme.GATHER and step)
+    # Broadcast is priced, and not searched unless it is asked for.
+    assert steps[fast.plan.scheme] <= 1.005 * min(
+        step for one, step in steps.items() if one is not Scheme.GATHER and step
+    )
 
 
 @pytest.mark.parametrize(("period", "passes"), [(1, 1), (2, 4)])
