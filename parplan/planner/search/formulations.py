@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s, followed, plain
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
+from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates
 from parplan.planner.search_space.shape import Shape
 
 __all__ = ["Formulations"]
+
+FREE = Pinned((), {}, {})
 
 
 class Formulations:
@@ -24,7 +28,7 @@ class Formulations:
         given = [own.devices for own in case.request.plan.layers.values()] if case.request.plan is not None else []
         blocks = (one.devices for own in known.values() for one in own)
         self.lanes = followed(case.cluster, (*blocks, *given))
-        self._formulations: dict[tuple[Shape, float], Formulation | None] = {}
+        self._formulations: dict[tuple[Shape, float, tuple[Pin, ...]], Formulation | None] = {}
 
     def one_pass(self) -> Formulation:
         """The problem of plans in one pass on the first devices."""
@@ -32,24 +36,29 @@ class Formulations:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
-    def formulation(self, shape: Shape, beyond_s: float = 0.0) -> Formulation | None:
-        """The problem of a shape with all strategies that some question allows; None where a layer has none."""
-        key = (shape, beyond_s)
+    def formulation(self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE) -> Formulation | None:
+        """The problem of a shape with the strategies that some pins allow; None where a layer has none.
+
+        Args:
+            beyond_s: seconds that no step worth considering takes, where devices are followed.
+        """
+        key = (shape, beyond_s, pinned.pins)
         if key not in self._formulations:
             begin = time.perf_counter()
-            self._formulations[key] = self._formulated(shape, beyond_s)
+            self._formulations[key] = self._formulated(shape, beyond_s, pinned)
             self.costs_s += time.perf_counter() - begin
             if len(self._formulations) == 1:  # layers may have been measured
                 self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
-    def _formulated(self, shape: Shape, beyond_s: float) -> Formulation | None:
+    def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned) -> Formulation | None:
         case = self.case
         if not self._formulations:
             case.phase("costs")
         options: dict[str, Sequence[Strategy]] = candidates(
             self.asked, case.graph, case.cluster, shape.anywhere, shape.uneven
         )
+        options.update(pinned.allowed)
         given = plain(case.request.plan) if case.request.plan is not None else {}
         for name, strategy in given.items():
             options[name] = tuple(dict.fromkeys((*options[name], strategy)))

@@ -77,7 +77,8 @@ def _optimal(decision: Decision) -> str:
     wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""
-    return f"no plan of this model{which} is faster under these costs"
+    passes = "; passes on the first devices only" if decision.cluster.count > 1 and ANY_BLOCK in covered else ""
+    return f"no plan of this model{which} is faster under these costs{passes}"
 
 
 def _feasible(proof: Proof, pins: bool) -> str:
