@@ -13,11 +13,13 @@ from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parplan.errors import PlanError
 from parplan.fields import Field, choice, count, numbers, parse_json, ranges, read_fields, read_file, table, text
-from parplan.layout import Grid
+
+if TYPE_CHECKING:
+    from parplan.layout import Grid
 
 __all__ = ["LISTED_DEVICES", "SCHEMA", "Plan", "Scheme", "Strategy"]
 
@@ -61,6 +63,8 @@ class Strategy:
     @cached_property
     def grid(self) -> Grid:
         """The devices arranged as replicas x shards."""
+        from parplan.layout import Grid  # it needs numpy, which reading a plan does not
+
         return Grid(self.devices, self.replicas, self.shards)
 
     def describe(self) -> str:

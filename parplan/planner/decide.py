@@ -115,7 +115,8 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
 
 def _predicted(case: Case, found: Found) -> Prediction:
     """The step of a plan by the objective; simulated where its layers do not run one after another."""
-    step = prediction(found.formulation, found.choice, case.costs, case.cluster.count)
+    formulation, choice = formulated(found.plan, case.graph, case.cluster, case.costs)
+    step = prediction(formulation, choice, case.costs, case.cluster.count)
     if not needs_simulation(found.plan, case.graph):
         return step
     return simulated_prediction(step, case.player.timeline(found.plan))
@@ -188,6 +189,7 @@ def _explained(
         proof=Proof(
             status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
             tuple(found.covered), case.uneven and request.plan is None and not found.uneven, found.simpler,
+            found.by_simulation,
         ),
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,

@@ -140,7 +140,7 @@ class Proof:
 
     `given`: the plan is a reviewed one, not what the solver found. `covered`: the shapes that the bound is of.
     `equal_parts`: the bound is of plans that keep R1, as bending it gains too little. `simpler`: the fastest plan,
-    where a simpler one is taken.
+    where a simpler one is taken. `by_simulation`: another plan has a smaller T and a longer simulated step.
     """
 
     status: str
@@ -152,6 +152,7 @@ class Proof:
     covered: tuple[str, ...] = ()
     equal_parts: bool = False
     simpler: Simpler | None = None
+    by_simulation: bool = False
 
 
 @dataclass(frozen=True)

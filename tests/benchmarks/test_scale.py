@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.scale import CASES, Case, measure, plan
 from benchmarks.scale_models import LLAMA_405B, block_stack, transformer_profile
-from parplan.cost_models.layer_profile.text import format_layer_profile, parse_layer_profile
+from examples.export_layer_profile import format_layer_profile
+from parplan.cost_models.layer_profile.text import parse_layer_profile
 
 
 def test_the_profile_has_the_published_parameters() -> None:

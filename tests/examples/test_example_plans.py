@@ -35,7 +35,7 @@ def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
 @cache
 def decided(example: str, gpus: int) -> Decision:
     module = import_module(f"examples.{example}")
-    return parplan.analyze(module.build(), module.example_inputs(), gpus=gpus)
+    return parplan.analyze(module.build(), module.example_inputs(), gpus=gpus, tolerance=0.0)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def small_model(seed: int) -> LayerGraph:
         net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64 * channels[-1], draw.choice((8, 512))))
         return capture(net, (torch.zeros(batch, 3, 8, 8),))
     widths = [draw.choice(WIDTHS) for _ in range(draw.choice((3, 4)))]
-    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    layers: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(widths)]
     layers += [nn.ReLU()] if draw.random() < 0.5 else []
     draw.shuffle(layers) if len(set(widths)) == 1 else None
     return capture(nn.Sequential(*layers), (torch.zeros(batch, widths[0]),))
@@ -201,9 +201,9 @@ class EveryPlan:
                 every = formulate(self.graph, self.cluster, self.costs, known, shape=shape, far_s=FAR_S)
             except InfeasibleShape:
                 continue
-            step_s = objectives(every.problem)
-            feasible = np.flatnonzero(np.isfinite(step_s))
-            found += [(float(step_s[index]), int(index), every) for index in feasible]
+            known_s = objectives(every.problem)
+            feasible = np.flatnonzero(np.isfinite(known_s))
+            found += [(float(known_s[index]), int(index), every) for index in feasible]
         for step_s, index, every in sorted(found, key=lambda one: one[0]):
             choice = [int(k) for k in np.unravel_index(index, every.problem.sizes)]
             scheme = every.shape.scheme if every.shape.passes > 1 else Scheme.GATHER

@@ -178,7 +178,7 @@ def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple
     found: list[Placement] = []
     for section in sections(graph):
         for phase in section.phases:
-            blocks = [{tuple(sorted(devices[name])) for name in branch} for branch in phase]
+            blocks = [{tuple(devices[name]) for name in branch} for branch in phase]
             taken = {name for one in found for branch, _ in one for name in branch}
             own = {next(iter(block)) for block in blocks if len(block) == 1}
             apart = sum(map(len, own)) == len({device for block in own for device in block})

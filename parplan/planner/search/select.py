@@ -22,7 +22,7 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import plain, shape_of
+from parplan.planner.search.context import formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
@@ -68,6 +68,7 @@ class Found:
         covered: the shapes that the bound is of, in words.
         tried: shapes with branches at the same time that were solved or refuted.
         simpler: the fastest plan, where a simpler one within the tolerance is taken.
+        by_simulation: another plan has a smaller T and a longer simulated step.
         uneven: plans with unequal parts of the batch are covered.
         without_s: T of the best plan in which no branches run at the same time; None where none were tried.
     """
@@ -83,6 +84,7 @@ class Found:
     without_s: float | None = None
     simpler: Simpler | None = None
     uneven: bool = False
+    by_simulation: bool = False
 
     @property
     def gap(self) -> float:
@@ -361,7 +363,8 @@ class _Run:
             self.best = self.unfit  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
             raise self._none()
-        fastest = best = self.best = self.simulated(self.best)
+        least, fastest = self.best, self.simulated(self.best)
+        best = fastest
         if tolerance > 0 and fastest.changes > 0:
             limit_s = self.case.deadline.part_s(SIMPLER * self.part)
             best = simplest(
@@ -373,10 +376,14 @@ class _Run:
             )
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
+        # Alone it takes what it takes; like readers were priced by what others might choose.
+        alone, choice = formulated(best.plan, self.case.graph, self.case.cluster, self.case.costs)
+        step_s = min(best.step_s, objective(alone.problem, choice))
         return Found(
-            best.plan, best.formulation, best.choice, best.step_s, min(self.bound, fastest.step_s),
+            best.plan, best.formulation, best.choice, step_s, min(self.bound, fastest.step_s, step_s),
             time.perf_counter() - begin, tuple(self.covered), self.tried, self.without_s,
             Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None, self.uneven,
+            fastest is not least,
         )  # fmt: skip
 
     def simulated(self, best: Candidate) -> Candidate:
@@ -407,7 +414,7 @@ class _Run:
         """The error that says why there is no plan."""
         case, asked = self.case, self.search.asked
         formulation, solution = self.first or (self.search.one_pass(), None)
-        draft = None
+        draft = self.plan_of(formulation, solution.choice) if solution is not None and solution.choice else None
         if solution is None or solution.choice is None:
             one_pass = self.search.one_pass()
             alone = solve(masked(one_pass, self.pinned), case.deadline.part_s(AGAIN))

@@ -122,24 +122,24 @@ class _State:
             for v in row.terms:
                 self.linear_of[v].append(i)
 
-    def added(self, v: int, requested: Mask, most: float = np.inf) -> FloatArray:
-        """Seconds that requested strategies of v add to T, one for each; inf for others and for those over `most`."""
+    def added(self, v: int, requested: Mask, limit_s: float = np.inf) -> FloatArray:
+        """Seconds that requested strategies of v add to T, one for each; inf for others and those over `limit_s`."""
         cost = np.minimum(self.problem.nodes[v].cost_s, FORBIDDEN)
         for side in self.sides[v]:
             cost = cost + side.cost_s[:, self.choice[side.other]]
         cost = cost - cost[self.choice[v]]
         changes = self._changes(v)
         if not changes:
-            return np.where(requested & (cost <= most), cost, np.inf)
-        if most < np.inf:
-            requested = requested & (cost + self.maxima.least(changes) <= most)
+            return np.where(requested & (cost <= limit_s), cost, np.inf)
+        if limit_s < np.inf:
+            requested = requested & (cost + self.maxima.least(changes) <= limit_s)
         which = np.flatnonzero(requested)
         result = np.full(len(cost), np.inf)
         if len(which):
             result[which] = cost[which] + self.maxima.added({row: change[which] for row, change in changes.items()})
-            if most < np.inf and result.min() > most:
+            if limit_s < np.inf and result.min() > limit_s:
                 self.maxima.reject(changes, int(result.argmin()))
-        return np.where(result <= most, result, np.inf)
+        return np.where(result <= limit_s, result, np.inf)
 
     def _changes(self, v: int) -> dict[int, FloatArray]:
         """The rows whose own seconds depend on v: what each of its strategies adds to what the present one has."""

@@ -96,6 +96,11 @@ def _feasible(proof: Proof, pins: bool) -> str:
             f"within {more} of the {proven}{which}, {fastest}, with {simpler.kept} instead of {simpler.changes} "
             "changes of layout (`--tolerance 0` takes the fastest)"
         )
+    if proof.by_simulation:
+        return (
+            f"the plan{which} with the shortest simulated step of those compared; the objective of another one is "
+            f"lower by {units.percent(proof.gap)}"
+        )
     return (
         f"the best plan found in the time; another one{which} could be faster by up to {units.percent(proof.gap)}; "
         "a longer `--time-limit` may find it or rule it out"

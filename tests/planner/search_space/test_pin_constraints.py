@@ -116,9 +116,10 @@ def best_in_passes(graph: LayerGraph, cluster: Cluster, pins: Sequence[Pin]) -> 
     options, costs, best_s = allowed(graph, pins, cluster.count), RooflineCosts(graph, cluster), np.inf
     for most, few in product(range(1, cluster.count + 1), repeat=2):
         if most > few and most % few == 0 and not any(most // few % period for period in periods_of(graph, pins)):
-            shape = Shape(Scheme.INTERLEAVE, most, few)
+            # Pinned blocks need not have the first device, so every one is followed.
+            shape = Shape(Scheme.INTERLEAVE, most, few, tuple(range(cluster.count)))
             with suppress(InfeasibleShape):
-                problem = formulate(graph, cluster, costs, options, shape=shape).problem
+                problem = formulate(graph, cluster, costs, options, shape=shape, far_s=1.0).problem
                 best_s = min(best_s, brute_force(problem).objective)
     return best_s
 
@@ -173,7 +174,8 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
             pinned(pins, graph, cluster)
         return
     costs, asked = RooflineCosts(graph, cluster), pin_questions(pins, graph, cluster)
-    formulation = formulate(graph, cluster, costs, candidates(asked, graph, cluster, everywhere=False))
+    every = candidates(asked, graph, cluster, everywhere=False)
+    problem = formulate(graph, cluster, costs, {**every, **asked.whole.allowed}).problem
     expected = best_by_trying(graph, cluster, pins)
     if periods_of(graph, pins) - {1}:
         expected = best_in_passes(graph, cluster, pins)
@@ -186,12 +188,13 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
             with pytest.raises((InfeasiblePlan, PinError)):
                 decide(graph, cluster, costs, request)
         return
-    assert solve(masked(formulation, asked.whole)).objective == pytest.approx(expected, rel=1e-6)
+    assert solve(problem).objective == pytest.approx(expected, rel=1e-6)
     for question in asked.parts if devices == 2 else ():
         others = list(question.pinned.pins)
         assert len(others) == len(pins) - 1
         without = best_by_trying(graph, cluster, others)
-        assert solve(masked(formulation, question.pinned)).objective == pytest.approx(without, rel=1e-6)
+        problem = formulate(graph, cluster, costs, {**every, **question.pinned.allowed}).problem
+        assert solve(problem).objective == pytest.approx(without, rel=1e-6)
     for group in asked.refused:
         left = [pin for pin in pins if not any(pin is one for one in group.pins)]
         assert not all(allowed(graph, left, devices).values())
@@ -404,7 +407,8 @@ def test_pinning_what_the_solver_chooses_costs_nothing() -> None:
     pins = [_pin_of(name, strategy) for name, strategy in free.plan.layers.items()]
     decision = decided(graph, cluster, *pins)
     assert decision.plan == free.plan
-    assert prices(decision).price_s == pytest.approx(0.0, abs=1e-9 * free.prediction.step_s)
+    # Readers of one kind are priced approximately while plans are searched (docs/limits.md).
+    assert prices(decision).price_s == pytest.approx(0.0, abs=1e-3 * free.prediction.step_s)
 
 
 def _pin_of(name: str, strategy: Strategy) -> str:
