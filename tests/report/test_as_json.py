@@ -24,7 +24,16 @@ def test_promised_keys(name: str) -> None:
     assert {tuple(layer) for layer in found["layers"]} == {tuple(LAYER)}
     assert {"step_s", "memory_bytes"} <= set(found["predicted"])
     assert all({"name", "step_s", "fits"} <= set(baseline) for baseline in found["baselines"])
-    assert set(found["proof"]) == {"status", "objective", "bound", "gap", "seconds", "covered", "simpler"}
+    assert set(found["proof"]) == {
+        "status",
+        "objective",
+        "bound",
+        "gap",
+        "seconds",
+        "covered",
+        "by_simulation",
+        "simpler",
+    }
     assert set(found["seconds"]) == {"capture", "costs", "solve", "total"}
 
 
