@@ -304,7 +304,7 @@ def test_sixteen_devices_from_a_file(
     monkeypatch.chdir(ROOT)
     out, facts = str(tmp_path / "plan.json"), tmp_path / "facts.json"
     words = ["analyze", "--profile-graph", "examples/alexnet.profile", "--gpus", "16", "--gpu", "cpu"]
-    words += ["--link", "10gbe"]
+    words += ["--link", "10gbe", "--tolerance", "0"]
     assert main([*words, "--out", out, "--json", str(facts)]) == 0
     text, errors = capsys.readouterr()
     flat = " ".join(text.split())
@@ -312,7 +312,7 @@ def test_sixteen_devices_from_a_file(
     assert max(map(len, text.splitlines()[:-1])) <= 80
     assert "Times of layers are from examples/alexnet.profile, measured elsewhere: on one thread of an x86" in flat
     assert "AlexNet (layer profile): 61,100,840 parameters, batch 64, fp32, adam 16 x cpu, 10gbe" in flat
-    assert "FEASIBLE: within 0.5 % of the proven optimum, 245.36 ms, with 1 instead of 5 changes of layout" in flat
+    assert "OPTIMAL: no plan of this model that has its layers on the first devices is faster" in flat
     assert "profile measured elsewhere, as examples/alexnet.profile gives them" in flat
     assert "roofline" not in flat
     assert "--measure" not in flat
