@@ -254,7 +254,7 @@ class _Run:
             over = [max(0.0, peak - limit) for peak, limit in zip(most, limits, strict=True)]
             if not any(over):
                 return found if found is first else replace(found, bound=first.bound)
-            lowered = tuple(max(known / 2, known - more) for known, more in zip(lowered, over, strict=True))
+            lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
             found = once(replace(problem, limits=lowered), AGAIN)
         return first
 
