@@ -90,6 +90,8 @@ class Choice:
 def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
     if shape.passes == 1:
+        if shape.scheme is not Scheme.GATHER and keeps_apart(layer):  # without passes: one replica count for all layers
+            strategies_ = [strategy for strategy in strategies_ if strategy.replicas == shape.max_replicas]
         homes = () if shape.average else shape.homes
         phase = next((own for own in homes if any(layer.name in branch for branch, _ in own[0])), ())
         serial = [] if phase and shape.placed else [Choice(strategy) for strategy in strategies_]

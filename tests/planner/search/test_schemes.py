@@ -17,6 +17,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import PlanError, RuleError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Decision
@@ -174,3 +175,13 @@ def test_schemes_that_cannot_be_asked_for(scheme: str, given: Scheme | None, mes
     plan = None if given is None else hybrid(4, given)
     with pytest.raises(PlanError, match=message):
         decided(alexnet(512), cluster_preset("k20", 4), scheme, plan)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
+def test_a_scheme_that_is_asked_for_is_not_left_for_a_faster_one(scheme: Scheme) -> None:
+    """Fast links hide nothing behind passes: gather is faster here, and only plans of one replica count go without."""
+    graph, cluster = alexnet(512), cluster_preset("h100-sxm", 4)
+    decision = decided(graph, cluster, scheme.value)
+    assert decided(graph, cluster).plan.scheme is Scheme.GATHER
+    counts = stages(graph, decision.plan.layers, Scheme.GATHER)
+    assert decision.plan.scheme is scheme or counts.max_replicas == counts.min_replicas
