@@ -91,12 +91,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     Raises:
         PlanError: the plan is for another model or number of devices, or breaks a rule.
     """
-    reviewed = _reviewed(plan, graph, cluster)
-    formulation, choice = formulated(reviewed, graph, cluster, costs)
-    step = prediction(formulation, choice, costs, cluster.count)
-    if not needs_simulation(plan, graph):
-        return step
-    return simulated_prediction(step, simulate(graph, cluster, costs, reviewed))
+    return _predicted(_reviewed(plan, graph, cluster), graph, cluster, costs)
 
 
 def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest) -> Prediction:
@@ -110,16 +105,16 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     case = _case(graph, cluster, costs, request)
     pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
     found = ShapeSearch(case, pins).best(pins.whole)
-    return _predicted(case, found)
+    return _predicted(found.plan, graph, cluster, costs)
 
 
-def _predicted(case: Case, found: Found) -> Prediction:
+def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Prediction:
     """The step of a plan by the objective; simulated where its layers do not run one after another."""
-    formulation, choice = formulated(found.plan, case.graph, case.cluster, case.costs)
-    step = prediction(formulation, choice, case.costs, case.cluster.count)
-    if not needs_simulation(found.plan, case.graph):
+    formulation, choice = formulated(plan, graph, cluster, costs)
+    step = prediction(formulation, choice, costs, cluster.count)
+    if not needs_simulation(plan, graph):
         return step
-    return simulated_prediction(step, case.player.timeline(found.plan))
+    return simulated_prediction(step, simulate(graph, cluster, costs, plan))
 
 
 def _case(
@@ -163,7 +158,7 @@ def _explained(
 ) -> Decision:
     """The decision on a plan that was found: its prediction, proof, reasons and notes."""
     plan, request = found.plan, case.request
-    step = _predicted(case, found)
+    step = _predicted(plan, case.graph, case.cluster, case.costs)
     layers = layer_reports(case.graph, found.formulation, found.choice, plan)
     if needs_simulation(plan, case.graph):
         layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)

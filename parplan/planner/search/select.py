@@ -22,7 +22,7 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import formulated, plain, shape_of
+from parplan.planner.search.context import fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
@@ -194,14 +194,11 @@ class _Run:
             self.covered.append(shape.describe())
         return bound
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether a plan fits with its transfers, which the problem only estimates."""
-        peaks = self.case.costs.peaks(plain(plan)) or ()
-        known = zip(peaks, self.case.cluster.devices, strict=False)
-        return self.case.request.plan is not None or all(peak <= device.memory_bytes for peak, device in known)
+    def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
+        """Solve or refute shapes; gives the best plan so far.
 
-    def attempts(self, shapes: Iterable[Shape]) -> None:
-        """Solve or refute shapes; on many devices all with passes at once, where free transfers would not suffice."""
+        On many devices all with passes are refuted at once, where even free transfers would not suffice.
+        """
         refuted = False
         for shape in shapes:
             if shape.passes > 1 and self.best is not None and not refuted and self.case.cluster.count > ANYWHERE:
@@ -215,6 +212,7 @@ class _Run:
             full = known is not None and known[0].shape.scheme is Scheme.GATHER and known[1].status is Status.INFEASIBLE
             if shape.passes == 1 or not (refuted or (full and self.limit_s == inf)):
                 self.attempt(shape)
+        return self.best
 
     def plan_of(self, formulation: Formulation, choice: Sequence[int]) -> Plan:
         """The plan that a choice stands for, with pinned update periods."""
@@ -263,15 +261,11 @@ class _Run:
         uneven, bound, covered = self.best, self.bound, self.covered
         self.limit_s = uneven.step_s * (1 + self.case.request.tolerance) if uneven is not None else inf
         self.best, self.bound, self.covered = None, inf, []
-        self.attempts(shapes)
-        self.limit_s, self.uneven = inf, uneven is not None and not self.found_any()
+        even = self.attempts(shapes)
+        self.limit_s, self.uneven = inf, uneven is not None and even is None
         if self.uneven:
             self.best, self.bound = uneven, min(bound, self.bound)
             self.covered += covered
-
-    def found_any(self) -> bool:
-        """Whether there is a plan yet."""
-        return self.best is not None
 
     # ---- any block of devices, and branches at the same time ----
 
@@ -397,7 +391,10 @@ class _Run:
     def candidate(self, formulation: Formulation, choice: Sequence[int], step_s: float) -> Candidate | None:
         """A choice as a plan; None where it does not fit with its transfers, or loses updates between passes."""
         plan = self.plan_of(formulation, choice)
-        if updates_lost(plan, self.case.graph, self.pinned) or not self.fits(plan):
+        case = self.case
+        if updates_lost(plan, case.graph, self.pinned):
+            return None
+        if case.request.plan is None and not fits(case.graph, case.cluster, case.costs, plain(plan)):
             return None
         return Candidate(step_s, plan, formulation, tuple(choice))
 
