@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from parplan.plan import Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Baseline, Decision, Proof, Seconds
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
@@ -69,6 +70,9 @@ def _optimal(decision: Decision) -> str:
     covered, wants = decision.proof.covered, list[str]()
     if decision.cluster.count > 1 and ANY_BLOCK not in covered:
         wants.append("has its layers on the first devices")
+    in_passes = any(one.startswith((Scheme.BROADCAST.value, Scheme.INTERLEAVE.value)) for one in covered)
+    if in_passes and Scheme.GATHER.value not in covered:
+        wants.append("keeps the scheme that was asked for")
     if decision.speedup is not None and decision.speedup < 1:
         wants.append(f"gives results back to all {decision.cluster.count} devices")
     if decision.branches and BRANCHES not in covered:
