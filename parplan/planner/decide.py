@@ -26,7 +26,7 @@ from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import layer_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
-from parplan.planner.search.context import Case, formulated
+from parplan.planner.search.context import Case, fits, formulated, plain
 from parplan.planner.search.schemes import (
     needs_simulation,
     rival_in_passes,
@@ -38,7 +38,7 @@ from parplan.planner.search.schemes import (
 from parplan.planner.search.select import Found, ShapeSearch
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned, Uneven
-from parplan.planner.search_space.pin_search import pin_questions
+from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
 from parplan.planner.search_space.verifier import check, mismatches, uneven_replicas
@@ -75,8 +75,8 @@ def decide(
         limit_s = case.deadline.part_s(BASELINE_TIME)
         return case.deadline.watched(solve(problem, limit_s), limit_s)
 
-    search = ShapeSearch(case, pins)
-    found = search.best(pins.whole)
+    search, found = _searched(case, pins)
+    case = search.case
     by_hand = baselines(graph, cluster, costs, search.one_pass(), found.plan, solve_baseline)
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
     decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
@@ -104,8 +104,22 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
     pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
-    found = ShapeSearch(case, pins).best(pins.whole)
+    _, found = _searched(case, pins)
     return _predicted(found.plan, graph, cluster, costs)
+
+
+def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
+    """The search over shapes and its plan; equal blocks are planned one by one where no plan with them alike fits."""
+    search = ShapeSearch(case, pins)
+    try:
+        found = search.best(pins.whole)
+        if case.fold is None or fits(case.graph, case.cluster, case.costs, plain(found.plan)):
+            return search, found
+    except InfeasiblePlan:
+        if case.fold is None:
+            raise
+    search = ShapeSearch(replace(case, fold=None), pins)
+    return search, search.best(pins.whole)
 
 
 def _predicted(plan: Plan, graph: LayerGraph, cluster: Cluster, costs: CostModel) -> Prediction:
@@ -184,7 +198,7 @@ def _explained(
         proof=Proof(
             status.value, found.objective, found.bound, found.gap, found.seconds, request.plan is not None,
             tuple(found.covered), case.uneven and request.plan is None and not found.uneven, found.simpler,
-            found.by_simulation,
+            found.by_simulation, case.fold.describe(case.graph) if case.fold is not None else "",
         ),
         seconds=Seconds(request.capture_s, costs_s, now - begin - costs_s, now - request.started),
         notes=notes,

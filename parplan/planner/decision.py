@@ -141,6 +141,7 @@ class Proof:
     `given`: the plan is a reviewed one, not what the solver found. `covered`: the shapes that the bound is of.
     `equal_parts`: the bound is of plans that keep R1, as bending it gains too little. `simpler`: the fastest plan,
     where a simpler one is taken. `by_simulation`: another plan has a smaller T and a longer simulated step.
+    `alike`: the equal blocks of layers that all compared plans split alike, in words.
     """
 
     status: str
@@ -153,6 +154,7 @@ class Proof:
     equal_parts: bool = False
     simpler: Simpler | None = None
     by_simulation: bool = False
+    alike: str = ""
 
 
 @dataclass(frozen=True)

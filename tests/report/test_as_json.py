@@ -31,6 +31,7 @@ def test_promised_keys(name: str) -> None:
         "gap",
         "seconds",
         "covered",
+        "alike",
         "by_simulation",
         "simpler",
     }

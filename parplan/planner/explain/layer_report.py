@@ -31,24 +31,34 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
     """
     step, found, parts = costs.step, evaluate(formulation.problem, choice), formulation.parts
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
-    times = [parts.shape.passes if option.role is Stage.PASSES else 1 for option in chosen]
+    layers = [formulation.times(index) for index in range(len(chosen))]
+    times = [
+        many * (parts.shape.passes if option.role is Stage.PASSES else 1)
+        for option, many in zip(chosen, layers, strict=True)
+    ]
     forward = sum(many * option.cost.forward_s for option, many in zip(chosen, times, strict=True))
     backward = sum(many * option.cost.backward_s for option, many in zip(chosen, times, strict=True))
-    update = sum(option.cost.update_s for option in chosen)
-    unhidden = sum(option.compute_interference_s + option.post_update_s for option in chosen)
+    update = sum(many * option.cost.update_s for option, many in zip(chosen, layers, strict=True))
+    unhidden = sum(
+        many * (option.compute_interference_s + option.post_update_s)
+        for option, many in zip(chosen, layers, strict=True)
+    )
     transfer = sum(
         float(edge_totals(parts, edge)[choice[edge.source], choice[edge.target]]) for edge in parts.edges
     ) + sum(many * (one.arrival_s + 2 * one.batch_norm_sync_s) for one, many in zip(chosen, times, strict=True))
     exposed = found.objective - forward - backward - update - unhidden - transfer - step.overhead_s
     exposed = exposed if exposed > ROUNDING * found.objective else 0.0
-    doubt = sum(option.cost.spread * (option.cost.forward_s + option.cost.backward_s) for option in chosen)
+    doubt = sum(
+        many * option.cost.spread * (option.cost.forward_s + option.cost.backward_s)
+        for option, many in zip(chosen, layers, strict=True)
+    )
     doubt += step.spread * (transfer + exposed + unhidden)
     return Prediction(
         step_s=found.objective,
         forward_s=forward,
         backward_s=backward,
         transfer_s=transfer,
-        reduce_s=sum(option.reduce_s for option in chosen),
+        reduce_s=sum(many * option.reduce_s for option, many in zip(chosen, layers, strict=True)),
         exposed_reduce_s=exposed + unhidden,
         memory_bytes=costs.peaks(formulation.strategies(choice)) or formulation.device_peaks(choice, devices),
         update_s=update,
@@ -66,6 +76,10 @@ def layer_reports(
     moved = [0.0] * len(formulation.problem.nodes)
     for edge in formulation.parts.edges:
         moved[edge.target] += float(edge_totals(formulation.parts, edge)[choice[edge.source], choice[edge.target]])
+    # What the last block takes from the one before it stands for what the blocks between take from each other.
+    for _, between, last in formulation.fold.alike if formulation.fold is not None else ():
+        a, b = formulation.layers[between], formulation.layers[last]
+        moved[a] = moved[b] = (moved[a] + moved[b]) / (formulation.times(a) + 1)
 
     def report(name: str, option: Option, moved_s: float) -> LayerReport:
         layer, strategy = graph.layers[name], plan.layers[name]
@@ -90,7 +104,7 @@ def layer_reports(
         )
 
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]
-    return tuple(map(report, formulation.names, chosen, moved))
+    return tuple(report(name, chosen[index], moved[index]) for name, index in formulation.layers.items())
 
 
 def memory_excess(cluster: Cluster, step: Prediction) -> list[str]:

@@ -22,11 +22,17 @@ def layer_reasons(graph: LayerGraph, formulation: Formulation, choice: Sequence[
 
     def fits(index: int, change: Change) -> bool:
         tried = [*choice]
-        tried[index] = change.strategy
+        for node in what_if.alike(index):
+            tried[node] = change.strategy
         return evaluate(problem, tried).feasible
 
-    def reason(index: int, name: str, options: Sequence[Option]) -> str:
-        changes = alternatives(what_if, index, options, options[choice[index]])
+    changes_of = [
+        alternatives(what_if, index, options, options[choice[index]])
+        for index, options in enumerate(formulation.options)
+    ]
+
+    def reason(name: str, index: int, options: Sequence[Option]) -> str:
+        changes = changes_of[index]
         if not changes:
             return only_way(graph.layers[name])
         best = next((change for change in changes if change.total_s >= 0 or fits(index, change)), None)
@@ -37,8 +43,7 @@ def layer_reasons(graph: LayerGraph, formulation: Formulation, choice: Sequence[
             return f"follows {source}; any other way costs {time_text(best.total_s)}"
         return against(options[best.strategy].strategy.describe(), best)
 
-    both = zip(formulation.names, formulation.options, strict=False)
-    return {name: reason(index, name, options) for index, (name, options) in enumerate(both)}
+    return {name: reason(name, index, formulation.options[index]) for name, index in formulation.layers.items()}
 
 
 def alternatives(what_if: WhatIf, index: int, options: Sequence[Option], now: Option) -> list[Change]:

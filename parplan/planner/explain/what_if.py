@@ -36,17 +36,41 @@ class WhatIf:
         self._problem, self._parts = formulation.problem, formulation.parts
         self._choice = tuple(choice)
         self._now_s = objective(self._problem, choice)
+        place = formulation.layers
+        groups = formulation.fold.alike if formulation.fold is not None else ()
+        self._alike = {place[name]: tuple(place[one] for one in group) for group in groups for name in group}
+
+    def alike(self, index: int) -> tuple[int, ...]:
+        """The nodes that have one option with node `index`: copies of a layer in repeated blocks."""
+        return self._alike.get(index, (index,))
+
+    def _changed(self, nodes: Sequence[int], option: int) -> list[int]:
+        tried = [*self._choice]
+        for node in nodes:
+            tried[node] = option
+        return tried
 
     def changes(self, index: int) -> list[Change]:
-        """Every other allowed option of node `index`, the best first; what is neither compute nor moved is exposed."""
-        now = self._choice[index]
-        total_s = changed_objectives(self._problem, self._choice, index) - self._now_s
-        compute_s = node_totals(self._parts, index)
+        """Every other allowed option of node `index` and those alike, the best first.
+
+        What is neither compute nor moved is exposed.
+        """
+        now, alike = self._choice[index], self.alike(index)
+        if len(alike) == 1:
+            total_s = changed_objectives(self._problem, self._choice, index) - self._now_s
+        else:
+            total_s = np.array(
+                [objective(self._problem, self._changed(alike, k)) for k in range(self._problem.sizes[index])]
+            )
+            total_s = total_s - self._now_s
+        compute_s = np.sum([node_totals(self._parts, node) for node in alike], axis=0)
         moved_s = np.zeros(len(compute_s))
         for edge in self._parts.edges:
-            if edge.source == index:
+            if edge.source in alike and edge.target in alike:
+                moved_s = moved_s + np.diagonal(edge_totals(self._parts, edge))
+            elif edge.source in alike:
                 moved_s = moved_s + edge_totals(self._parts, edge)[:, self._choice[edge.target]]
-            elif edge.target == index:
+            elif edge.target in alike:
                 moved_s = moved_s + edge_totals(self._parts, edge)[self._choice[edge.source]]
         compute_s, moved_s = compute_s - compute_s[now], moved_s - moved_s[now]
         found = [

@@ -9,6 +9,7 @@ from time import monotonic as now_s
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import Fold, fold
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
@@ -22,7 +23,7 @@ __all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "p
 
 
 SIMULATED = 64
-"""Devices up to which steps are simulated; on more, the objective predicts them."""
+"""Devices up to which steps are simulated; on more, and of repeated blocks, the objective predicts them."""
 
 
 class Deadline:
@@ -70,6 +71,7 @@ class Case:
         deadline: for everything that is searched.
         player: plays plans through, for all parts of the decision.
         uneven: replicas may have parts of the batch that differ by one sample.
+        fold: repeated blocks that are planned alike.
     """
 
     graph: LayerGraph
@@ -80,6 +82,7 @@ class Case:
     player: StepSimulator
     progress: Listener | None = None
     uneven: bool = False
+    fold: Fold | None = None
 
     @staticmethod
     def of(
@@ -95,8 +98,11 @@ class Case:
             formulation, choice = formulated(plan, graph, cluster, costs)
             return objective(formulation.problem, choice)
 
-        player = StepSimulator(graph, cluster, costs, predicted if cluster.count > SIMULATED else None)
-        return Case(graph, cluster, costs, request, Deadline(request.time_limit_s), player, progress)
+        many = cluster.count > SIMULATED or fold(graph) is not None
+        player = StepSimulator(graph, cluster, costs, predicted if many else None)
+        free = request.plan is None and not request.pins and request.rules != "strict"
+        deadline = Deadline(request.time_limit_s)
+        return Case(graph, cluster, costs, request, deadline, player, progress, fold=fold(graph) if free else None)
 
     def phase(self, name: str) -> None:
         """Tell the listener that a phase begins."""
@@ -162,13 +168,24 @@ def formulated(
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     own = {name: (strategy,) for name, strategy in plain(plan).items()}
+    alike = fold(graph)
+    if alike is not None and any(own[name] != own[kept] for name, kept in alike.kept.items()):
+        alike = None
+    if alike is not None and any(len({own[name] for name in names}) > 1 for names in alike.alike):
+        alike = None
     shape = shape_of(plan, graph, cluster)
-    beyond_s = far_s(graph, cluster, costs, own) if shape.by_device else 0.0
-    formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s)
+    beyond_s = far_s(graph, cluster, costs, own, alike) if shape.by_device else 0.0
+    formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s, fold=alike)
     return formulation, formulation.choice(plain(plan), stages(graph, plain(plan), plan.scheme).of)
 
 
-def far_s(graph: LayerGraph, cluster: Cluster, costs: CostModel, candidates: Mapping[str, Sequence[Strategy]]) -> float:
+def far_s(
+    graph: LayerGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    candidates: Mapping[str, Sequence[Strategy]],
+    alike: Fold | None,
+) -> float:
     """Seconds that no step worth considering takes: twice those of every layer's first strategy, one after another."""
-    alone = formulate(graph, cluster, costs, {name: own[:1] for name, own in candidates.items()})
+    alone = formulate(graph, cluster, costs, {name: own[:1] for name, own in candidates.items()}, fold=alike)
     return 2 * objective(alone.problem, [0] * len(alone.problem.nodes))

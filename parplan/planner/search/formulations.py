@@ -65,11 +65,11 @@ class Formulations:
         on_layer = case.progress.advance if case.progress is not None and not self._formulations else None
         strict = case.request.rules == "strict"
         if not beyond_s and shape.by_device:
-            beyond_s = far_s(case.graph, case.cluster, case.costs, options)
+            beyond_s = far_s(case.graph, case.cluster, case.costs, options, case.fold)
         try:
             return formulate(
                 case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
-                on_layer=on_layer,
+                fold=case.fold, on_layer=on_layer,
             )  # fmt: skip
         except InfeasibleShape:
             return None

@@ -123,6 +123,8 @@ def scheme_prices(case: Case, plan: Plan, memory_bytes: int, pinned: Pinned) -> 
         pinned: may ask for passes.
     """
     graph = case.graph
+    if all(other is not None and other.scheme is Scheme.GATHER for other in (under(plan, graph, s) for s in Scheme)):
+        return None
     known = [_price(case, replace(plan, scheme=scheme), memory_bytes) for scheme in Scheme]
     if all(one.passes == 1 and not one.why_not for one in known):
         return None
@@ -141,7 +143,7 @@ def _price(case: Case, plan: Plan, memory_bytes: int) -> SchemePrice:
         passes = stages(case.graph, plan.layers, plan.scheme).passes
     except PlanError as error:
         return SchemePrice(plan.scheme, 1, None, None, None, None, str(error))
-    exposed_s = case.player.timeline(plan).exposed_transfer_s if plan.devices <= SIMULATED else None
+    exposed_s = case.player.timeline(plan).exposed_transfer_s if case.player.predicted is None else None
     samples = -(-plan.batch // passes)
     return SchemePrice(plan.scheme, passes, case.player.step_s(plan), exposed_s, memory_bytes, samples)
 

@@ -29,7 +29,7 @@ class Candidate:
         names = self.formulation.names[: len(self.formulation.options)]
         own = [_arrangement(self.plan.layers[name]) for name in names]
         edges = (edge for edge in self.formulation.parts.edges if edge.target < len(names))
-        return sum(own[edge.source] != own[edge.target] for edge in edges)
+        return sum(self.formulation.times(e.target) * (own[e.source] != own[e.target]) for e in edges)
 
 
 def simplest(
@@ -63,7 +63,7 @@ def simplest(
                         for v in (edge.source, edge.target)
                     )
                     differ = np.array([[given != wanted for wanted in target] for given in source])
-                    edges[e] = replace(edge, cost_s=edge.cost_s + price * differ)
+                    edges[e] = replace(edge, cost_s=edge.cost_s + price * best.formulation.times(edge.target) * differ)
             choice = solve(replace(problem, edges=tuple(edges)), best.choice).choice
             step_s = objective(problem, choice) if choice is not None else np.inf
             other = candidate_of(best.formulation, choice, step_s) if choice is not None and step_s <= most_s else None

@@ -16,6 +16,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.schemes import hops
 from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import Fold
 from parplan.layout import Grid, Layout
 from parplan.lowering.stages import Stage, Stages
 from parplan.plan import Scheme, Strategy
@@ -33,25 +34,45 @@ def edge_parts(
     costs: CostModel,
     like: LikeReaders,
     names: Sequence[str],
+    position: Mapping[str, int],
     options: Sequence[Sequence[Option]],
     shape: Shape,
+    fold: Fold | None = None,
 ) -> list[EdgeParts]:
-    position = {name: index for index, name in enumerate(names)}
+    """Transfers between the layers that are nodes, each as often as they stand for others.
+
+    Args:
+        names: of the nodes.
+        position: the node of every layer, or of the one that stands for it.
+    """
     found: dict[tuple[int, int], EdgeParts] = {}
+
+    def add(edge: EdgeParts) -> None:
+        known = found.get((edge.source, edge.target))
+        found[edge.source, edge.target] = edge if known is None else known.added(edge)
+
+    nodes = frozenset(names)
+    by_name = {name: options[index] for name, index in position.items()}
     for source, target, values in graph.digraph.edges(data="values"):
+        if target not in nodes:
+            continue
         a, b = position[source], position[target]
-        own = {value for value in values if target not in like.get(value, {})}
-        wanted = {value: [graph.layers[target].layout(value, o.strategy) for o in options[b]] for value in own}
+        own = [value for value in values if target not in like.get(value, {})]
+        often = {value: 1 if fold is None else fold.often(graph, value, target) for value in own}
         roles = [option.role for option in options[b]]
-        found[a, b] = _edge(graph, costs, (a, b), wanted, roles, source, options[a], shape)
-    for value, leaders in like.items():
-        by_name = dict(zip(names, options, strict=False))
+        for times in sorted(set(often.values())) or [1]:
+            wanted = {
+                value: [graph.layers[target].layout(value, o.strategy) for o in options[b]]
+                for value in own
+                if often[value] == times
+            }
+            add(_edge(graph, costs, (a, b), wanted, roles, source, options[a], shape).scaled(times))
+    for value, every in like.items():
+        leaders = {target: source for target, source in every.items() if target in nodes}
         for target, source in leaders.items():
-            a, b = position[source], position[target]
-            forward, backward = _on_from(graph, cluster, costs, leaders, value, target, by_name)
-            known = found.get((a, b))
-            once = (forward, backward) if known is None else (known.once[0] + forward, known.once[1] + backward)
-            found[a, b] = EdgeParts(a, b, np.zeros_like(forward) if known is None else known.allowed, once)
+            once = _on_from(graph, cluster, costs, leaders, value, target, by_name)
+            times = 1 if fold is None else fold.times.get(target, 1)
+            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times))
     delivered: dict[str, list[str]] = {}
     for result in dict.fromkeys(graph.user_outputs):
         if isinstance(result, str) and result in graph.producer:
@@ -59,7 +80,7 @@ def edge_parts(
     for maker, results in delivered.items():
         a, b = position[maker], len(names)
         ends = {value: [delivery_layout(graph, cluster.count, value)] for value in results}
-        found[a, b] = _edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape)
+        add(_edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape))
     return list(found.values())
 
 

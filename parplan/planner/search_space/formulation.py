@@ -7,6 +7,9 @@ A value that several layers read in one layout is moved there once (lowering/pla
 like readers (`like_readers`: query, key and value; gate and up): the first pays for the value's way to it, each other
 for its way on from there, nothing where it wants the value as the first does. Where the maker has one strategy, the
 others pay for the way from the maker, so a given plan is priced exactly. Readers that are not alike pay each.
+
+Repeated blocks (graph/repeated.py) are planned alike where that is asked for: nodes for the first, the last and one
+block between, which counts as often as it stands for others, and edges by which copies have one option.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from itertools import pairwise
 import numpy as np
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import CostModel
+from parplan.cost_models.costs import CostModel, Held, Moments
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts
 from parplan.planner.search_space.options import Option, node_parts, priced_option, shared_readers
-from parplan.planner.search_space.shape import ONE_PASS, Choice, Shape, choices, role_rows
+from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
@@ -49,13 +53,24 @@ class Formulation:
     """The abstract problem and what its numbers stand for.
 
     `options[i][k]` is option k of layer i; `names[i]` its layer, the delivery last; `parts` the seconds of the step
-    that the problem's costs and maxima were made of.
+    that the problem's costs and maxima were made of; `fold` the repeated blocks that are planned alike.
     """
 
     problem: Problem
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     parts: StepParts
+    fold: Fold | None = None
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The place of every layer of the model, or of the one that stands for it."""
+        place = {name: index for index, name in enumerate(self.names[: len(self.options)])}
+        return place if self.fold is None else {name: place[kept] for name, kept in self.fold.kept.items()}
+
+    def times(self, index: int) -> int:
+        """Layers that one of the nodes stands for."""
+        return 1 if self.fold is None else self.fold.times.get(self.names[index], 1)
 
     @property
     def shape(self) -> Shape:
@@ -87,7 +102,7 @@ class Formulation:
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategies that a choice stands for, by layer."""
-        return {n: own[k].strategy for n, own, k in zip(self.names, self.options, choice, strict=False)}
+        return {name: self.options[index][choice[index]].strategy for name, index in self.layers.items()}
 
 
 def formulate(
@@ -99,6 +114,7 @@ def formulate(
     shape: Shape = ONE_PASS,
     far_s: float = 0.0,
     strict: bool = False,
+    fold: Fold | None = None,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Formulation:
     """Build the problem of one shape of plan.
@@ -107,50 +123,52 @@ def formulate(
         candidates: legal strategies per layer.
         shape: scheme, passes, and devices that are followed one by one.
         far_s: seconds that no step worth considering takes, where devices are followed (step_time.StepParts).
-        strict: forbid what R2 to R4 forbid, instead of pricing the transfer.
+        strict: forbid what R2 to R4 forbid, instead of pricing the transfer; without a fold.
+        fold: repeated blocks to plan alike; layers for which others stand need no candidates.
         on_layer: told (done, total) while costs are computed.
 
     Raises:
         InfeasibleShape: some layer has no option in a plan of this shape.
     """
-    names = tuple(graph.layers)
+    kept = fold.kept if fold is not None else {name: name for name in graph.layers}
+    names = tuple(dict.fromkeys(kept.values()))
+    shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
     like = shared_readers(graph, shape)
-    options = []
-    for done, name in enumerate(names):
+    options: list[tuple[Option, ...]] = []
+    for name in names:
         layer = graph.layers[name]
         own = choices(graph, layer, candidates[name], shape)
         if not own:
             raise InfeasibleShape(name)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
-        if on_layer is not None:
-            on_layer(done + 1, len(names))
-    edges = edge_parts(graph, cluster, costs, like, names, options, shape)
+        if on_layer:
+            on_layer(len(options), len(names))
+    place = {name: index for index, name in enumerate(names)}
+    layers = {name: place[other] for name, other in kept.items()}
+    edges = edge_parts(graph, cluster, costs, like, names, layers, options, shape, fold)
     if strict:
         edges = [_r4(edge, graph, names, options) for edge in edges]
-    hidden = min(1.0, max(0.0, costs.step.overlap))
     own_parts = [node_parts(own, shape) for own in options]
-    own_parts.append(NodeParts.alone(np.array([costs.step.overhead_s]), len(shape.lanes)))
-    place = {name: index for index, name in enumerate(names)}
+    own_parts += [NodeParts.alone(np.array([costs.step.overhead_s]), len(shape.lanes))]
+    between = frozenset(place[name] for name in (fold.times if fold is not None else ()))
+    if fold is not None:
+        own_parts, options = _counted_often(fold, graph, place, own_parts, options)
     phases = [[[place[name] for name in branch] for branch, _ in phase[0]] for phase in shape.homes]
     if not shape.average:
         edges += _placements(own_parts, phases, options, shape)
-    if shape.average:
-        strategies = [[option.strategy for option in own] for own in options]
+    else:
+        known = [[option.strategy for option in own] for own in options]
         inside = frozenset(place[name] for name in shape.inside)
-        own_parts, edges, kept = folded(own_parts, edges, strategies, cluster.count, inside)
-        options = [tuple(own[k] for k in some) for own, some in zip(options, kept, strict=True)]
-    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1)
+        own_parts, edges, least = folded(own_parts, edges, known, cluster.count, inside)
+        options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=True)]
+    edges += _ties(fold, place, options) if fold is not None else []
+    hidden = min(1.0, max(0.0, costs.step.overlap))
+    parts = StepParts(own_parts, edges, shape, hidden, phases, far_s, len(names) + 1, between)
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
-    nodes = [
-        Node(
-            name,
-            seconds,
-            tuple(usage for place in range(len(lanes)) for usage in _usages(own, lanes[place], place)),
-        )
-        for name, own, seconds in zip(names, options, node_s, strict=False)
-    ]
+    usages = [[one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)] for own in options]
+    nodes = [Node(*one, tuple(held)) for *one, held in zip(names, node_s, usages, strict=False)]
     problem = Problem(
         nodes=(
             *nodes,
@@ -159,13 +177,75 @@ def formulate(
         edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
         limits=tuple(float(cluster.devices[lane].memory_bytes) for lane in lanes),
         linear=(
-            *role_rows(graph, names, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),
+            *role_rows(graph, names, layers, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),
             *(_strict_rules(graph, names, options) if strict else ()),
         ),
         resource_names=tuple(_device_name(cluster, lane) for lane in lanes),
         maxima=maxima,
     )
-    return Formulation(problem, (*names, DELIVERY), tuple(options), parts)
+    return Formulation(problem, (*names, DELIVERY), tuple(options), parts, fold)
+
+
+def _homes_of(kept: Mapping[str, str], shape: Shape) -> tuple[tuple[Placement, ...], ...]:
+    """Placements of the phases, each phase once for all blocks between the first and the last."""
+    homes = (
+        tuple(tuple((tuple(dict.fromkeys(kept[v] for v in branch)), block) for branch, block in one) for one in phase)
+        for phase in shape.homes
+    )
+    return tuple(dict.fromkeys(homes))
+
+
+def _counted_often(
+    fold: Fold,
+    graph: LayerGraph,
+    place: Mapping[str, int],
+    nodes: Sequence[NodeParts],
+    options: Sequence[tuple[Option, ...]],
+) -> tuple[list[NodeParts], list[tuple[Option, ...]]]:
+    """Parts and options in which layers that stand for several take their seconds and bytes so often."""
+    nodes, options = list(nodes), list(options)
+    spans = {}
+    when = Moments(len(graph.layers))
+    for own in fold.blocks:
+        first, last = own.begin + own.period, own.end - own.period
+        ranges = (
+            range(first, last),
+            range(when.backward(last - 1), when.backward(first - 1)),
+            range(when.update(first), when.update(last)),
+        )
+        spans.update(dict.fromkeys(range(first, first + own.period), ranges))
+    order = {name: number for number, name in enumerate(graph.layers)}
+    for name, times in fold.times.items():
+        v, ranges = place[name], spans[order[name]]
+        nodes[v] = nodes[v].scaled(times)
+
+        def later(moment: int, ranges: Sequence[range] = ranges) -> int:
+            """The moment, or the end of the blocks between; memory is most at the first or last block."""
+            return next((one.stop for one in ranges if moment in one), moment)
+
+        held = [[Held(later(h.start), later(h.end), times * h.nbytes) for h in one.memory.held] for one in options[v]]
+        options[v] = tuple(
+            replace(one, memory=replace(one.memory, held=tuple(h for h in parts if h.start < h.end)))
+            for one, parts in zip(options[v], held, strict=True)
+        )
+    return nodes, options
+
+
+def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Option]]) -> list[EdgeParts]:
+    """Edges by which layers that are alike have the same strategy, all but those of the first block in the same role.
+
+    What begins the passes may be in the first block.
+    """
+    ties = []
+    for alike in fold.alike:
+        for first, (one, other) in zip((True, False), pairwise(place[name] for name in alike), strict=True):
+            known, again = (
+                [(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in (one, other)
+            )
+            same = np.array([[0.0 if own == wanted else np.inf for wanted in again] for own in known])
+            zero = np.zeros_like(same)
+            ties.append(EdgeParts(one, other, same, (zero, zero)))
+    return ties
 
 
 def _placements(

@@ -6,7 +6,7 @@ shapes the driver chooses (planner/search/shapes.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,20 +123,27 @@ def role_allowed(source: Stage, target: Stage) -> bool:
 
 
 def role_rows(
-    graph: LayerGraph, names: Sequence[str], options: Sequence[Sequence[Choice]], shape: Shape
+    graph: LayerGraph,
+    names: Sequence[str],
+    position: Mapping[str, int],
+    options: Sequence[Sequence[Choice]],
+    shape: Shape,
 ) -> list[Linear]:
     """Rows that make roles those of lowering/stages.py, and the shape's replica counts appear.
 
     A layer is in the passes because it has fewer replicas or is fed from there, behind them because it is fed from
     behind them, or needs all samples and is fed from the passes.
+
+    Args:
+        names: of the nodes.
+        position: the node of every layer, or of the one that stands for it.
     """
     if shape.passes == 1:
         return []
-    position = {name: index for index, name in enumerate(names)}
     counted = {
         position[name]: np.array([one.strategy.replicas for one in options[position[name]]])
-        for name, layer in graph.layers.items()
-        if keeps_apart(layer)
+        for name in names
+        if keeps_apart(graph.layers[name])
     }
     rows = [
         Linear(
@@ -146,8 +153,8 @@ def role_rows(
         )
         for count in (shape.max_replicas, shape.min_replicas)
     ]
-    for name, layer in graph.layers.items():
-        own = options[position[name]]
+    for name in names:
+        layer, own = graph.layers[name], options[position[name]]
         feeders = sorted({position[graph.producer[value]] for value in layer.inputs if value in graph.producer})
         for role in (Stage.PASSES, Stage.AFTER):
             wide = role is Stage.PASSES

@@ -17,6 +17,10 @@ i's backward is done, and E_i that when its sum and those of all layers behind i
 for every device that is followed, where D_i counts in E_i on the devices that layer i uses only. A device also sends
 back the gradients of what it read before it updates.
 
+A layer that stands for the equal layers of many repeated blocks (graph/repeated.py) counts as often, and no gradient
+sum waits for its D_i: over the blocks in between, D_i and E_i change by the same each, so the most is that of the first
+or the last block, which are there themselves.
+
 Branches that run at the same time on disjoint devices are tracks of a phase: its forward is the longest of the tracks'
 own, and so is its backward.
 """
@@ -24,7 +28,7 @@ own, and so is its backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -62,6 +66,11 @@ class NodeParts:
     lanes: FloatArray
     beside: FloatArray | None = None
 
+    def scaled(self, times: int) -> NodeParts:
+        """Parts of so many equal layers."""
+        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside"))
+        return replace(self, **{name: times * getattr(self, name) for name in names})
+
     @staticmethod
     def alone(once_s: FloatArray, lanes: int) -> NodeParts:
         """Parts of a decision that is no layer: what counts once, on no device."""
@@ -87,6 +96,26 @@ class EdgeParts:
     inwards: tuple[FloatArray, FloatArray] | None = None
     outwards: tuple[FloatArray, FloatArray] | None = None
 
+    def scaled(self, times: int) -> EdgeParts:
+        """Parts of so many equal edges."""
+        moved = (self.once, self.within, self.inwards, self.outwards)
+        pairs = (None if one is None else (times * one[0], times * one[1]) for one in moved)
+        return EdgeParts(self.source, self.target, self.allowed, *pairs)  # type: ignore[arg-type]
+
+    def added(self, other: EdgeParts) -> EdgeParts:
+        """Both between the same two nodes."""
+
+        def both(
+            one: tuple[FloatArray, FloatArray] | None, more: tuple[FloatArray, FloatArray] | None
+        ) -> tuple[FloatArray, FloatArray] | None:
+            return more if one is None else one if more is None else (one[0] + more[0], one[1] + more[1])
+
+        return EdgeParts(
+            self.source, self.target, self.allowed + other.allowed,
+            both(self.once, other.once), both(self.within, other.within),  # type: ignore[arg-type]
+            both(self.inwards, other.inwards), both(self.outwards, other.outwards),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
@@ -98,6 +127,7 @@ class StepParts:
         layers: nodes that are layers or the delivery; those behind decide for others.
         far_s: seconds that no step worth considering takes: what takes a layer's backward out of the rows of devices
             that it does not use. T is exact below it.
+        between: nodes that stand for the layers of repeated blocks between the first and the last.
     """
 
     nodes: Sequence[NodeParts]
@@ -107,6 +137,7 @@ class StepParts:
     phases: Sequence[Sequence[Sequence[int]]] = ()
     far_s: float = 0.0
     layers: int = 0
+    between: frozenset[int] = frozenset()
 
 
 def node_totals(parts: StepParts, v: int) -> FloatArray:
@@ -307,7 +338,8 @@ class _Backward:
             for place, end in places:
                 used = own.lanes[place]
                 rows = []
-                for earlier, far in ((before, self.far_s), (end, 0.0)):
+                starts = () if v in self.parts.between else ((before, self.far_s),)
+                for earlier, far in (*starts, (end, 0.0)):
                     if earlier is not None and (used.any() or earlier == end):
                         row = _Sum(maxima={earlier: 1.0})
                         row.node(v, used * own.sum_s - far * (used < 1))
@@ -320,7 +352,9 @@ class _Backward:
             for moved in (edge.within, edge.inwards):
                 if moved is not None:
                     done.edge(e, moved[1])
-        if self.by_device and done.edges:  # a device updates when it has sent these, too
+        if (
+            self.by_device and done.edges and v not in self.parts.between
+        ):  # a device updates when it has sent these, too
             for place, _ in places:
                 if (end := self.ends[place]) is not None and own.lanes[place].any():
                     row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))

@@ -78,6 +78,7 @@ def _optimal(decision: Decision) -> str:
     if decision.branches and BRANCHES not in covered:
         some = "runs branches at the same time on blocks of the first devices, or one after another"
         wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")
+    wants += [f"splits its {decision.proof.alike} alike"] if decision.proof.alike else []
     wants += ["splits the batch evenly"] if decision.proof.equal_parts else []
     wants += ["keeps the pins"] if decision.pins else []
     which = f" that {', '.join(wants[:-1])}{' and ' if wants[1:] else ''}{wants[-1]}" if wants else ""

@@ -1,0 +1,191 @@
+"""Repeated blocks planned alike: T, memory and prediction are those of the same plan with every layer for itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import PlanError
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import Fold, fold
+from parplan.lowering.stages import stages
+from parplan.plan import Plan, Scheme, Strategy
+from parplan.planner.decide import decide, predict
+from parplan.planner.decision import Decision
+from parplan.planner.request import PlanRequest
+from parplan.planner.search import context
+from parplan.planner.search.context import shape_of
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
+from parplan.planner.search_space.verifier import check
+from parplan.planner.solver.problem import objective
+from tests.planner.random_plans import FAR_S, case, plan_of
+
+WIDTHS = (16, 64)
+
+
+class Block(nn.Module):
+    """Two rows of layers side by side on one value, or layers one after another, and a residual sum."""
+
+    def __init__(self, draw: random.Random, width: int) -> None:
+        super().__init__()
+        self.rows = draw.random() < 0.5
+        hidden = draw.choice(WIDTHS)
+        self.a, self.b = nn.Linear(width, hidden), nn.Linear(width if self.rows else hidden, hidden)
+        self.norm = nn.LayerNorm(width) if draw.random() < 0.5 else nn.Identity()
+        self.last = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, width) to the same."""
+        y = self.norm(x)
+        y = torch.relu(self.a(y)) * self.b(y) if self.rows else self.b(torch.relu(self.a(y)))
+        result: Tensor = x + self.last(y)
+        return result
+
+
+class Deep(nn.Module):
+    """Layers, equal blocks, layers."""
+
+    def __init__(self, seed: int, copies: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.width = draw.choice(WIDTHS)
+        state = draw.getstate()
+        self.stem = nn.Linear(self.width, self.width)
+        blocks = []
+        for _ in range(copies):
+            draw.setstate(state)
+            blocks.append(Block(draw, self.width))
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.Linear(self.width, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, width) to (N, 8)."""
+        result: Tensor = self.head(self.blocks(self.stem(x)))
+        return result
+
+
+@cache
+def deep(seed: int) -> tuple[LayerGraph, Cluster, CostModel, Fold]:
+    """A model of five to nine equal blocks on devices and links of any speed."""
+    draw = random.Random(seed)
+    net = Deep(seed, draw.randint(5, 9))
+    graph = capture(net, (torch.zeros(draw.choice((4, 8, 12)), net.width),))
+    _, cluster, _ = case(seed)
+    found = fold(graph, 1)
+    assert found is not None
+    costs = RooflineCosts(graph, cluster, optimizer=draw.choice(("sgd", "momentum", "adam")))
+    return graph, cluster, costs, found
+
+
+def random_plan(seed: int, draw: random.Random, scheme: Scheme, everywhere: bool) -> Plan | None:
+    """A plan in which equal blocks are split alike; None where what was drawn breaks a rule."""
+    graph, cluster, _, found = deep(seed)
+    blocks = cluster_blocks(cluster, everywhere)
+    first = {name: group[0] for group in found.alike for name in group}
+    drawn: dict[str, Strategy] = {}
+    for name, layer in graph.layers.items():
+        leader = first.get(found.kept[name], name)
+        if leader not in drawn:
+            drawn[leader] = draw.choice(list(strategies(layer, graph.batch or 1, blocks)))
+    layers = {name: drawn[first.get(kept, name)] for name, kept in found.kept.items()}
+    plan = plan_of(graph, cluster, layers, scheme)
+    try:
+        check(plan, graph)
+    except PlanError:
+        return None
+    return plan
+
+
+def both(seed: int, plan: Plan) -> list[tuple[Formulation, tuple[int, ...]]]:
+    """The problem of a plan with every layer for itself, and with blocks alike."""
+    graph, cluster, costs, found = deep(seed)
+    alone = {name: (own,) for name, own in plan.layers.items()}
+    pairs = []
+    for blocks in (None, found):
+        one = formulate(graph, cluster, costs, alone, shape=shape_of(plan, graph, cluster), far_s=FAR_S, fold=blocks)
+        pairs.append((one, one.choice(plan.layers, stages(graph, plan.layers, plan.scheme).of)))
+    return pairs
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("scheme", [Scheme.GATHER, Scheme.INTERLEAVE])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_t_and_memory_are_those_of_all_layers(seed: int, everywhere: bool, scheme: Scheme) -> None:
+    draw, seen = random.Random(seed), 0
+    _, cluster, _, _ = deep(seed)
+    for _ in range(60):
+        plan = random_plan(seed, draw, scheme, everywhere)
+        if plan is None or seen == 6:
+            continue
+        seen += 1
+        (whole, choice), (folded, small) = both(seed, plan)
+        assert len(folded.problem.nodes) < len(whole.problem.nodes)
+        assert objective(folded.problem, small) == pytest.approx(objective(whole.problem, choice), rel=1e-9)
+        assert folded.strategies(small) == whole.strategies(choice) == plan.layers
+        assert folded.device_peaks(small, cluster.count) == whole.device_peaks(choice, cluster.count)
+    assert seen or scheme is Scheme.INTERLEAVE
+
+
+def planned(seed: int, patch: pytest.MonkeyPatch, alike: bool, plan: Plan | None = None) -> Decision:
+    """The decision on a model, with blocks alike or every layer for itself."""
+    graph, cluster, costs, found = deep(seed)
+    patch.setattr(context, "fold", lambda graph: found if alike else None)
+    return decide(graph, cluster, costs, PlanRequest(tolerance=0.0, plan=plan, time_limit_s=8.0))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(seed, monkeypatch, True)
+    assert " equal blocks of " in found.proof.alike
+    alone = planned(seed, monkeypatch, False, found.plan)
+    assert alone.prediction.step_s == pytest.approx(found.prediction.step_s, rel=1e-9)
+    assert alone.prediction.memory_bytes == found.prediction.memory_bytes
+    assert alone.prediction.transfer_s == pytest.approx(found.prediction.transfer_s, rel=1e-9)
+    for one, other in zip(alone.layers, found.layers, strict=True):
+        assert (one.name, one.strategy, one.forward_s, one.memory_bytes) == (
+            other.name, other.strategy, other.forward_s, other.memory_bytes,
+        )  # fmt: skip
+        assert one.transfer_s == pytest.approx(other.transfer_s, rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_with_blocks_alike_is_faster(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against plans of every layer for itself: at least as fast, and the same where those have blocks alike."""
+    found, free = planned(seed, monkeypatch, True), planned(seed, monkeypatch, False)
+    assert free.proof.bound <= found.proof.objective * (1 + 1e-9)
+    layers, blocks = free.plan.layers, deep(seed)[3]
+    like = all(layers[name] == layers[kept] for name, kept in blocks.kept.items())
+    like &= all(len({layers[name] for name in group}) == 1 for group in blocks.alike)
+    if like and found.proof.status == "OPTIMAL":
+        assert found.proof.objective <= free.proof.objective * (1 + 1e-6)
+
+
+def test_where_no_plan_with_blocks_alike_fits_every_layer_is_planned_for_itself() -> None:
+    """One sample and layers of 67 features, so that each runs whole on one of two devices that hold two thirds each."""
+    body = [layer for _ in range(40) for layer in (nn.Linear(67, 67), nn.ReLU())]
+    graph = capture(nn.Sequential(*body), (torch.zeros(1, 67),))
+    assert fold(graph) is not None
+    cluster = cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster, optimizer="adam")
+    needed = predict(
+        graph, cluster, costs, plan_of(graph, cluster, dict.fromkeys(graph.layers, Strategy(1, 1, None, (0,))))
+    )
+    small = tuple(replace(device, memory_bytes=int(0.67 * needed.memory_bytes[0])) for device in cluster.devices)
+    cluster = replace(cluster, devices=small)
+    found = decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest(time_limit_s=6.0))
+    assert not found.proof.alike
+    assert {own.devices for own in found.plan.layers.values()} >= {(0,), (1,)}
