@@ -22,7 +22,8 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "in_functional_transform",
-    "intercepted_functions", "memory_of", "overload_name", "pytree", "schema_of", "unrecorded", "without_modes",
+    "intercepted_functions", "is_composite", "memory_of", "overload_name", "pytree", "schema_of", "unrecorded",
+    "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -57,6 +58,12 @@ def schema_of(target: Any) -> Any:
 def overload_name(target: Any) -> str:
     """Name of an op's overload: "Tensor" of `aten.add.Tensor`."""
     return str(target._overloadname)
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an op is made of other ops, for autograd too, into which an exported program takes it apart."""
+    known = getattr(target, "has_kernel_for_dispatch_key", None)
+    return known is None or bool(known(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def memory_of(tensor: Tensor) -> int:

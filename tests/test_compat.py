@@ -15,6 +15,7 @@ from parplan.compat import (
     hooks_of_all_modules,
     in_functional_transform,
     intercepted_functions,
+    is_composite,
     memory_of,
     overload_name,
     pytree,
@@ -31,6 +32,12 @@ def test_trees_come_apart_and_together() -> None:
     assert pytree.tree_flatten(tree)[1] == spec
     assert pytree.tree_leaves(tree) == leaves
     assert pytree.tree_map(lambda leaf: leaf and leaf + 1, tree) == ((2, {"a": [3, None]}), {"b": 4})
+
+
+def test_ops_are_composite_or_not() -> None:
+    aten = torch.ops.aten
+    assert all(map(is_composite, (aten.reshape.default, aten.dropout.default, aten.to.device)))
+    assert not any(map(is_composite, (aten.arange.default, aten.relu.default, aten.view.default)))
 
 
 def test_ops_have_schemas() -> None:

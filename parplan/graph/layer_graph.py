@@ -151,6 +151,7 @@ class LayerGraph:
             (graph/attributes/number_inputs.py).
         stored: attributes that the forward writes (graph/attributes/recording.py); their tensors are the last results.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
+        profiled: of layers that only a layer profile tells of, all that it says but the name.
     """
 
     model: str
@@ -180,6 +181,7 @@ class LayerGraph:
     flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
+    profiled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

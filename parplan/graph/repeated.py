@@ -190,7 +190,9 @@ class _Search:
 def _signature(graph: LayerGraph, layer: Layer) -> str:
     """All that prices of a layer depend on, its values by their roles instead of their names."""
     roles: dict[str, str] = {}
-    for word, names in (("in", layer.inputs), ("weight", layer.parameters), ("buffer", layer.buffers)):
+    for word, names in (
+        ("in", layer.inputs), ("weight", layer.parameters), ("buffer", layer.buffers), ("out", layer.outputs),
+    ):  # fmt: skip
         roles.update((name, f"{word}{number}") for number, name in enumerate(names))
     roles.update((node.name, f"node{number}") for number, node in enumerate(layer.nodes))
 
@@ -206,6 +208,13 @@ def _signature(graph: LayerGraph, layer: Layer) -> str:
         for node in layer.nodes
     ]
     specs = [(own, graph.values.get(name), graph.batch_dims.get(name)) for name, own in roles.items()]
-    flags = (layer.kind, layer.reached, layer.constant, layer.mixes_batch, [role(name) for name in layer.outputs])
+    flags = (
+        layer.kind,
+        graph.profiled.get(layer.name),
+        layer.reached,
+        layer.constant,
+        layer.mixes_batch,
+        [role(name) for name in layer.outputs],
+    )
     axes = [axis(own) for own in ((layer.batch, *layer.axes) if layer.batch is not None else layer.axes)]
     return repr((flags, layer.batch is None, ops, specs, axes))

@@ -116,7 +116,7 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
         if case.fold is None or fits(case.graph, case.cluster, case.costs, plain(found.plan)):
             return search, found
     except InfeasiblePlan:
-        if case.fold is None:
+        if case.fold is None or search.lacking_bytes() > 0:
             raise
     search = ShapeSearch(replace(case, fold=None), pins)
     return search, search.best(pins.whole)

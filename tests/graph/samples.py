@@ -269,6 +269,7 @@ SAMPLES: dict[str, list[Call]] = {
     "_softmax": [call(X, 1, False)],
     "_log_softmax": [call(X, 2, False)],
     "cumsum": [call(X, 1)],
+    "diff": [call(X), call(X, 1, 1, T("a b c"), T("a 1 c"))],
     "flip": [call(X, [0]), call(X, [1, -1])],
     "roll": [call(X, [1], [0]), call(X, [1, -2], [1, -1]), call(X, [1])],
     "cumprod": [call(X, 1)],

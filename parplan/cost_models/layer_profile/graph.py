@@ -7,6 +7,7 @@ dimension 0 stands for the samples and others for what the profile says may be c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import networkx as nx
@@ -64,6 +65,7 @@ def profile_graph(profile: LayerProfile, batch: int | None = None) -> LayerGraph
         buffer_updates={},
         counters={},
         training=True,
+        profiled={name: repr(replace(layer, name="")) for name, layer in known.items()},
     )
 
 

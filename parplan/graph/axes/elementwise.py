@@ -8,8 +8,8 @@ from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
-    "all_but", "class_loss", "element_loss", "leading", "pair_loss", "pointwise", "reduction", "repeated", "same_dims",
-    "similarity",
+    "all_but", "class_loss", "differences", "element_loss", "leading", "pair_loss", "pointwise", "reduction",
+    "repeated", "same_dims", "similarity",
 ]  # fmt: skip
 
 
@@ -41,6 +41,14 @@ def all_but(argument: str) -> Row:
         return same_dims(call, sorted(set(range(rank)) - call.dims(argument, rank)))
 
     return row
+
+
+def differences(call: Call) -> tuple[OpAxis, ...]:
+    """Neighbours along `dim` subtracted, of the operand with what is put before and behind it: all other dimensions."""
+    operands = call.tensors()
+    rank = len(shape_of(operands[0]))
+    names = (*(operand.name for operand in operands), *call.outputs)
+    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in sorted(set(range(rank)) - call.dims("dim", rank)))
 
 
 def leading(kept: int) -> Row:

@@ -51,6 +51,7 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.all_but("dim"), "_log_softmax _softmax chunk cumsum log_softmax.int softmax.int sort split.Tensor topk"),
     (rows.all_but("dim"), "cumprod split_with_sizes"),
     (rows.all_but("dims"), "flip roll"),
+    (rows.differences, "diff"),
     (rows.leading(2), "tril triu"),
     (rows.all_but("dim"), "glu"),
     (rows.repeated, "repeat_interleave.self_int"),

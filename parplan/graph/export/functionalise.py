@@ -3,7 +3,8 @@
 torch.export keeps `relu_`, `add_` and no_grad regions as they were written. Its own functionalisation
 (`run_decompositions`) handles every case by tracing once more, which costs more than the export itself
 (measured: 3.7 s against 1.1 s for ResNet-50). Networks whose in-place ops change values that nobody
-else views are rewritten here node by node; all others go the long way.
+else views are rewritten here node by node; all others go the long way, and so do those with ops that are made of others
+and have no row in the axis table.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import overload_name, schema_of
+from parplan.compat import is_composite, overload_name, schema_of
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.axes.table import row_of
 from parplan.graph.export.late_writes import NO_GRAD, written_late
@@ -55,7 +56,8 @@ def functionalise(exported: ExportedProgram) -> Functional:
     known = not any(node.op == "get_attr" for node in graph.nodes)
     for node in graph.nodes:
         if node.op == "call_function" and node not in (counters or ()) and node.target is not operator.getitem:
-            known = known and row_of(_out_of_place(node.target) if is_inplace(node) else node.target) is not None
+            plain = _out_of_place(node.target) if is_inplace(node) else node.target
+            known = known and (row_of(plain) is not None or not is_composite(plain))
     if counters is not None and known and _views_follow(graph, counters):
         return Functional(exported, _rewrite(exported.graph, counters), late)
     with warnings.catch_warnings():
@@ -101,7 +103,10 @@ def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
 
 
 def _spell_out(graph: fx.Graph) -> None:
-    """`broadcast_tensors` as one expansion per tensor, `squeeze` with the dimensions it removes."""
+    """`broadcast_tensors` as one expansion per tensor, `squeeze` with the dimensions it removes, `to` by dtype.
+
+    A device that `to` names is that of the model, and stand-ins for tensors on it have none of their own.
+    """
     for node in list(graph.nodes):
         if node.target is aten.broadcast_tensors.default:
             for user in list(node.users):
@@ -113,6 +118,10 @@ def _spell_out(graph: fx.Graph) -> None:
                 else:
                     user.target, user.args = aten.expand.default, (source, shape)
             graph.erase_node(node)
+        elif node.target in (aten.to.dtype_layout, aten.to.device):
+            source, made = node.args[0].meta["val"], node.meta["val"]
+            if source.device == made.device:
+                node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], made.dtype), {}
         elif node.target is aten.squeeze.default:
             sizes = node.args[0].meta["val"].shape
             node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])

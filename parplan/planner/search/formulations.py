@@ -36,6 +36,18 @@ class Formulations:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
+    def lacking_bytes(self) -> float:
+        """Bytes of weights, gradients and optimizer state, split as far as they may be, beyond all devices' memory.
+
+        Where it is positive, no plan of any shape fits.
+        """
+        formulation = self.one_pass()
+        least = (
+            formulation.times(index) * min(own.memory.resident_bytes * len(own.strategy.devices) for own in options)
+            for index, options in enumerate(formulation.options)
+        )
+        return sum(least) - sum(device.memory_bytes for device in self.case.cluster.devices)
+
     def formulation(self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE) -> Formulation | None:
         """The problem of a shape with the strategies that some pins allow; None where a layer has none.
 

@@ -168,7 +168,7 @@ def formulate(
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
     usages = [[one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)] for own in options]
-    nodes = [Node(*one, tuple(held)) for *one, held in zip(names, node_s, usages, strict=False)]
+    nodes = [Node(name, cost_s, tuple(held)) for name, cost_s, held in zip(names, node_s, usages, strict=False)]
     problem = Problem(
         nodes=(
             *nodes,
