@@ -35,7 +35,7 @@ from parplan.planner.search.schemes import (
     simulated_prediction,
     simulated_reports,
 )
-from parplan.planner.search.select import Found, ShapeSearch
+from parplan.planner.search.select import ANYWHERE, Found, ShapeSearch
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
 from parplan.planner.search_space.pin_constraints import Pinned, Uneven
 from parplan.planner.search_space.pin_search import Questions, pin_questions
@@ -116,7 +116,8 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
         if case.fold is None or fits(case.graph, case.cluster, case.costs, plain(found.plan)):
             return search, found
     except InfeasiblePlan:
-        if case.fold is None or search.lacking_bytes() > 0:
+        # On the first devices, layers that hold as little as they may can do so alike; on others they need not be.
+        if case.fold is None or case.cluster.count > ANYWHERE or search.lacking_bytes() > 0:
             raise
     search = ShapeSearch(replace(case, fold=None), pins)
     return search, search.best(pins.whole)

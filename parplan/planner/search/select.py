@@ -22,7 +22,7 @@ from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, sections
-from parplan.planner.search.context import fits, formulated, plain, shape_of
+from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
@@ -36,7 +36,7 @@ from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
 from parplan.planner.solver.solve import solve
 
-__all__ = ["Found", "ShapeSearch"]
+__all__ = ["ANYWHERE", "Found", "ShapeSearch"]
 
 MAIN, AGAIN, SHARE, SIMPLER = 0.5, 0.5, 0.5, 0.2
 """Parts of the time left for the first proof, for each solve after one whose plan did not fit, for other shapes, and
@@ -125,7 +125,7 @@ class ShapeSearch(Formulations):
         lanes = self.lanes
         known = {
             one.replicas
-            for name, own in candidates(self.asked, graph, self.case.cluster, False).items()
+            for name, own in candidates(self.asked, graph, self.case.cluster, False, fold=self.case.fold).items()
             if keeps_apart(graph.layers[name])
             for one in own
         }
@@ -274,9 +274,13 @@ class _Run:
         case = self.case
         every = tuple(range(case.cluster.count))
         if len(every) > ANYWHERE:
-            if self.best is None:
+            if self.best is None and len(every) <= SIMULATED and self.search.lacking_bytes() <= 0:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
-            elif (phases := self.phases()) and self.folded_bound(phases, anywhere=False) < self.cutoff:
+            elif (
+                self.best is not None
+                and (phases := self.phases())
+                and self.folded_bound(phases, anywhere=False) < self.cutoff
+            ):
                 self.branches(phases, 0.0)
             return
         phases, least_s, alone_s = self.phases(), 0.0, 0.0

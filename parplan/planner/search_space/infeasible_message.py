@@ -29,10 +29,15 @@ def why_not(formulation: Formulation, solution: Solution) -> str:
     amounts: Counter[str] = Counter()
     for name, amount in zip(found.names, found.amounts, strict=True):
         amounts[name] += round(amount)
-    held = ", ".join(f"{name} {size_text(amount)}" for name, amount in amounts.most_common() if amount)
+    times = {name: formulation.times(index) for index, name in enumerate(formulation.names)}
+    held = ", ".join(
+        f"{name}{f' and {times[name] - 1} like it' if times[name] > 1 else ''} {size_text(amount)}"
+        for name, amount in amounts.most_common()
+        if amount
+    )
     limit = size_text(formulation.problem.limits[resource])
     where = formulation.problem.resource_name(resource)
-    layers = formulation.names[:-1]  # the last is the delivery
+    layers = tuple(formulation.layers)
     moment = "at any moment" if found.time is None else Moments(len(layers)).text(found.time, layers)
     lacks = f"{where} has {limit} and lacks {size_text(found.missing)} {moment}"
     return f"no plan fits: {lacks}, where the most is held by {held}\n  {_REMEDIES}"

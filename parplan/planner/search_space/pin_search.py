@@ -16,6 +16,7 @@ import numpy as np
 from parplan.cluster import Cluster
 from parplan.errors import InfeasiblePlan, PinError
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.repeated import Fold
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
@@ -131,12 +132,23 @@ def pin_questions(
 
 
 def candidates(
-    questions: Questions, graph: LayerGraph, cluster: Cluster, everywhere: bool, uneven: bool = False
+    questions: Questions,
+    graph: LayerGraph,
+    cluster: Cluster,
+    everywhere: bool,
+    uneven: bool = False,
+    fold: Fold | None = None,
 ) -> dict[str, Sequence[Strategy]]:
-    """Every strategy that some question allows, per layer, each once."""
+    """Every strategy that some question allows, per layer, each once; with a fold, of layers that stand for others."""
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
-    free = {name: strategies(layer, batch, blocks, uneven=uneven) for name, layer in graph.layers.items()}
+    names = graph.layers if fold is None else dict.fromkeys(fold.kept.values())
+    first = {} if fold is None else {name: group[0] for group in fold.alike for name in group}
+    free: dict[str, Sequence[Strategy]] = {}
+    for name in names:
+        leader = first.get(name, name)
+        known = free.get(leader)
+        free[name] = strategies(graph.layers[name], batch, blocks, uneven=uneven) if known is None else known
     every = [questions.whole, *(question.pinned for question in questions.parts)]
     return {
         name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))

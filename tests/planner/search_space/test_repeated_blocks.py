@@ -14,7 +14,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.errors import PlanError
+from parplan.errors import InfeasiblePlan, PlanError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold, fold
@@ -189,3 +189,12 @@ def test_where_no_plan_with_blocks_alike_fits_every_layer_is_planned_for_itself(
     found = decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest(time_limit_s=6.0))
     assert not found.proof.alike
     assert {own.devices for own in found.plan.layers.values()} >= {(0,), (1,)}
+
+
+def test_memory_that_is_missing_is_told_of_all_blocks() -> None:
+    body = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    graph = capture(nn.Sequential(*body), (torch.zeros(4, 64),))
+    cluster = cluster_preset("k20", 2)
+    cluster = replace(cluster, devices=tuple(replace(one, memory_bytes=100_000) for one in cluster.devices))
+    with pytest.raises(InfeasiblePlan, match=r"where the most is held by \d+ and 36 like it 1.54 MiB"):
+        decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest())
