@@ -199,9 +199,11 @@ class _Run:
 
         On many devices all with passes are refuted at once, where even free transfers would not suffice.
         """
-        refuted = False
+        refuted, asked_s = False, inf
         for shape in shapes:
-            if shape.passes > 1 and self.best is not None and not refuted and self.case.cluster.count > ANYWHERE:
+            many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
+            if many and self.best is not None and not refuted and self.cutoff < asked_s:
+                asked_s = self.cutoff
                 formulation = self.search.one_pass()
                 problem = masked(replace(formulation, problem=without_boundaries(formulation)), self.pinned)
                 limit_s = self.case.deadline.part_s(SHARE * self.part)
