@@ -184,6 +184,8 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
             memory_bytes=option.memory_bytes,
             source=option.cost.source,
             why="",
+            parameters=sum(graph.values[value].elements for value in graph.layers[name].parameters),
+            inputs=tuple(graph.producer[value] for value in graph.layers[name].inputs if value in graph.producer),
         )
 
     return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)

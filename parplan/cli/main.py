@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ def _drop_stdout() -> None:
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.files import check_writable, write_files
 
+    began = time.perf_counter()
     if options.out and options.out == options.json:
         raise ParplanError(f"--out and --json both name {options.out}; give each a file of its own")
     for option, path in (("--out", options.out), ("--json", options.json)):
@@ -136,6 +138,8 @@ def _analyze(options: argparse.Namespace) -> int:
             check_writable(path, option)
     plan = _plan(options.plan)
     decision = _decide(options, plan, _pins(options, plan))
+    seconds, total_s = decision.seconds, time.perf_counter() - began
+    decision = replace(decision, seconds=replace(seconds, start=max(0.0, total_s - seconds.total), total=total_s))
     texts = {options.out: decision.plan.to_json()} if options.out else {}
     if options.json:
         from parplan.report.as_json import to_json
@@ -145,9 +149,10 @@ def _analyze(options: argparse.Namespace) -> int:
     write_files(texts)
 
     def report(console: Console) -> None:
-        from parplan.report.terminal import render
+        from parplan.report.terminal import Detail, render
 
-        render(decision, console, options.all_layers)
+        detail = Detail.FULL if options.full else Detail.SUMMARY if options.summary else Detail.DEFAULT
+        render(decision, console, detail)
         check = f"; this checks its numbers:\n  parplan verify {options.target} --plan {options.out}"
         if options.profile_graph is not None:
             check = ", for reading: a profile has no model that could run it."
@@ -307,7 +312,7 @@ def _run_report(options: argparse.Namespace) -> int:
         _write(text)
         return DONE
     write_files({options.json: text} if options.json else {})
-    _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.all_layers)))
+    _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.full)))
     return DONE
 
 

@@ -254,7 +254,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     group = analyze.add_argument_group("what to write")
     group.add_argument("--out", help="the plan, as JSON", **FILE)
     group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
-    group.add_argument("--all-layers", action="store_true", help="a line for every layer; else long models are folded")
+    much = group.add_mutually_exclusive_group()
+    much.add_argument("--summary", action="store_true", help="only the verdict and the groups of layers")
+    much.add_argument("--full", action="store_true", help="everything, with a line for every layer")
 
     _add_target(verify)
     verify.add_argument("--plan", help="the plan to verify (default: the one parplan chooses)", **FILE)
@@ -266,7 +268,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(run)
     add_options(run, RunOptions)
     run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
-    run.add_argument("--all-layers", action="store_true", help="a line for every layer; else long ones are folded")
+    run.add_argument("--full", action="store_true", help="a line for every layer; else long models are folded")
     return parser, {name: found[name] for name in ("run-report", "analyze", "verify", "presets", "profile", "doctor")}
 
 

@@ -19,11 +19,11 @@ from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
-from parplan.planner.explain.advice import advice, better_batch
+from parplan.planner.explain.advice import advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
 from parplan.planner.explain.pin_prices import with_pins
-from parplan.planner.explain.reasons import layer_reasons
+from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
 from parplan.planner.search.baselines import baselines
 from parplan.planner.search.context import Case, fits, formulated, plain
@@ -179,8 +179,7 @@ def _explained(
         layers = simulated_reports(layers, case.graph, case.cluster, case.costs, plan)
     branches = concurrent_branches(case.graph, plan, layers, found)
     layers = with_concurrency(layers, branches)
-    reasons = layer_reasons(case.graph, found.formulation, found.choice, plan)
-    layers = tuple(replace(layer, why=layer.why or reasons.get(layer.name, "")) for layer in layers)
+    layers = with_reasons(layers, case.graph, found.formulation, found.choice, plan)
     several = case.cluster.count > 1
     notes = (*request.notes, *_notes(case, plan, step))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
@@ -207,6 +206,7 @@ def _explained(
         links=case.costs.step.links,
         passes=schemes,
         branches=branches,
+        advised=advised(step.step_s, by_hand),
     )  # fmt: skip
 
 

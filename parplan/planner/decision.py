@@ -14,6 +14,7 @@ __all__ = [
     "BRANCHES",
     "PASSES",
     "SOME_BRANCHES",
+    "Alternative",
     "Arrival",
     "Baseline",
     "BatchTried",
@@ -47,6 +48,27 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another strategy of one layer while all others stay, and by how many seconds the step grows (below 0: shrinks).
+
+    `fits`: False where it would be faster and needs more memory than there is. `layers`: so many layers, copies in
+    repeated blocks that are planned alike, change together.
+    """
+
+    strategy: Strategy
+    compute_s: float
+    transfer_s: float
+    exposed_s: float
+    fits: bool = True
+    layers: int = 1
+
+    @property
+    def total_s(self) -> float:
+        """Seconds the whole step takes longer."""
+        return self.compute_s + self.transfer_s + self.exposed_s
+
+
+@dataclass(frozen=True)
 class LayerReport:
     """The report of one layer: its strategy, its predicted times (seconds per step) and memory, and the reason.
 
@@ -58,6 +80,10 @@ class LayerReport:
         bends: the strict rules that an explicit transfer stands in for ("R2: ...").
         copies: the inputs that come from other devices.
         pinned: the part of its strategy that pins decide, in words.
+        parameters: number of its parameters.
+        inputs: the layers that feed it.
+        alternatives: its other strategies, the fastest first; of those that read alike the fastest.
+        refused: the rules that leave out other ways to use all devices, in words.
     """
 
     name: str
@@ -73,6 +99,10 @@ class LayerReport:
     bends: tuple[str, ...] = ()
     copies: tuple[Arrival, ...] = ()
     pinned: str = ""
+    parameters: int = 0
+    inputs: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,12 +189,13 @@ class Proof:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long parplan itself took, in seconds."""
+    """How long parplan itself took, in seconds; `start` is before its own work: imports, and loading the model."""
 
     capture: float
     costs: float
     solve: float
     total: float
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -311,6 +342,7 @@ class Decision:
         optimizer: whose state the memory figures include.
         notes: things the reader must know first, such as the preset planned for when no GPU is here.
         advice: one sentence: use this plan, plain data parallel, or one device.
+        advised: the name of the baseline that the advice prefers to this plan, if any.
         times_from: the file that layers' times come from, when it is not parplan that measured or estimated them.
         links: where the times of transfers and reductions come from.
         pins: what was pinned by hand and what it costs; None where nothing was.
@@ -337,6 +369,7 @@ class Decision:
     batches: tuple[BatchTried, ...] = ()
     passes: Passes | None = None
     branches: ConcurrentBranches | None = None
+    advised: str = ""
 
     @property
     def speedup(self) -> float | None:

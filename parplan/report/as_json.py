@@ -26,6 +26,10 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     layers = []
     for layer in decision.layers:
         figures = _record(layer, "name", "kind", "strategy", "bends", "copies", "pinned")
+        figures["alternatives"] = [
+            {**_record(other.strategy, "update_period"), **_record(other, "strategy"), "total_s": other.total_s}
+            for other in layer.alternatives
+        ]
         layers.append({"name": layer.name, "kind": layer.kind, **_record(layer.strategy, "update_period"), **figures})
     return {
         "schema": SCHEMA,

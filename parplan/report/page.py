@@ -6,6 +6,7 @@ stream cannot show a character, a plain one is written.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from rich.text import Text
 
 __all__ = ["Column", "Page", "Styled", "TableRow"]
 
-NARROWEST, WIDEST, PROSE = 50, 150, 100
+NARROWEST, WIDEST, PROSE = 50, 150, 120
 NARROW = 60  # columns of a page below which a table that is too wide is set more closely
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµu]?s\b|[KMG]iB\b|x\b))")  # a number and its unit stay together
 REMARKS = 36  # columns that wrapped remarks need beside the figures, else they go below
 PLAIN = str.maketrans({
     "µ": "u", "\N{GREEK SMALL LETTER MU}": "u", "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
@@ -102,8 +104,10 @@ class Page:
             self.line(" " * indent, Styled(lead, first_style), Styled(line[len(lead) :], style))
 
     def wrap(self, text: str, width: int) -> list[str]:
-        """Lines of at most `width`, broken at spaces, inside a word only if it is longer than a line."""
-        return textwrap.wrap(self.plain(text), width, break_on_hyphens=False) or [""]
+        """Lines of at most `width`, broken at spaces, though not before a unit, and inside words longer than a line."""
+        together = UNIT.sub("\N{NO-BREAK SPACE}", self.plain(text))
+        lines = textwrap.wrap(together, width, break_on_hyphens=False) or [""]
+        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
     def plain(self, text: str) -> str:
         """The text in characters that the stream can show, without control characters."""

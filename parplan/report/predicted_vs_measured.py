@@ -29,7 +29,7 @@ def render_comparison(
     title: str,
     notes: Sequence[str],
     console: Console,
-    all_layers: bool = False,
+    full: bool = False,
 ) -> None:
     """Print predicted beside measured; `layers` are the plan's, `title` says what ran, `notes` follow at the end."""
     page = Page(console)
@@ -37,7 +37,7 @@ def render_comparison(
     by_name = {line.label: line for line in lines if line.part is StepPart.LAYER}
     reports = [layer for layer in layers if layer.name in by_name]
     rows: list[tuple[ComparedLine, tuple[str, str] | None]] = []
-    for group in group_layers(reports, None if all_layers else LIMIT):
+    for group in group_layers(reports, None if full else LIMIT):
         for row in group.rows:
             own = [by_name[layer.name] for layer in row.layers]
             known = [line.predicted for line in own if line.predicted is not None]

@@ -1,4 +1,4 @@
-"""The report on a plan: devices, layers with reasons, predicted step, prices of pins, baselines, proof.
+"""The report on a plan: the verdict and the groups of layers first, then layers, predicted step, prices and proof.
 
 Every figure has its unit, every time its source; what is not known is said.
 """
@@ -6,6 +6,7 @@ Every figure has its unit, every time its source; what is not known is said.
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
 from rich.console import Console
 
@@ -17,21 +18,29 @@ from parplan.report.sections.layer_table import print_layers
 from parplan.report.sections.passes import print_branches, print_passes
 from parplan.report.sections.pins import print_pins
 from parplan.report.sections.prediction import print_prediction
+from parplan.report.sections.proof import print_baselines, print_proof, print_seconds
 from parplan.report.sections.provenance import print_origin
-from parplan.report.sections.verdict import print_baselines, print_proof, print_seconds
+from parplan.report.sections.verdict import print_groups, print_verdict
 
-__all__ = ["render"]
+__all__ = ["Detail", "render"]
 
 
-def render(decision: Decision, console: Console, all_layers: bool = False) -> None:
-    """Print the report on `console`; `all_layers` unfolds repeated blocks."""
+class Detail(Enum):
+    """How much is printed: verdict and groups; also the details, long models folded; every layer."""
+
+    SUMMARY = "summary"
+    DEFAULT = "default"
+    FULL = "full"
+
+
+def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT) -> None:
+    """Print the report on `console`."""
     page = Page(console)
-    for note in decision.notes:
-        page.paragraph(note, style="yellow")
-    if decision.notes:
-        page.blank()
+    print_verdict(page, decision)
+    page.blank()
     plan, cluster = decision.plan, decision.cluster
-    facts = f": {decision.parameters:,} parameters, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
+    parameters = units.counted(decision.parameters, "parameter")
+    facts = f": {parameters}, batch {plan.batch:,}, {decision.precision}, {decision.optimizer}"
     page.paragraph(facts, first=plan.model, first_style="bold")
     memory = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
     if len(memory) > 1:
@@ -39,13 +48,19 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
     elif cluster.count > 1:
         memory = [f"{memory[0]} each"]
     page.paragraph(f"{cluster.describe()}; {', '.join(memory)}; {plan.rules} rules")
+    for note in decision.notes:
+        page.paragraph(note, style="yellow")
     # Layers in front of the passes run once: their update periods mean nothing.
     once = () if decision.passes is None else decision.passes.in_front
     layers = [
         replace(layer, strategy=replace(layer.strategy, update_period=None)) if layer.name in once else layer
         for layer in decision.layers
     ]
-    print_origin(page, decision, mixed=print_layers(page, layers, all_layers))
+    print_groups(page, layers, every=detail is Detail.FULL)
+    if detail is Detail.SUMMARY:
+        return
+    full = detail is Detail.FULL
+    print_origin(page, decision, mixed=print_layers(page, layers, decision.prediction.step_s, full))
     print_prediction(page, decision)
     if decision.branches is not None:
         print_branches(page, decision.branches, decision.prediction.step_s)
@@ -57,4 +72,5 @@ def render(decision: Decision, console: Console, all_layers: bool = False) -> No
         print_pins(page, decision.pins)
     print_baselines(page, decision)
     print_proof(page, decision)
+    page.blank()
     print_seconds(page, decision.seconds)

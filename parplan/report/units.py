@@ -9,7 +9,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Scale", "devices", "number_ranges", "percent", "size", "size_column", "step", "time", "time_column"]
+__all__ = [
+    "Scale",
+    "counted",
+    "devices",
+    "number_ranges",
+    "percent",
+    "size",
+    "size_column",
+    "step",
+    "time",
+    "time_column",
+]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -98,6 +109,15 @@ def percent(share: float) -> str:
     if share >= 0.0995:
         return f"{100 * share:.0f} %"
     return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "layer"), counted(1200, "layer")
+    ('1 layer', '1,200 layers')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

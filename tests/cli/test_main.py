@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from parplan import __version__, api
 from parplan.cli.main import main
 from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
 from parplan.plan import Plan
-from parplan.planner.decision import Decision
+from parplan.planner.decision import Decision, Seconds
 from tests.report.decisions import alexnet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_analyze_prints_the_report_and_nothing_else_on_stdout(
 ) -> None:
     assert main(["analyze", model, "--gpus", "4"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("No GPU here and no --gpu")
+    assert out.startswith("Use this plan on all 4 devices: a hybrid")
     assert "OPTIMAL: no plan of this model is faster" in " ".join(out.split())
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
@@ -134,15 +134,26 @@ def test_a_plan_is_read_before_the_model(model: str, calls: Calls, tmp_path: Pat
     assert calls.arguments["plan"] == plan
 
 
-def test_all_layers(model: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_and_full(model: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.report.decisions import resnet
 
     calls.result = resnet
     lengths = []
-    for more in ([], ["--all-layers"]):
+    for more in (["--summary"], [], ["--full"]):
         assert main(["analyze", model, *more]) == 0
         lengths.append(len(capsys.readouterr().out.splitlines()))
-    assert lengths[0] < 80 < 175 < lengths[1]
+    assert lengths[0] < 24 < lengths[1] < 90 < 175 < lengths[2]
+    assert main(["analyze", model, "--summary", "--full"]) == 2
+
+
+def test_the_time_that_parplan_took_is_that_of_the_whole_command(
+    model: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.result = lambda: replace(alexnet(), seconds=Seconds(0.0, 0.0, 0.0, 0.0))
+    assert main(["analyze", model, "--json", "report.json"]) == 0
+    assert "from the start of the command to the plan:" in " ".join(capsys.readouterr().out.split())
+    seconds = json.loads(Path("report.json").read_text())["seconds"]
+    assert seconds["start"] == seconds["total"] > 0
 
 
 # ---- what is written ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Baseline
-from parplan.planner.explain.advice import advice
+from parplan.planner.explain.advice import advice, advised
 from parplan.planner.explain.what_if import WhatIf
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
@@ -85,6 +85,48 @@ def test_what_if_equals_a_full_evaluation() -> None:
             tried = [*choice]
             tried[index] = change.strategy
             assert base.objective + change.total_s == pytest.approx(evaluate(problem, tried).objective)
+
+
+def test_alternatives_of_a_layer_are_priced_by_the_objective_and_end_in_the_reason() -> None:
+    graph, cluster = classifier(), cluster_preset(SLOW, 4)
+    decision = decided(graph, cluster)
+    for layer in decision.layers:
+        costs = [other.total_s for other in layer.alternatives]
+        assert costs == sorted(costs)
+        assert layer.strategy.describe() not in [other.strategy.describe() for other in layer.alternatives]
+        for other in layer.alternatives:
+            plan = decision.plan.with_layers({layer.name: other.strategy})
+            step_s = decided(graph, cluster, PlanRequest(plan=plan)).proof.objective
+            assert step_s == pytest.approx(decision.proof.objective + other.total_s)
+    assert {layer.name for layer in decision.layers if layer.parameters} == {
+        name for name, layer in graph.layers.items() if layer.parameters
+    }
+
+
+def test_rules_that_leave_out_a_strategy_are_listed() -> None:
+    decision = decided(perceptron(), cluster_preset(SLOW, 5))  # 12 samples
+    layer = decision.layers[0]
+    assert any("(R1)" in text and "5 replicas" in text for text in layer.refused)
+    assert len(set(layer.refused)) == len(layer.refused)
+
+
+@pytest.mark.parametrize(
+    ("plan_s", "one_s", "data_s", "model_s", "name"),
+    [
+        (1.0, 1.02, 1.0, 1.0, "one device"),
+        (1.0, 4.0, 1.02, 1.0, "pure data parallel"),
+        (1.0, 4.0, 1.1, 1.0, ""),
+        (1.0, 4.0, 1.1, 0.9, "pure model parallel"),
+        (1.0, 4.0, 0.9, 0.5, "pure model parallel"),
+    ],
+)
+def test_what_is_advised_is_the_simplest_within_the_margin(
+    plan_s: float, one_s: float, data_s: float, model_s: float, name: str
+) -> None:
+    named = {"one device": one_s, "pure data parallel": data_s, "pure model parallel": model_s}
+    rivals = [Baseline(baseline, step_s, 1, True) for baseline, step_s in named.items()]
+    assert advised(plan_s, rivals) == name
+    assert advice(plan_s, rivals).startswith("Use this plan") is (name == "")
 
 
 def test_what_does_not_fit_says_which_layers_and_how_much_is_missing() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parplan.planner.decision import Decision
-from parplan.report.terminal import render
+from parplan.report.terminal import Detail, render
 from tests.report.decisions import DECISIONS
 
 FOLDER = Path(__file__).parent / "golden"
@@ -16,10 +16,10 @@ WIDTHS = (50, 80, 120)
 CASES = [(name, width) for name in DECISIONS for width in WIDTHS]
 
 
-def printed(decision: Decision, width: int, *, terminal: bool = False, all_layers: bool = False) -> str:
+def printed(decision: Decision, width: int, *, terminal: bool = False, detail: Detail = Detail.DEFAULT) -> str:
     """The report on a stream of UTF-8 text that is a terminal or is not."""
     stream = io.StringIO()
-    render(decision, Console(file=stream, width=width, force_terminal=terminal), all_layers)
+    render(decision, Console(file=stream, width=width, force_terminal=terminal), detail)
     return stream.getvalue()
 
 

@@ -13,7 +13,7 @@ from tests.report.decisions import DECISIONS, alexnet, alone, crowded, on_two_ki
 
 TOP = {"schema", "model", "cluster", "batch", "plan", "layers", "passes", "predicted", "baselines", "proof", "seconds"}
 LAYER = ["name", "kind", "replicas", "shards", "axis", "devices", "forward_s", "backward_s", "transfer_s", "reduce_s",
-         "memory_bytes", "source", "why"]  # fmt: skip
+         "memory_bytes", "source", "why", "parameters", "inputs", "alternatives", "refused"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DECISIONS))
@@ -35,7 +35,7 @@ def test_promised_keys(name: str) -> None:
         "by_simulation",
         "simpler",
     }
-    assert set(found["seconds"]) == {"capture", "costs", "solve", "total"}
+    assert set(found["seconds"]) == {"capture", "costs", "solve", "total", "start"}
 
 
 def test_figures_are_the_decisions_own() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from math import lcm
 
 from parplan.graph.layer_graph import LayerGraph
@@ -10,7 +10,9 @@ from parplan.plan import Plan
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.verifier import uneven_replicas
 
-__all__ = ["advice", "better_batch"]
+__all__ = ["advice", "advised", "better_batch"]
+
+DATA = "pure data parallel"
 
 # A simpler plan that comes closer than this is preferred.
 MARGIN = 0.03
@@ -32,36 +34,49 @@ def better_batch(plan: Plan, graph: LayerGraph) -> str:
     return f"{batch} divides by {' and '.join(map(str, counts))}: +{gain}% samples/s."
 
 
+def advised(step_s: float, baselines: Sequence[Baseline]) -> str:
+    """The name of the baseline to use instead of a plan of `step_s` seconds; empty where the plan is better.
+
+    Of those within the margin of the fastest the simplest: one device, then plain data parallel.
+    """
+    legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
+    fastest_s = min(step_s, *legal.values()) if legal else step_s
+    for name in ("one device", DATA):
+        if name in legal and legal[name] <= (1 + MARGIN) * fastest_s:
+            return name
+    best = min(legal, key=lambda name: legal[name]) if legal else ""
+    return best if legal and legal[best] < (1 - MARGIN) * step_s else ""
+
+
 def advice(step_s: float, baselines: Sequence[Baseline], hint: str = "") -> str:
-    """The advice, given the plan's step in seconds and the baselines' steps.
+    """The advice in a sentence, given the plan's step in seconds and the baselines' steps.
 
     Args:
         hint: a sentence that follows wherever more than one device is advised.
     """
     legal = {one.name: one.step_s for one in baselines if one.fits and one.step_s is not None}
     where = {one.name: one.on for one in baselines}
-    near = {name for name, own_s in legal.items() if own_s <= (1 + MARGIN) * min(step_s, *legal.values())}
-    if (one := "one device") in near:
-        which = f", a {where[one]}" if where[one] else ""
-        return f"Use one device{which}: more of them do not make this step faster."
-    text = _several_devices(step_s, legal, where, near)
-    return f"{text} {hint}" if hint else text
-
-
-def _several_devices(step_s: float, legal: Mapping[str, float], where: Mapping[str, str], near: Set[str]) -> str:
-    """The advice where one device is not as good: plain data parallel, this plan, or another."""
-    if (data := "pure data parallel") in near:
-        which, ratio = f" on {where[data]}" if where[data] else "", legal[data] / step_s
+    name = advised(step_s, baselines)
+    if name == "one device":
+        return (
+            f"Use one device{f', a {where[name]}' if where[name] else ''}: more of them do not make this step faster."
+        )
+    best = min(legal, key=lambda name: legal[name]) if legal else ""
+    if name == DATA:
+        count = next(f" on {one.plan.devices} devices" if one.plan else "" for one in baselines if one.name == name)
+        which = f" on {where[name]}" if where[name] else count
         # A given plan may be far slower than the baseline.
-        close = f"within {MARGIN:.0%} of the best plan"
-        close = f"{1 / ratio:.2f}x as fast as this plan" if ratio < 1 - MARGIN else close
-        return f"Use plain data parallel{which}: it is {close} and needs no planning."
-    if not legal:
-        return "Use this plan: none of the usual ways is legal and fits these devices."
-    best = min(legal, key=lambda name: legal[name])
-    ratio = legal[best] / step_s
-    if ratio < 1 - MARGIN:
-        return f"Do not use this plan: {best} is {1 / ratio:.2f}x as fast."
-    if ratio <= 1 + MARGIN:
-        return f"Use this plan: written by hand it would be {best}, which comes within {MARGIN:.0%} of it."
-    return f"Use this plan: {ratio:.2f}x as fast as {best}, the best of the usual ways."
+        faster = legal[name] < (1 - MARGIN) * step_s
+        close = (
+            f"{step_s / legal[name]:.2f}x as fast as this plan" if faster else f"within {MARGIN:.0%} of the best plan"
+        )
+        text = f"Use plain data parallel{which}: {close}, no plan needed."
+    elif not legal:
+        text = "Use this plan: none of the usual ways is legal and fits these devices."
+    elif name:
+        text = f"Do not use this plan: {name} is {step_s / legal[name]:.2f}x as fast."
+    elif legal[best] <= (1 + MARGIN) * step_s:
+        text = f"Use this plan: written by hand it would be {best}, which comes within {MARGIN:.0%} of it."
+    else:
+        text = f"Use this plan: {legal[best] / step_s:.2f}x as fast as {best}, the best of the usual ways."
+    return f"{text} {hint}" if hint else text

@@ -101,6 +101,8 @@ def layer_reports(
                 for source in sources
                 if plan.layers[source].devices != strategy.devices and not graph.layers[source].constant
             ),
+            parameters=sum(graph.values[value].elements for value in layer.parameters),
+            inputs=tuple(sources),
         )
 
     chosen = [options[k] for options, k in zip(formulation.options, choice, strict=False)]

@@ -1,23 +1,28 @@
-"""The reason for a layer's strategy, in one line: the cost of its best alternative."""
+"""The reason for a layer's strategy: its alternatives with their prices, and in one line the cost of the best."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import is_repeatable, why_whole
 from parplan.plan import Plan
+from parplan.planner.decision import Alternative, LayerReport
 from parplan.planner.explain.what_if import Change, WhatIf
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.options import Option
+from parplan.planner.search_space.strategies import refusals
 from parplan.planner.solver.problem import evaluate
 
-__all__ = ["against", "alternatives", "followed", "layer_reasons", "only_way", "time_text"]
+__all__ = ["against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
 
-def layer_reasons(graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan) -> dict[str, str]:
-    """The reason for every layer's strategy, by the objective: the cost of its best alternative."""
+def with_reasons(
+    layers: Sequence[LayerReport], graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
+) -> tuple[LayerReport, ...]:
+    """The layers with their alternatives by the objective, and the best one as the reason of those that have none."""
     problem, what_if = formulation.problem, WhatIf(formulation, choice)
 
     def fits(index: int, change: Change) -> bool:
@@ -26,24 +31,35 @@ def layer_reasons(graph: LayerGraph, formulation: Formulation, choice: Sequence[
             tried[node] = change.strategy
         return evaluate(problem, tried).feasible
 
-    changes_of = [
-        alternatives(what_if, index, options, options[choice[index]])
-        for index, options in enumerate(formulation.options)
-    ]
-
-    def reason(name: str, index: int, options: Sequence[Option]) -> str:
-        changes = changes_of[index]
-        if not changes:
+    def reason(name: str, found: Sequence[Alternative]) -> str:
+        if not found:
             return only_way(graph.layers[name])
-        best = next((change for change in changes if change.total_s >= 0 or fits(index, change)), None)
+        best = next((one for one in found if one.fits), None)
         if best is None:
             return "every other way needs more memory than there is"
         source = followed(graph, plan, name)
         if source and best.total_s > 0:
             return f"follows {source}; any other way costs {time_text(best.total_s)}"
-        return against(options[best.strategy].strategy.describe(), best)
+        return against(best)
 
-    return {name: reason(name, index, formulation.options[index]) for name, index in formulation.layers.items()}
+    explained, listed_of = [], dict[int, tuple[Alternative, ...]]()
+    for layer in layers:
+        index = formulation.layers[layer.name]
+        if index not in listed_of:
+            options, found = formulation.options[index], dict[str, Alternative]()
+            alike = sum(map(formulation.times, what_if.alike(index)))
+            for change in alternatives(what_if, index, options, options[choice[index]]):
+                other = options[change.strategy].strategy
+                if other.describe() not in found:
+                    kept = change.total_s >= 0 or fits(index, change)
+                    one = Alternative(other, change.compute_s, change.transfer_s, change.exposed_s, kept, alike)
+                    found.setdefault(other.describe() if kept else f"{other.describe()}, too large", one)
+            listed_of[index] = tuple(found.values())
+        listed = listed_of[index]
+        refused = refusals(graph.layers[layer.name], plan.batch, plan.devices)
+        why = layer.why or reason(layer.name, listed)
+        explained.append(replace(layer, why=why, alternatives=listed, refused=refused))
+    return tuple(explained)
 
 
 def alternatives(what_if: WhatIf, index: int, options: Sequence[Option], now: Option) -> list[Change]:
@@ -79,8 +95,9 @@ def only_way(layer: Layer) -> str:
     return "the rules leave no other way on these devices"
 
 
-def against(other: str, change: Change) -> str:
+def against(change: Alternative) -> str:
     """The cost of another strategy, and the part of the step that most of it is in."""
+    other = change.strategy.describe()
     if abs(change.total_s) < 5e-8:
         return f"{other}: no slower, no faster"
     parts = {

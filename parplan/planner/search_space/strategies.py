@@ -13,7 +13,7 @@ from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r7_loss
 
-__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "strategies"]
+__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "refusals", "strategies"]
 
 # Up to so many devices blocks have every size; on more, sizes that divide their number, and powers of two.
 EVERY_SIZE = 16
@@ -94,6 +94,23 @@ def strategies(
                     r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
                     r7_loss(layer.name, layer.is_loss, shards)
                     found.append(Strategy(replicas, shards, axis, tuple(block)))
+    return tuple(found)
+
+
+def refusals(layer: Layer, batch: int, devices: int) -> tuple[str, ...]:
+    """The rules that leave out ways to use all devices for `layer`, each message once."""
+    found: dict[str, None] = {}
+    units = {axis.name: axis.units for axis in layer.axes}
+    for replicas in divisors(devices):
+        shards = devices // replicas
+        axes: list[str | None] = [*units] if shards > 1 and units else [None]
+        for axis in axes:
+            try:
+                r1_batch(layer.name, batch, batch_units(layer, batch), replicas, devices)
+                r5_axis(layer.name, axis, units, shards, devices)
+                r7_loss(layer.name, layer.is_loss, shards)
+            except RuleError as error:
+                found[str(error)] = None
     return tuple(found)
 
 

@@ -1,7 +1,8 @@
 """The lines of the layer table. A deep network has hundreds of layers and a person reads a few dozen lines.
 
-Adjacent layers of one strategy share a heading. Where there would be too many lines, the layers of a module become one
-line with the sum of their figures, and equal modules in a row one line too; names say where to cut.
+Adjacent layers of one strategy share a heading. Layers without weights share the line of the layer that feeds them, and
+repeated blocks are listed once (blocks.py). Where that leaves too many lines, the layers of a module become one line
+with the sum of their figures, and equal modules in a row one line too; names say where to cut.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
+from parplan.report.sections.blocks import Block, name_span, placement, repeated_blocks
 from parplan.report.units import devices
 
-__all__ = ["LIMIT", "StrategyGroup", "TableLine", "group_layers"]
+__all__ = ["LIMIT", "StrategyGroup", "TableLine", "block_groups", "group_layers"]
 
-LIMIT = 50  # lines of layers that a person still reads; AlexNet has 21, the two-tower net 48
+LIMIT = 50  # lines of layers that a person still reads
+WORTH_A_LINE = 0.1  # of the step: alternatives of layers without weights that cost less are shown
 _RULE = re.compile(r"\bR[1-8]\b")
 
 
@@ -28,13 +31,15 @@ _RULE = re.compile(r"\bR[1-8]\b")
 class TableLine:
     """One line: a layer, or the layers of a module, or those of `repeats` equal modules in a row.
 
-    `prefix` is what the names in the (first) module have in common.
+    `prefix` is what the names in the (first) module have in common; `head` the layer that the others of the (first)
+    block follow.
     """
 
     label: str
     layers: tuple[LayerReport, ...]
     repeats: int = 1
     prefix: str = ""
+    head: LayerReport | None = None
 
     def total(self, figure: Callable[[LayerReport], float]) -> float:
         """The sum of one figure over the layers."""
@@ -42,19 +47,29 @@ class TableLine:
 
     @property
     def count(self) -> str:
-        """How many layers: `10`, `2 x 10`, nothing for one."""
+        """How many layers: `10`; of repeated blocks `2 x 10`, or `2 x` where each has one; nothing for one."""
         count, each = len(self.layers), len(self.layers) // self.repeats
         if count == 1:
             return ""
-        return f"{self.repeats} x {each}" if 1 < each < count else str(count)
+        if self.repeats > 1:
+            return f"{self.repeats} x {each}" if each > 1 else f"{self.repeats} x"
+        return str(count)
 
     @property
     def why(self) -> str:
-        """The layers' common reason, else that of the one that takes longest, with its name."""
+        """The head's reason, the layers' common one, or that of the layer that takes longest, with its name."""
+        if self.head is not None:
+            return self.head.why
         module = self.layers[: len(self.layers) // self.repeats]
         heaviest = max(module, key=lambda f: f.forward_s + f.backward_s + f.transfer_s + f.reduce_s)
         shared = len({layer.why for layer in self.layers}) == 1
         return heaviest.why if shared else f"{heaviest.name.removeprefix(f'{self.prefix}.')}: {heaviest.why}"
+
+    def has_reason(self, step_s: float) -> bool:
+        """Tell whether to print the reason: a layer with weights, no alternative, or one below a tenth of the step."""
+        if self.head is None or self.head.parameters or not self.head.alternatives:
+            return True
+        return min(other.total_s for other in self.head.alternatives) < WORTH_A_LINE * step_s
 
     @property
     def bends(self) -> str:
@@ -88,6 +103,23 @@ class StrategyGroup:
 
     strategy: Strategy
     rows: tuple[TableLine, ...]
+    repeats: int = 1
+
+    @property
+    def words(self) -> str:
+        """The strategy in words, with the axes of all layers that have weights."""
+        strategy = self.strategy
+        if strategy.replicas * strategy.shards == 1:
+            return "whole"
+        axes = self.axes
+        return replace(strategy, axis=" and ".join(axes) if len(axes) < 3 else "several axes").describe()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that layers with weights are cut along, else those of all layers."""
+        layers = [layer for row in self.rows for layer in row.layers]
+        found = [layer for layer in layers if layer.parameters] or layers
+        return tuple(dict.fromkeys(layer.strategy.axis for layer in found if layer.strategy.axis is not None))
 
     @property
     def pinned(self) -> str:
@@ -101,13 +133,34 @@ class StrategyGroup:
         layers = [layer for row in self.rows for layer in row.layers]
         if len(layers) == 1:
             return ""
-        return f": {layers[0].name} .. {layers[-1].name} ({len(layers)} layers)"
+        if self.repeats > 1:
+            return f": {self.repeats} x {self.ends} ({len(layers)} layers)"
+        return f": {self.ends} ({len(layers)} layers)"
+
+    @property
+    def ends(self) -> str:
+        """Its first and last layer, `conv1 .. pool5`; of repeated blocks with numbers, `h.0-11.ln .. h.0-11.fc`."""
+        first, last = self.rows[0].layers, self.rows[-1].layers
+        if self.repeats == 1:
+            return " .. ".join(dict.fromkeys((first[0].name, last[-1].name)))
+        heads = name_span([layer.name for layer in first[:: len(first) // self.repeats]])
+        each = len(last) // self.repeats
+        return " .. ".join(dict.fromkeys((heads, name_span([layer.name for layer in last[each - 1 :: each]]))))
+
+    @property
+    def count(self) -> int:
+        """How many layers."""
+        return sum(len(row.layers) for row in self.rows)
 
 
 def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tuple[StrategyGroup, ...]:
     """The table's lines, as detailed as `limit` lines allow; None gives every layer its own line."""
+    if limit is not None:
+        groups = block_groups(layers)
+        if sum(len(group.rows) for group in groups) <= limit:
+            return groups
     runs = [tuple(run) for _, run in groupby(layers, key=lambda layer: layer.strategy)]
-    if limit is None or len(layers) <= limit:
+    if limit is None:
         return tuple(
             StrategyGroup(run[0].strategy, tuple(TableLine(layer.name, (layer,)) for layer in run)) for run in runs
         )
@@ -129,6 +182,34 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
         if labels[row.label] > 1 < len(row.layers)
     }
     return tuple(replace(g, rows=tuple(named.get(row.layers[0].name, row) for row in g.rows)) for g in groups)
+
+
+def block_groups(layers: Sequence[LayerReport]) -> tuple[StrategyGroup, ...]:
+    """Adjacent layers of one placement, those without weights folded, repeated blocks once."""
+    blocks = repeated_blocks(layers)
+    places: dict[int, set[Hashable]] = {}
+    for block in blocks:
+        if block.run is not None:
+            places.setdefault(block.run, set()).add(placement(block.head.strategy))
+
+    def key(block: Block) -> tuple[Hashable, int | None]:
+        """A repeated sequence of several placements is apart from what stands around it."""
+        apart = block.run if block.run is not None and len(places[block.run]) > 1 else None
+        return placement(block.head.strategy), apart
+
+    def line(block: Block) -> TableLine:
+        each = len(block.layers) // block.repeats
+        heads = [layer.name for layer in block.layers[::each]]
+        label = name_span(heads) if block.repeats > 1 or each == 1 else f"{heads[0]} .. {block.layers[-1].name}"
+        return TableLine(label, block.layers, block.repeats, head=block.head)
+
+    groups = []
+    for (_, apart), run in groupby(blocks, key=key):
+        own = list(run)
+        groups.append(
+            StrategyGroup(own[0].head.strategy, tuple(map(line, own)), own[0].repeats if apart is not None else 1)
+        )
+    return tuple(groups)
 
 
 def _joined(groups: Sequence[StrategyGroup], limit: int) -> tuple[StrategyGroup, ...]:

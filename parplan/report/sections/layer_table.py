@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parplan.cost_models.costs import Source
+from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 from parplan.report.sections.layer_groups import LIMIT, StrategyGroup, TableLine, group_layers
 
-__all__ = ["heading", "print_folded", "print_layers", "sources"]
+__all__ = ["heading", "print_folded", "print_layers", "sources", "updates"]
 
 LONGEST_NAME = 26  # columns of names; a longer one has a line to itself
 WIDE = 70  # columns of a page where the sources have a column
@@ -28,9 +29,9 @@ def sources(layers: Sequence[LayerReport]) -> list[Source]:
     return [source for source in Source if source in present]
 
 
-def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = False) -> bool:
-    """Print the table; `all_layers` gives every layer its own line. Tell whether a line has several sources (a "+")."""
-    groups = group_layers(layers, None if all_layers else LIMIT)
+def print_layers(page: Page, layers: Sequence[LayerReport], step_s: float, full: bool = False) -> bool:
+    """Print the table; `full` gives every layer its own line. Tell whether a line has several sources (a "+")."""
+    groups = group_layers(layers, None if full else LIMIT)
     lines = [line for group in groups for line in group.rows]
     times = units.time_column(line.total(figure) for line in lines for figure in TIMES.values())
     sizes = units.size_column(line.total(_memory) for line in lines)
@@ -40,13 +41,15 @@ def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = F
 
     def row(group: StrategyGroup, line: TableLine) -> TableRow:
         found = sources(line.layers)
+        axis = line.head.strategy.axis if line.head is not None and len(group.axes) > 1 else None
+        axis = f"cut along {axis}" if axis else ""
         source = SHORT[found[-1]] + ("+" if len(found) > 1 else "")  # the least certain
         figures = [times.figure(line.total(figure)) for figure in TIMES.values()]
         cells = [*[line.count] * folded, *figures, sizes.figure(line.total(_memory)), *[source] * (mixed and wide)]
         remarks = [
             Styled("" if group.pinned else line.pinned, "cyan"),
             Styled(source if mixed and not wide else "", "dim"),
-            Styled(line.why, "dim"),
+            Styled("; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else ""))), "dim"),
             Styled(f"copies {line.copies}" if line.copies else "", "magenta"),
             Styled(f"bends {line.bends}" if line.bends else "", "yellow"),
         ]
@@ -60,20 +63,22 @@ def print_layers(page: Page, layers: Sequence[LayerReport], all_layers: bool = F
 
 def heading(group: StrategyGroup) -> tuple[str, str]:
     """A group's strategy, and where its layers are and when their weights are updated."""
-    strategy, period = group.strategy, group.strategy.update_period
-    words = strategy.describe() if strategy.replicas * strategy.shards > 1 else "whole"
-    updates = {None: "", 1: ", weights updated after every pass"}.get(
-        period, f", weights updated every {period} passes"
-    )
     pinned = f"; {group.pinned}" if group.pinned else ""
-    return words, f" on {units.devices(strategy.devices)}{updates}{group.label}{pinned}"
+    where = f" on {units.devices(group.strategy.devices)}{updates(group.strategy)}"
+    return group.words, f"{where}{group.label}{pinned}"
+
+
+def updates(strategy: Strategy) -> str:
+    """When the weights are updated, where that is not after the step."""
+    period = strategy.update_period
+    return {None: "", 1: ", weights updated after every pass"}.get(period, f", weights updated every {period} passes")
 
 
 def print_folded(page: Page, layers: int, lines: int) -> None:
     """Say it where layers share a line."""
     if lines < layers:
         on = "1 line" if lines == 1 else f"{lines} lines"
-        page.paragraph(f"{layers} layers on {on}, figures summed; `--all-layers` prints each.", style="dim")
+        page.paragraph(f"{units.counted(layers, 'layer')} on {on}, figures summed; `--full` prints each.", style="dim")
 
 
 def _memory(layer: LayerReport) -> float:

@@ -25,24 +25,24 @@ def blocks(count: int, strategy_of_last: object = None) -> Iterator[LayerReport]
             yield facts(f"model.h.{index}.{name}", name, SHARDED if last else DATA, 0.5, f"as {name}")
 
 
-def test_a_short_model_has_a_line_per_layer() -> None:
-    assert lines(group_layers(list(blocks(2)), 8)) == [(layer.name, "") for layer in blocks(2)]
+def test_blocks_of_a_short_model_are_one_and_their_layers_have_lines() -> None:
+    names = ("norm", "attention.core", "attention.out", "mlp")
+    assert lines(group_layers(list(blocks(2)), 4)) == [(f"model.h.0-1.{name}", "2 x") for name in names]
 
 
-@pytest.mark.parametrize("limit", [None, 1000])
-def test_without_a_limit_every_layer_has_a_line(limit: int | None) -> None:
-    groups = group_layers(resnet().layers, limit)
+def test_without_a_limit_every_layer_has_a_line() -> None:
+    groups = group_layers(resnet().layers, None)
     assert [label for label, _ in lines(groups)] == [layer.name for layer in resnet().layers]
 
 
 def test_equal_blocks_in_a_row_are_one_line() -> None:
     layers = [facts("embed", "embedding", DATA, 0.1, "as it is"), *blocks(12)]
-    assert lines(group_layers(layers, 12)) == [("embed", ""), ("model.h.0-11", "12 x 4")]
+    assert lines(group_layers(layers, 4)) == [("embed", ""), ("model.h.0-11", "12 x 4")]
 
 
 def test_a_module_of_two_strategies_is_named_by_its_layers() -> None:
     layers = list(blocks(12, strategy_of_last=SHARDED))
-    groups = group_layers(layers, 12)
+    groups = group_layers(layers, 4)
     assert [(group.strategy, group.label) for group in groups] == [
         (DATA, ": model.h.0.norm .. model.h.11.attention.out (47 layers)"),
         (SHARDED, ""),
@@ -57,7 +57,7 @@ def test_a_module_in_two_places_is_named_by_its_layers() -> None:
 
 def test_blocks_of_other_figures_are_lines_of_their_own() -> None:
     layers = [facts(f"h.{i}.{j}", "linear", DATA, 1.0 + (i == 1), "so") for i in range(3) for j in range(3)]
-    assert lines(group_layers(layers, 4)) == [("h.0.0-2", "3"), ("h.1.0-2", "3"), ("h.2.0-2", "3")]
+    assert lines(group_layers(layers, 4)) == [("h.0.0-2", "3 x"), ("h.1.0-2", "3 x"), ("h.2.0-2", "3 x")]
 
 
 def test_without_modules_to_fold_by_adjacent_layers_share_lines() -> None:
