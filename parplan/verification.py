@@ -20,7 +20,7 @@ from parplan.compat import pytree
 from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
-from parplan.graph.user_line import user_line
+from parplan.graph.user_line import failing_module, user_line
 from parplan.plan import Plan
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.self_check.comparison import compare_group, largest_of, projected, projection_weights
@@ -92,10 +92,10 @@ def verify_plan(
         with _NoDropout():
             reference = _run(plain, plain, args, kwargs, seed)
     except Exception as error:
-        line = user_line(error)
+        line, layer = user_line(error), failing_module(error, plain)
         raise ModelError(
             f"the plain model fails on {samples} samples in float64, so there is nothing to compare with\n"
-            f"  {type(error).__name__}: {error}" + (f"\n  at {line}" if line else "")
+            f"  {f'{layer}: ' if layer else ''}{type(error).__name__}: {error}" + (f"\n  at {line}" if line else "")
         ) from error
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
     found = _run(compiled, compiled_model, args, kwargs, seed)

@@ -181,9 +181,11 @@ def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
 
 
 def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...]) -> Decision:
+    from parplan.cost_models.devices.requested import ClusterRequest, check_names
     from parplan.planner.request import PlanOptions
     from parplan.report.progress import Progress
 
+    check_names(ClusterRequest(options.gpus, options.gpu, options.link, cluster=options.cluster))
     keywords = {**chosen(PlanOptions, options), "plan": plan, "pins": pins}
     # What the model prints while it runs is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:

@@ -166,7 +166,7 @@ class ProfileOptions:
     )  # fmt: skip
     optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=tuple(OPTIMIZER_STATES))
     time_limit: float = option(
-        600.0, "seconds for the parts of layers (default: 600); the same command goes on from there", type=positive,
+        600.0, "seconds for the whole command (default: 600); the same command goes on from there", type=positive,
         metavar="S",
     )  # fmt: skip
     again: bool = option(False, "measure also what is known")
@@ -192,6 +192,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         raise ParplanError(f"say what to do, such as parplan analyze TARGET; commands are {', '.join(commands)}")
+    if not argv[0].startswith("-") and argv[0] not in commands:
+        close = difflib.get_close_matches(argv[0], commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(commands)}"
+        raise ParplanError(f"{argv[0]} is no command; {hint} (see `parplan --help`)")
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         command = commands[options.command]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
 
 def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
     """Measure, and say what was."""
+    began = time.perf_counter()
     import torch
 
     from parplan.cost_models.profile.store_file import default_path
@@ -75,7 +77,7 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
         devices,
         "cuda" if cuda else "cpu",
         optimizers=(options.optimizer,),
-        time_cap_s=options.time_limit,
+        time_cap_s=max(0.0, options.time_limit - (time.perf_counter() - began)),
         again=options.again,
     )
     try:
@@ -88,8 +90,10 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
     for conditions in found.conditions:
         yield f"  {conditions}"
     yield f"Kept in {default_path()}"
-    if outcome.left:
-        yield f"{outcome.left} parts were left after --time-limit {options.time_limit:g} s; run again to go on."
+    if outcome.left or found.left:
+        parts = [f"{outcome.left} part{'s' * (outcome.left != 1)}"] * (outcome.left > 0)
+        left = ", ".join([*parts, *found.left])
+        yield f"Left after --time-limit {options.time_limit:g} s: {left}; run again to go on."
     for reason in outcome.failed[:5]:
         yield f"Not measured: {reason}"
     if len(outcome.failed) > 5:

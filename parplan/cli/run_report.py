@@ -161,14 +161,17 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
     trained = any(parameter.requires_grad for parameter in module.parameters())
     optimizer = OPTIMIZERS[job.options.optimizer](list(compiled.parameters())) if trained else None
     reference, references = Reference(device), list[float]()
-    measured = compiled.measure(
-        *args,
-        steps=job.options.steps,
-        optimizer=optimizer,
-        memory=True,
-        between=lambda: references.append(reference.seconds()),
-        **kwargs,
-    )
+    try:
+        measured = compiled.measure(
+            *args,
+            steps=job.options.steps,
+            optimizer=optimizer,
+            memory=True,
+            between=lambda: references.append(reference.seconds()),
+            **kwargs,
+        )
+    except IndexError as error:
+        raise ModelError(f"the model fails on its inputs: {error}") from error
     assert compiled.plan is not None
     measured = replace(measured, model=target.name)
     return _RankResult(compiled.plan.to_json(), predictions[-1], measured, median(references))

@@ -1,13 +1,16 @@
-"""The line of the user's own code that an exception or a call comes from, without the frames of whoever called it."""
+"""The line of the user's own code, and the layer, that an exception or a call comes from, without frames of callers."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["calling_line", "code_line", "is_users", "user_line"]
+from torch import nn
+
+__all__ = ["calling_line", "code_line", "failing_layer", "failing_module", "is_users", "user_line"]
 
 _OURS = Path(__file__).resolve().parent.parent
 
@@ -18,6 +21,29 @@ def user_line(error: BaseException) -> str:
     The innermost line that is not installed, not Python's and not ours.
     """
     return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """The dotted name of the innermost module of `model` whose code raised; empty for the model itself, or none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def failing_layer(error: BaseException, layers: Sequence[str], producer: Mapping[str, str]) -> str:
+    """The layer whose line of generated code raised; the first and last of `layers`, which it is of, if none is known.
+
+    Args:
+        producer: the layer that makes a value, by the value's name in the code.
+    """
+    ends = " .. ".join(dict.fromkeys((layers[0], layers[-1])))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        made = (frame.line or "").partition("=")[0].strip()
+        if frame.filename.startswith("<") and producer.get(made) in layers:
+            return producer[made]
+    return ends
 
 
 def calling_line() -> str:

@@ -112,7 +112,8 @@ class Prediction:
     `update_s` is the optimizer's, `overhead_s` the runtime's own; the step is between `low_s` and `high_s` if no
     figure is off by more than its uncertainty. `memory_bytes` is the predicted peak of every logical device.
     `most_hidden` is the share of `reduce_s` that the backward pass could hide at most. `simulated`: the parts are of
-    the simulated step, of the device that is done last.
+    the simulated step, of the device that is done last. `batch_norm_s` is how much of the transfers, of all layers
+    together, exchanges statistics, so that batch norm sees the whole batch.
     """
 
     step_s: float
@@ -128,6 +129,7 @@ class Prediction:
     high_s: float = 0.0
     most_hidden: float = 1.0
     simulated: bool = False
+    batch_norm_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Baseline:
     `step_s` is None when no such plan is legal, and `why_not` says which rule; `fits` is False when
     it needs more memory than a device has. `memory_bytes` is the peak of the device with the least room left, and
     `limit_bytes` what that one has. `on` names the devices it uses where there are several kinds. `bends` says which
-    parts of the batch its replicas have where they differ ("R1: ...").
+    parts of the batch its replicas have where they differ ("R1: ..."). `batch_norm_s` is what batch norm over the whole
+    batch would add, where the step is that of batch norm over each device's samples, as DistributedDataParallel has it.
     """
 
     name: str
@@ -149,6 +152,7 @@ class Baseline:
     on: str = ""
     limit_bytes: int | None = None
     bends: str = ""
+    batch_norm_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,14 @@ def measure_links(
     backend: str,
     profile: Profile,
     on_progress: Callable[[int, int], None] | None = None,
-    cap_s: float = CAP_S,
     again: bool = False,
+    late: Callable[[], bool] = lambda: False,
+    cap_s: float = CAP_S,
     sizes: Sequence[int] = SIZES,
-) -> None:
+) -> bool:
     """Measure all kinds and `sizes` among the members of `ranks` that `profile` does not have, or all `again`.
+
+    Tell whether nothing was left out because it was `late`, of which the members agree.
 
     Each of them for up to `cap_s` seconds, but at least LEAST_RUNS times.
 
@@ -58,12 +61,14 @@ def measure_links(
     known = {(entry.kind, entry.group, entry.nbytes) for entry in profile.links(backend)}
     transport.group(tuple(range(ranks.count)))
     if not ranks.member:
-        return
+        return True
     device = transport.physical(transport.rank)
     reference = Reference(device)
     for done, (kind, nbytes) in enumerate(product(KINDS, sizes), start=1):
         pair = kind != "copy" or ranks.count == 2
         if ranks.any(pair and (again or (kind, ranks.count, nbytes) not in known)):
+            if late():
+                return False
             times, references = [], []
             with one_thread(device):
                 added = _added(transport, ranks, kind, nbytes, reference)
@@ -81,6 +86,7 @@ def measure_links(
             profile.put(entry)
         if on_progress is not None:
             on_progress(done, len(KINDS) * len(sizes))
+    return True
 
 
 def _added(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Settings:
         device_type: "cpu" or "cuda".
         optimizers: whose updates are timed.
         stop: when to stop timing one part.
-        time_cap_s: for all parts together.
+        time_cap_s: for everything, from the call on; what is being measured then is finished.
         again: measure also what is known.
         store: file of the profile store; None is the user's own.
     """
@@ -73,11 +73,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class ProfilingSummary:
-    """Parts measured, the seconds that took, and the conditions measured under, in words."""
+    """Parts measured, the seconds that took, the conditions measured under, and what else was left, in words."""
 
     outcome: Outcome
     seconds: float
     conditions: tuple[str, ...]
+    left: tuple[str, ...] = ()
 
 
 def requests_by_devices(graph: LayerGraph, cluster: Cluster) -> dict[int, list[PartRequest]]:
@@ -105,11 +106,11 @@ def profile(
     started = perf_counter()
     # Logical devices that share a CUDA device: only parts can be measured, on one of them.
     sharing = settings.device_type == "cuda" and torch.cuda.device_count() < settings.devices
-    measure = partial(_measure, source, settings, make_progress)
+    measure = partial(_measure, source, settings, time() + settings.time_cap_s, make_progress)
     if settings.devices == 1 or sharing:
-        outcome, conditions = measure(0, 1)
+        outcome, conditions, left = measure(0, 1)
     else:
-        outcome, conditions = in_processes(
+        outcome, conditions, left = in_processes(
             settings.devices,
             measure,
             backend="nccl" if settings.device_type == "cuda" else "gloo",
@@ -117,13 +118,22 @@ def profile(
             ended="a process that measures was ended from outside ({how}), perhaps for want of memory; what was "
             "measured is kept, the same command goes on from there, with fewer --devices or a smaller --batch",
         )[0]
-    return ProfilingSummary(outcome, perf_counter() - started, conditions)
+    return ProfilingSummary(outcome, perf_counter() - started, conditions, left)
 
 
 def _measure(
-    source: ModelSource, settings: Settings, make_progress: Callable[[], Any] | None, rank: int, world: int
-) -> tuple[Outcome, tuple[str, ...]]:
-    """One process of `world`: capture the model and measure; all take part in everything that needs them."""
+    source: ModelSource,
+    settings: Settings,
+    deadline: float,
+    make_progress: Callable[[], Any] | None,
+    rank: int,
+    world: int,
+) -> tuple[Outcome, tuple[str, ...], tuple[str, ...]]:
+    """One process of `world`: capture the model and measure; all take part in everything that needs them.
+
+    Args:
+        deadline: on the clock of `time.time`, which processes share.
+    """
     device = torch.device(settings.device_type, rank) if settings.device_type == "cuda" else torch.device("cpu")
     model, args, kwargs = source()
     graph = capture(model, args, kwargs)
@@ -137,12 +147,16 @@ def _measure(
     by_devices = requests_by_devices(graph, cluster)
     if world == 1:
         by_devices = {1: [request for requests in by_devices.values() for request in requests]}
-    outcomes, conditions = [], []
-    left_s = settings.time_cap_s
+    outcomes, conditions, left_out = [], [], list[str]()
     with shown as progress:
         for count, requests in by_devices.items():
             ranks = Ranks(count, device) if transport is not None else ProcessGroup()
             now = current_conditions(device, count)
+
+            def late(ranks: ProcessGroup = ranks) -> bool:
+                """Whether the time is over for one of the processes that measure."""
+                return ranks.any(time() >= deadline)
+
             conditions.append(now.describe())
             # The store's entries on the first rank; on the others a copy of them, which ends with the process.
             known = [store.groups(now) if store is not None else None]
@@ -151,13 +165,16 @@ def _measure(
             profile: Profile = store.under(now) if store is not None else SessionProfile(*known[0] or ())
             if transport is not None and count > 1:
                 progress.phase(f"communication of {count}")
-                measure_links(transport, ranks, backend, profile, progress.advance, again=settings.again)
+                if not measure_links(transport, ranks, backend, profile, progress.advance, settings.again, late):
+                    left_out.append(f"communication of {count}")
             if not ranks.member:
                 continue
             for optimizer in settings.optimizers:
-                measure_updates(optimizer, device, profile, ranks, again=settings.again)
+                if late():
+                    left_out.append(f"updates of {optimizer}, {count} at work")
+                else:
+                    measure_updates(optimizer, device, profile, ranks, again=settings.again)
             progress.phase(f"parts, {count} at work")
-            begin = perf_counter()
             outcomes.append(
                 measure_parts(
                     graph,
@@ -166,14 +183,16 @@ def _measure(
                     device,
                     profile,
                     stop=settings.stop,
-                    time_cap_s=max(0.0, left_s),
+                    time_cap_s=max(0.0, deadline - time()),
                     ranks=ranks,
                     on_progress=progress.advance,
                     again=settings.again,
                     sharing=count if device.type == "cpu" else 1,
                 )
             )
-            left_s -= perf_counter() - begin
+            if late():
+                left_out.append(f"the runtime's own time, {count} at work")
+                continue
             if count == world:
                 progress.phase("runtime")
             RuntimeCosts(device, ranks, transport if count == world else None).measure(profile, settings.again)
@@ -181,4 +200,4 @@ def _measure(
         dist.barrier()
     failed = dict.fromkeys(reason for outcome in outcomes for reason in outcome.failed)
     measured, known, left = (sum(getattr(o, name) for o in outcomes) for name in ("measured", "known", "left"))
-    return Outcome(measured, known, left, tuple(failed)), tuple(conditions)
+    return Outcome(measured, known, left, tuple(failed)), tuple(conditions), tuple(left_out)

@@ -100,11 +100,11 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
     }  # fmt: skip
 
 
+CLUSTER = str(next((ROOT / "examples" / "clusters").glob("*.toml")))
 OPTIONS = [
     ("--gpus 8", "gpus", 8),
-    ("--gpus 0", "gpus", 0),
     ("--gpus 2x8", "gpus", "2x8"),
-    ("--cluster two.toml", "cluster", "two.toml"),
+    (f"--cluster {CLUSTER}", "cluster", CLUSTER),
     ("--gpu v100-sxm2", "gpu", "v100-sxm2"),
     ("--link pcie3", "link", "pcie3"),
     ("--rules strict", "rules", "strict"),
@@ -219,7 +219,12 @@ def test_an_interrupt_that_a_library_swallows_is_no_bug(
 
 USAGE = [
     ("", "say what to do, such as parplan analyze TARGET; commands are "),
-    ("plan net.py", "argument COMMAND: invalid choice: 'plan'"),
+    ("plan net.py", "plan is no command; commands are run-report, analyze, verify, presets, profile, doctor"),
+    ("anlyze net.py", "anlyze is no command; did you mean analyze? (see `parplan --help`)"),
+    ("analyze nowhere.py --gpus 0", "--gpus 0: a plan needs at least 1 device"),
+    ("analyze nowhere.py --gpu a200", "there is no device preset 'a200' (did you mean"),
+    ("analyze nowhere.py --link nvlnk3", "there is no link preset 'nvlnk3' (did you mean"),
+    ("analyze nowhere.py --cluster none.toml", "cannot read the cluster none.toml"),
     ("analyze", "the following arguments are required: TARGET (see `parplan analyze --help`)"),
     ("analyze net.py --gps 4", "--gps is not known; did you mean --gpus? (see `parplan analyze --help`)"),
     ("analyze net.py --gpu=x --bach=3", "--bach=3 is not known; did you mean --batch?"),

@@ -13,7 +13,7 @@ from parplan.errors import ClusterError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEFAULT_GPU", "ClusterRequest", "FoundCluster", "Hosts", "find_cluster", "hosts_of"]
+__all__ = ["DEFAULT_GPU", "ClusterRequest", "FoundCluster", "Hosts", "check_names", "find_cluster", "hosts_of"]
 
 # Planned for when no GPU is here and none is named: the most common card of current clusters.
 DEFAULT_GPU = "a100-80g-sxm"
@@ -84,6 +84,26 @@ def hosts_of(gpus: int | str) -> Hosts:
     return Hosts(count, hosts)
 
 
+def check_names(request: ClusterRequest) -> None:
+    """Refuse a number of devices or a name that cannot be, without torch and before any model is loaded.
+
+    Raises:
+        ClusterError: no such number, preset or link, or a cluster file with mistakes.
+    """
+    from parplan.cost_models.devices.presets import device_preset, link_preset
+
+    if request.gpus is not None:
+        hosts_of(request.gpus)
+    if request.gpu is not None:
+        device_preset(request.gpu)
+    if request.link is not None:
+        link_preset(request.link)
+    if isinstance(request.cluster, (str, Path)):
+        from parplan.cost_models.devices.cluster_file import load_cluster
+
+        load_cluster(request.cluster)
+
+
 def find_cluster(request: ClusterRequest) -> FoundCluster:
     """The requested cluster.
 
@@ -96,7 +116,7 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
         import torch
 
         from parplan.cost_models.devices.local_devices import this_cluster
-        from parplan.cost_models.devices.presets import cluster_preset
+        from parplan.cost_models.devices.presets import cluster_preset, device_names
 
         here, named = torch.cuda.device_count() if torch.cuda.is_available() else 0, (request.gpu or "").lower()
         wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
@@ -114,7 +134,11 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
         else:
             cluster = cluster_preset(request.gpu or DEFAULT_GPU, wanted.count, request.link, wanted.hosts)
             note = f"No GPU here and no --gpu: planned for {wanted.count} x {DEFAULT_GPU}, a preset."
-            found = FoundCluster(cluster, () if request.gpu is not None else (note,))
+            if request.gpu is not None and (kind := cluster.device.kind) != request.gpu.lower():
+                others = ", ".join(other for other in device_names() if other.startswith(named[:4]) and other != kind)
+                note = f"--gpu {request.gpu} is {kind}{f'; there is also {others}' if others else ''}."
+            exact = cluster.device.kind == named
+            found = FoundCluster(cluster, () if exact else (note,))
     else:
         from parplan.cost_models.devices.cluster_file import load_cluster
 

@@ -66,6 +66,7 @@ def prediction(formulation: Formulation, choice: Sequence[int], costs: CostModel
         low_s=max(0.0, found.objective - doubt),
         high_s=found.objective + doubt,
         most_hidden=step.most_hidden,
+        batch_norm_s=sum(2 * many * one.batch_norm_sync_s for one, many in zip(chosen, times, strict=True)),
     )
 
 

@@ -14,7 +14,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decision import Baseline
 from parplan.planner.search_space.formulation import Formulation, reassembled
-from parplan.planner.search_space.options import Option
+from parplan.planner.search_space.options import Option, node_parts
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.verifier import uneven_replicas
 from parplan.planner.solver.problem import Problem, Solution, evaluate, restrict
@@ -38,6 +38,7 @@ class _Habit:
     """A way to parallelise by hand: which strategies it allows, or why it is not legal here.
 
     `alone`: the other devices are not used at all, so no inputs come from them and no results are delivered to them.
+    `local_batch_norm`: each device takes the statistics of its own samples.
     """
 
     name: str
@@ -45,6 +46,7 @@ class _Habit:
     allowed: Allowed
     why_not: str = ""
     alone: bool = False
+    local_batch_norm: bool = False
 
 
 def baselines(
@@ -52,6 +54,8 @@ def baselines(
 ) -> tuple[Baseline, ...]:
     """One device, pure data parallel, pure model parallel, and cuda-convnet2's hybrid.
 
+    Data parallel is priced as DistributedDataParallel runs: gradients summed in buckets beside the backward pass (as
+    all plans have it), and batch norm over each device's own samples.
     Where there are several kinds of devices, each on the devices it is fastest on: those of one kind, or all.
     `plan` gives model and batch; its layers are replaced. Memory is what `costs` predict with transfers, as for the
     plan itself, so that a baseline which would run out of memory is never said to fit.
@@ -101,7 +105,7 @@ def _data_parallel(graph: LayerGraph, place: _Place, plan: Plan) -> _Habit:
     split = plan.batch % count == 0 or (plan.rules != "strict" and plan.batch > count)
     divides = -(-plan.batch // count) * count
     why_not = "" if split else f"R1: a batch of {plan.batch} does not divide by {count}; {divides} does"
-    return _Habit("pure data parallel", place, allowed, why_not)
+    return _Habit("pure data parallel", place, allowed, why_not, local_batch_norm=True)
 
 
 def _model_parallel(graph: LayerGraph, formulation: Formulation, place: _Place) -> _Habit:
@@ -155,6 +159,7 @@ def _baseline(
         layer = formulation.names[kept.index([])]
         return Baseline(habit.name, None, None, False, f"{layer} cannot be placed that way")
     problem = _alone(formulation) if habit.alone else formulation.problem
+    problem = _local_batch_norm(formulation) if habit.local_batch_norm else problem
     solution = solve(_restricted(problem, kept))
     if solution.choice is None:
         return Baseline(habit.name, None, None, False, "no such plan was found")
@@ -178,6 +183,7 @@ def _baseline(
         on=habit.place.words,
         limit_bytes=int(limit),
         bends=", ".join(parts),
+        batch_norm_s=evaluate(formulation.problem, choice).objective - found.objective if habit.local_batch_norm else 0,
     )
 
 
@@ -195,6 +201,15 @@ def _alone(formulation: Formulation) -> Problem:
     nodes = [replace(own, arrival_s=np.zeros_like(own.arrival_s)) for own in parts.nodes]
     edges = [edge for edge in parts.edges if edge.target != delivery]
     return reassembled(formulation, replace(parts, nodes=nodes, edges=edges))
+
+
+def _local_batch_norm(formulation: Formulation) -> Problem:
+    """The problem where no device waits for the others' batch statistics."""
+    parts, nodes = formulation.parts, [*formulation.parts.nodes]
+    for index, options in enumerate(formulation.options):
+        if any(option.batch_norm_sync_s for option in options):
+            nodes[index] = node_parts([replace(option, batch_norm_sync_s=0.0) for option in options], parts.shape)
+    return reassembled(formulation, replace(parts, nodes=nodes))
 
 
 def _restricted(problem: Problem, kept: Sequence[Sequence[int]]) -> Problem:

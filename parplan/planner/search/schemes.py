@@ -98,7 +98,9 @@ def rival_in_passes(rival: Baseline, case: Case) -> Baseline:
     best = case.player.fastest(tries) if any(tries[1:]) else None
     if best is None or best.scheme is Scheme.GATHER:
         return rival
-    return replace(rival, plan=best, step_s=case.player.step_s(best))
+    step_s = case.player.step_s(best)
+    faster = rival.step_s is None or step_s < rival.step_s
+    return replace(rival, plan=best, step_s=step_s, batch_norm_s=0.0) if faster else rival
 
 
 def under(plan: Plan, graph: LayerGraph, scheme: Scheme) -> Plan | None:

@@ -108,7 +108,6 @@ def refusals(layer: Layer, batch: int, devices: int) -> tuple[str, ...]:
             try:
                 r1_batch(layer.name, batch, batch_units(layer, batch), replicas, devices)
                 r5_axis(layer.name, axis, units, shards, devices)
-                r7_loss(layer.name, layer.is_loss, shards)
             except RuleError as error:
                 found[str(error)] = None
     return tuple(found)

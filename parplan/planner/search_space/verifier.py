@@ -32,12 +32,13 @@ def check(plan: Plan, graph: LayerGraph) -> None:
         ]
         count = len(missing) + len(unknown)
         raise PlanError(
-            f"the plan is for another model: it {'; it '.join(parts)} ({count} layers differ); "
+            f"the plan is for another model: it {'; it '.join(parts)} "
+            f"({'1 layer differs' if count == 1 else f'{count} layers differ'}); "
             "make a plan for this model with `parplan analyze --out`"
         )
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(
-            f"the plan is for a {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
+            f"the plan is for {plan.model} with fingerprint {plan.fingerprint}, this {graph.model} has "
             f"{graph.fingerprint}: layers have other sizes; make a plan for this model with `parplan analyze --out`"
         )
     passes = stages(graph, plan.layers, plan.scheme).passes

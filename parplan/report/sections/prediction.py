@@ -42,8 +42,16 @@ def print_prediction(page: Page, decision: Decision) -> None:
         parts.append(("update", step.update_s, "the optimizer's, of what each device holds"))
     if step.overhead_s > 0:
         parts.append(("runtime", step.overhead_s, "Python and autograd, whatever the plan"))
+    if step.batch_norm_s > LEAST * step.step_s:
+        shared, share = units.time(step.batch_norm_s).text(step.batch_norm_s), step.batch_norm_s / step.step_s
+        told = f"{shared} of transfers ({units.percent(share)}) share batch norm's statistics among replicas; "
+        parts.insert(3, ("", 0.0, f'{told}`batch_norm="local"` takes each replica\'s own, as DDP does, and saves them'))
     for name, value, remark in parts:
-        rows.append(_row(name, scale.text(value), units.percent(value / step.step_s) if value > 0 else "", remark))
+        rows.append(
+            _row(
+                name, scale.text(value) if name else "", units.percent(value / step.step_s) if value > 0 else "", remark
+            )
+        )
     if step.high_s > step.low_s:
         ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
         rows.append(_row("range", "", "", f"{ends}, if no figure is off by more than its own doubt"))

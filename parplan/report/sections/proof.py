@@ -9,6 +9,8 @@ from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Baselin
 from parplan.report import units
 from parplan.report.page import Column, Page, Styled, TableRow
 
+LEAST = 1e-3  # part of the step below which batch statistics go without saying
+
 __all__ = ["conditions", "print_baselines", "print_proof", "print_seconds"]
 
 
@@ -36,6 +38,9 @@ def print_baselines(page: Page, decision: Decision) -> None:
             verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
         else:
             verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
+            if one.batch_norm_s > LEAST * one.step_s:
+                more = f"batch norm per device, as DDP; over the whole batch +{times.text(one.batch_norm_s)}"
+                verdict, style = "; ".join(filter(None, (verdict, more))), style if verdict else "dim"
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
         return TableRow(name, figures, [Styled(verdict, style)], "bold" if one is rows[0] else "")

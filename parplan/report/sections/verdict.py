@@ -115,7 +115,10 @@ def _speed(decision: Decision) -> str:
         text += f", {alone.step_s / step_s:.2f} x one device{'' if alone.fits else ' with enough memory'}"
     if one is not None:
         if one.plan is not None and one.plan.layers == decision.plan.layers:
-            return f"{text}; the plan below is the same"
+            more = ""
+            if one.batch_norm_s > 0 and scale.text(plan_s) != scale.text(step_s):
+                more = f", with batch norm over the whole batch, {scale.text(plan_s)}"
+            return f"{text}; the plan below is the same{more}"
         kind, ratio = kind_of_plan(decision).partition(",")[0], step_s / plan_s
         return f"{text}; the plan below, {kind}, takes {scale.text(plan_s)}, {ratio:.2f} x as fast"
     by_hand = [b for b in decision.baselines if b.name != "one device" and b.fits and b.step_s is not None]

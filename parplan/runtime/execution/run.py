@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.user_line import failing_layer
 from parplan.lowering.passes import put, take
 from parplan.lowering.program import Code, Compute, Exchange, Forward, Join, Reduce, Slot, Split, Step, Transfer
 from parplan.runtime.compat import keeps_graph
@@ -217,7 +218,12 @@ class Run:
             )
             executor.hooks.guard(inputs)
             self._recorder.computing(device)
-            results = executor.dispatch.apart(executor.code.get(step, device), *inputs)
+            try:
+                results = executor.dispatch.apart(executor.code.get(step, device), *inputs)
+            except (IndexError, RuntimeError, ValueError) as error:
+                if type(error) not in (IndexError, RuntimeError, ValueError):  # of a class of its own: kept as it is
+                    raise
+                raise type(error)(f"{failing_layer(error, step.layers, executor.graph.producer)}: {error}") from error
             executor.write_back(step, device)
         for slot, tensor in zip(made, results, strict=True):
             if tuple(tensor.shape) != slot.local_shape(device):

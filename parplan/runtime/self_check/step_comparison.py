@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parplan.graph.user_line import user_line
+from parplan.graph.user_line import failing_module, user_line
 from parplan.lowering.program import shape_of
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.programs.program_cache import Captured, Programs
@@ -134,7 +134,9 @@ class CheckedModel:
             except Exception as error:
                 if accumulated or not self.gradients:
                     line, reason = user_line(error), next(iter(str(error).strip().splitlines()), "")
-                    where = f"{type(error).__name__}: {reason}{f' at {line}' if line else ''}"
+                    layer = failing_module(error, self.module)
+                    where = f"{type(error).__name__}: {reason}{f' in {layer}' if layer else ''}"
+                    where += f" at {line}" if line else ""
                     raise PlainFailure(f"the plain module fails on these inputs with {where}") from error
         raise AssertionError("unreachable")
 

@@ -53,7 +53,8 @@ def test_numbers_that_make_no_cluster(text: int | str, words: str) -> None:
 def test_presets_with_hosts_and_links() -> None:
     found = find_cluster(ClusterRequest(gpus="4x2", gpu="v100", link="10gbe"))
     assert found.cluster == cluster_preset("v100", 8, "10gbe", hosts=4)
-    assert found.notes == ()
+    assert found.notes == ("--gpu v100 is v100-sxm2; there is also v100-sxm2-32g, v100-pcie.",)
+    assert find_cluster(ClusterRequest(gpus=2, gpu="V100-SXM2")).notes == ()
     assert [level.size for level in found.cluster.links] == [2, 8]
 
 

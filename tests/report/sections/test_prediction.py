@@ -122,3 +122,21 @@ def test_a_simulated_step_says_that_lines_need_not_add_up_to_it() -> None:
     assert heading == "Predicted step"
     simulated = replace(decision, prediction=replace(decision.prediction, simulated=True))
     assert lines(simulated, 80)[0] == "Predicted step  of the device done last; lines above need not add up to it"
+
+
+def test_what_batch_norm_over_the_whole_batch_costs_is_said_with_the_way_to_save_it() -> None:
+    step = alexnet().prediction
+    said = replace(alexnet(), prediction=replace(step, batch_norm_s=0.1 * step.step_s))
+    text = " ".join(" ".join(lines(said)).split())
+    assert (
+        "(10 %) share batch norm's statistics among replicas; `batch_norm=\"local\"` takes each replica's own" in text
+    )
+    assert "batch norm" not in " ".join(lines(alexnet()))
+
+
+def test_data_parallel_says_what_batch_norm_over_the_whole_batch_would_add() -> None:
+    decision = alexnet()
+    one, data, *others = decision.baselines
+    local = replace(data, batch_norm_s=1.5e-3)
+    text = " ".join(printed(replace(decision, baselines=(one, local, *others)), 80).split())
+    assert "batch norm per device, as DDP; over the whole batch +1.50 ms" in text
