@@ -49,6 +49,7 @@ def analyze(
     optimizer: str = "adam",
     memory_bytes: int | None = None,
     measure: bool = False,
+    as_profiled: bool = False,
     time_limit_s: float = 60.0,
     tolerance: float = 0.01,
     plan: Plan | str | Path | None = None,
@@ -72,6 +73,7 @@ def analyze(
         scheme: how samples get from many replicas to layers with fewer: "gather" (all at once), "broadcast" (one
             replica's at a time), "interleave" (a share of each at a time), or "auto", as is fastest.
         measure: time layers on the device that is here instead of estimating.
+        as_profiled: leave out how fast the device is now, so that measured costs are the same in every run.
         tolerance: share of the fastest step to give up for a simpler plan; 0 for the fastest.
         plan: review this plan (or file) instead of searching for one.
         pins: what is decided by hand (docs/pins.md): {"fc6": "shards:4"}, ["fc6=shards:4"], or a TOML file.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +87,11 @@ class Plan:
         rules: "default" or "strict" reading of the divisibility rules.
         layers: strategy per layer name, in forward order.
         scheme: how samples get from many replicas to layers with fewer.
+        note: a remark of a person's, kept with the plan.
+        notes: remarks by layer name.
+
+    Raises:
+        PlanError: a note on something that is no layer.
     """
 
     model: str
@@ -96,9 +101,14 @@ class Plan:
     layers: Mapping[str, Strategy]
     rules: str = "default"
     scheme: Scheme = Scheme.GATHER
+    note: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))
+        object.__setattr__(self, "notes", MappingProxyType({name: text for name, text in self.notes.items() if text}))
+        if unknown := [name for name in self.notes if name not in self.layers]:
+            raise PlanError(f"the plan has a note on {unknown[0]!r} and no such layer; leave out the note")
 
     def with_layers(self, layers: Mapping[str, Strategy]) -> Plan:
         """The same plan with some layers' strategies replaced."""
@@ -114,9 +124,13 @@ class Plan:
             "devices": self.devices,
             "rules": self.rules,
             **({} if self.scheme is Scheme.GATHER else {"scheme": self.scheme.value}),
+            **({"note": self.note} if self.note else {}),
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        rows = [f"    {json.dumps(name)}: {json.dumps(_to_dict(s))}" for name, s in self.layers.items()]
+        layers = {name: _to_dict(strategy) for name, strategy in self.layers.items()}
+        for name in self.notes:
+            layers[name]["note"] = self.notes[name]
+        rows = [f"    {json.dumps(name)}: {json.dumps(layer)}" for name, layer in layers.items()]
         return "\n".join(["{", *lines, '  "layers": {', ",\n".join(rows), "  }", "}", ""])
 
     @staticmethod
@@ -136,11 +150,12 @@ class Plan:
             raise PlanError(f"{where} has schema {data['schema']!r}; this version of parplan reads {SCHEMA!r}")
         found = read_fields(data, _PLAN, where, PlanError)
         layers = {
-            name: Strategy(**read_fields(entry, _STRATEGY, f"{where}: {name}", PlanError))
+            name: read_fields(entry, (*_STRATEGY, _NOTE), f"{where}: {name}", PlanError)
             for name, entry in found.pop("layers").items()
         }
+        notes = {name: layer.pop("note", "") for name, layer in layers.items()}
         del found["schema"]
-        return Plan(**found, layers=layers)
+        return Plan(**found, layers={name: Strategy(**layer) for name, layer in layers.items()}, notes=notes)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -159,13 +174,14 @@ def _no_plan(where: str, why: str) -> PlanError:
 
 def _to_dict(strategy: Strategy) -> dict[str, Any]:
     """The fields in their order; no update period means the default. Many devices are written as ranges, "0-127"."""
-    found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    found = {one.name: getattr(strategy, one.name) for one in fields(strategy)}
     if len(strategy.devices) > LISTED_DEVICES:
         found["devices"] = ranges(strategy.devices)
     return {name: value for name, value in found.items() if name != "update_period" or value is not None}
 
 
 _AXIS = text("axis")
+_NOTE = text("note").optional()
 _PLAN = (
     text("schema"),
     text("model"),
@@ -174,6 +190,7 @@ _PLAN = (
     count("devices"),
     choice("rules", RULES),
     choice("scheme", Scheme).optional(),
+    _NOTE,
     table("layers", "an object with a strategy for every layer"),
 )
 _STRATEGY = (

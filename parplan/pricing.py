@@ -89,7 +89,10 @@ class Pricing:
         """The best costs there are, and what the reader must know about them."""
         precision, optimizer = self.request.precision, self.request.optimizer
         measured = self._measured(graph, self.device) if self.measure and self.device is not None else ()
-        known = known_costs(graph, self.cluster, device=self.device, precision=precision, optimizer=optimizer)
+        known = known_costs(
+            graph, self.cluster, device=self.device, precision=precision, optimizer=optimizer,
+            as_profiled=self.request.as_profiled,
+        )  # fmt: skip
         return known.costs, (*rate_notes(self.cluster, precision), *known.notes, *measured)
 
     def _measured(self, graph: LayerGraph, device: torch.device) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_the_text_of_a_plan() -> None:
 def test_the_text_is_read_back() -> None:
     assert Plan.from_json(TEXT) == PLAN
     assert list(Plan.from_json(TEXT).layers) == ["conv1", "fc6", "loss"]
+
+
+def test_notes_are_kept_where_they_were_written() -> None:
+    noted = replace(PLAN, note="as of the review", notes={"fc6": 'half "sharded"', "loss": ""})
+    text = noted.to_json()
+    assert '  "note": "as of the review",\n' in text
+    assert '"update_period": 2, "note": "half \\"sharded\\""}' in text
+    assert text.count("note") == 2
+    assert Plan.from_json(text) == noted
+    changed = noted.with_layers({"fc6": Strategy()})
+    assert (changed.note, dict(changed.notes)) == (noted.note, {"fc6": 'half "sharded"'})
+
+
+def test_a_note_on_no_layer_is_refused() -> None:
+    with pytest.raises(PlanError, match="a note on 'fc9' and no such layer"):
+        replace(PLAN, notes={"fc9": "gone"})
 
 
 def test_a_plan_is_kept_in_a_file(tmp_path: Path) -> None:

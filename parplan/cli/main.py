@@ -1,8 +1,8 @@
 """The command line: `parplan analyze` plans and explains, `parplan verify` checks a plan's numbers, and so on.
 
 Nothing heavy is imported before a command needs it, so that `--help`, `--version` and typing errors answer at once.
-Exit codes: 0 done; 1 a verification found a difference, or the doctor something broken; 2 refused, and one message
-says why; 70 a bug of parplan; 130 interrupted; 141 nobody reads the output any more.
+Exit codes: 0 done; 1 a verification, a diff or a check found a difference, or the doctor something broken; 2 refused,
+and one message says why; 70 a bug of parplan; 130 interrupted; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -129,8 +129,16 @@ def _drop_stdout() -> None:
 
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.files import check_writable, write_files
+    from parplan.planner.decision import Seconds
 
     began = time.perf_counter()
+    kept = None
+    if options.check is not None:
+        from parplan.report.saved import load_plan_or_report
+
+        kept = load_plan_or_report(options.check)
+        if kept.report is None:
+            raise ParplanError(f"--check {options.check} is a plan; name a report that --json wrote, which has a step")
     if options.out and options.out == options.json:
         raise ParplanError(f"--out and --json both name {options.out}; give each a file of its own")
     for option, path in (("--out", options.out), ("--json", options.json)):
@@ -140,6 +148,8 @@ def _analyze(options: argparse.Namespace) -> int:
     decision = _decide(options, plan, _pins(options, plan))
     seconds, total_s = decision.seconds, time.perf_counter() - began
     decision = replace(decision, seconds=replace(seconds, start=max(0.0, total_s - seconds.total), total=total_s))
+    if options.as_profiled:  # no figure of this moment
+        decision = replace(decision, seconds=Seconds(0.0, 0.0, 0.0, 0.0), proof=replace(decision.proof, seconds=0.0))
     texts = {options.out: decision.plan.to_json()} if options.out else {}
     if options.json:
         from parplan.report.as_json import to_json
@@ -160,7 +170,34 @@ def _analyze(options: argparse.Namespace) -> int:
             text = f"Plan written to {options.out}{check}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    _write(json_alone or _printed(report))
+    if kept is None:
+        _write(json_alone or _printed(report))
+        return DONE
+    from parplan.cli.reports import check
+
+    answer = check(kept, decision, options.check_tolerance)
+    if json_alone:
+        _write(json_alone)
+        print(_printed(answer.write), end="", file=sys.stderr)
+    else:
+        _write(_printed(answer.write))
+    return DONE if answer.good else DIFFERS
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from parplan.cli.options import DiffOptions
+    from parplan.cli.reports import diff
+
+    target, named = TargetOptions(**chosen(TargetOptions, options)), DiffOptions(**chosen(DiffOptions, options))
+    answer = diff(options.first, options.second, target, named)
+    _write(_printed(answer.write))
+    return DONE if answer.good else DIFFERS
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from parplan.cli.reports import explain
+
+    _write(_printed(explain(options.report, options.layer).write))
     return DONE
 
 
@@ -192,7 +229,7 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
         from parplan import api
 
         if options.profile_graph is not None:
-            for name in ("measure", "precision"):  # of a model, and known not to be given
+            for name in ("measure", "as_profiled", "precision"):  # of a model, and known not to be given
                 del keywords[name]
             return api.analyze_profile(options.profile_graph, batch=options.batch, progress=progress, **keywords)
         progress.phase("load")
@@ -323,6 +360,8 @@ _COMMANDS = {
     "verify": _verify,
     "profile": _profile,
     "run-report": _run_report,
+    "diff": _diff,
+    "explain": _explain,
     "presets": _presets,
     "doctor": _doctor,
 }

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parplan import __version__
 from parplan.cost_models.optimizers import OPTIMIZER_STATES
 from parplan.errors import ParplanError
-from parplan.planner.option_fields import add_options, device_count, option, positive, whole_number
+from parplan.planner.option_fields import (
+    add_options,
+    device_count,
+    memory_bytes,
+    option,
+    percentage,
+    positive,
+    whole_number,
+)
 from parplan.planner.request import PlanOptions
 
 if TYPE_CHECKING:
     from parplan.target import Target
 
-__all__ = ["ProfileOptions", "RunOptions", "TargetOptions", "parse"]
+__all__ = ["DiffOptions", "ProfileOptions", "RunOptions", "TargetOptions", "parse"]
 
 TARGETS = """
 TARGET is one of
@@ -38,7 +46,9 @@ checks its numbers, and measures what it costs.
   parplan analyze model.py --gpus 4 --out plan.json   and keep the plan
   parplan verify model.py --plan plan.json            the plain model's numbers?
   parplan profile model.py --devices 2                measure what plans cost
-  parplan run-report model.py --devices 2             predicted and measured"""
+  parplan run-report model.py --devices 2             predicted and measured
+  parplan explain report.json LAYER                   why this strategy
+  parplan diff old.json new.json                      two plans or reports"""
 
 ANALYZE = f"""\
 Finds the fastest plan for a model on some GPUs and says why.
@@ -65,6 +75,26 @@ examples:
   parplan verify model.py --devices 3         the plan parplan chooses
   parplan verify model.py --plan plan.json    a plan of yours
 A few of the example samples are run (two for every replica), or --batch of them."""
+
+
+DIFF = f"""\
+Says how two plans, or the plans of two reports, differ, in groups of layers,
+and what that costs: as the reports say, and with TARGET as both plans are
+priced now. Exits with 1 if they do not run alike.
+{TARGETS}
+
+examples:
+  parplan diff old.json new.json
+  parplan diff plan.json edited.json model.py --gpu k20"""
+
+
+EXPLAIN = """\
+Says why a layer of a report has its strategy: every other one with its price,
+and the rule or the cost that decides.
+
+example:
+  parplan analyze model.py --gpus 4 --json report.json
+  parplan explain report.json fc6"""
 
 
 PRESETS = """\
@@ -174,6 +204,18 @@ class ProfileOptions:
     imported: str | None = option(None, "add what somebody exported", flag="import", **FILE)
 
 
+@dataclass(frozen=True)
+class DiffOptions:
+    """The devices that `parplan diff` prices two plans for; as many as each plan has."""
+
+    gpu: str | None = option(None, "which kind (default: those that are here, else a preset)", metavar="NAME")
+    link: str | None = option(None, "what joins them (default: the GPU's usual link)", metavar="NAME")
+    cluster: str | None = option(None, "instead of these: a TOML file (docs/clusters.md)", **FILE)
+    memory_bytes: int | None = option(None, "memory of each, in GiB", flag="memory", type=memory_bytes, metavar="GIB")
+    precision: str = option("fp32", None, choices=("fp32", "tf32", "fp16", "bf16"))
+    optimizer: str = option("adam", "whose state has to fit (default: adam)", choices=tuple(OPTIMIZER_STATES))
+
+
 class _Parser(argparse.ArgumentParser):
     """Refuses as everything else here does: one message."""
 
@@ -213,7 +255,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         return options
     if options.target is not None:
         command.error(f"a model ({options.target}) and --profile-graph {file} are both given; leave out one")
-    given = {"--measure": options.measure, "--input": options.input, "--precision": options.precision != "fp32"}
+    given = {
+        "--measure": options.measure,
+        "--as-profiled": options.as_profiled,
+        "--input": options.input,
+        "--precision": options.precision != "fp32",
+    }
     if options.batch == "auto":
         command.error(f"--batch auto needs a model, and the times of {file} are of one batch; say --batch N")
     for name in (name for name, is_given in given.items() if is_given):
@@ -230,6 +277,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     helps = {
         "analyze": ("find, prove and explain a plan", ANALYZE),
         "verify": ("compare a plan's numbers", VERIFY),
+        "diff": ("compare two plans or reports", DIFF),
+        "explain": ("say why a layer has its strategy", EXPLAIN),
         "presets": ("list devices and links known by name", PRESETS),
         "profile": ("measure what plans cost here", PROFILE),
         "run-report": ("run a plan and look back", RUN_REPORT),
@@ -238,11 +287,17 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     found: dict[str, _Parser] = {
         name: commands.add_parser(name, help=line, description=text, **style) for name, (line, text) in helps.items()
     }
-    analyze, verify, presets, profile, run, doctor = found.values()
+    analyze, verify, diff, explain, presets, profile, run, doctor = found.values()
+    diff.add_argument("first", metavar="A", help="a plan or a report, as JSON")
+    diff.add_argument("second", metavar="B", help="another one")
+    _add_target(diff, nargs="?")
+    add_options(diff, DiffOptions)
+    explain.add_argument("report", metavar="REPORT", help="a report that `parplan analyze --json` wrote")
+    explain.add_argument("layer", metavar="LAYER", help="its name, or the end of it")
     _add_target(profile, nargs="?")
     add_options(profile, ProfileOptions)
     presets.add_argument("--json", help=f"the same {JSON}", **FILE)
-    for command in (presets, doctor):
+    for command in (explain, presets, doctor):
         command.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     pins_file: dict[str, Any] = {
@@ -258,6 +313,10 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     group = analyze.add_argument_group("what to write")
     group.add_argument("--out", help="the plan, as JSON", **FILE)
     group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
+    group.add_argument("--check", help="compare with a report that was kept instead of printing this one; exits with 1 "
+                       "if the plan changed or the step got slower", **FILE)  # fmt: skip
+    group.add_argument("--check-tolerance", type=percentage, default=0.05, metavar="X",
+                       help="how much slower the step may be, 5%% or 0.05 (default: 5%%)")  # fmt: skip
     much = group.add_mutually_exclusive_group()
     much.add_argument("--summary", action="store_true", help="only the verdict and the groups of layers")
     much.add_argument("--full", action="store_true", help="everything, with a line for every layer")
@@ -273,7 +332,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     add_options(run, RunOptions)
     run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
     run.add_argument("--full", action="store_true", help="a line for every layer; else long models are folded")
-    return parser, {name: found[name] for name in ("run-report", "analyze", "verify", "presets", "profile", "doctor")}
+    return parser, found
 
 
 def _add_target(command: _Parser, nargs: str | None = None, **changes: Mapping[str, Any]) -> None:

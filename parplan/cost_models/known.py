@@ -42,12 +42,14 @@ def known_costs(
     device: torch.device | None = None,
     precision: str = "fp32",
     optimizer: str = "adam",
+    as_profiled: bool = False,
     store: ProfileStore | None = None,
 ) -> KnownCosts:
     """Costs of `graph` on `cluster`.
 
     Args:
         device: a device of the cluster that is here; None when none is: then all costs are estimates.
+        as_profiled: at the median speed that the device had while it was measured, whatever it has now.
         store: default: the user's own, for reading.
 
     Raises:
@@ -71,10 +73,12 @@ def known_costs(
                 profiles[busy] = profile
     if not profiles:
         return KnownCosts(roofline, tuple(stored.mismatches(current_conditions(device, cluster.count))))
-    now_s = Reference(device).seconds(9)
+    measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)
+    then = [measurement.reference_s for measurement in measured if measurement.reference_s > 0]
+    then_s = median_high(then) if then else 0.0
+    now_s = then_s if as_profiled else Reference(device).seconds(9)
     reference_s, given = now_s if device.type == "cpu" else 0.0, {"precision": precision, "optimizer": optimizer}
     costs = profiled_costs(graph, cluster, profiles, backend=backend, reference_s=reference_s, **given)
-    measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)
     last = max((measurement.when for measurement in measured), default="")
     day = f", the last on {last[:10]}" if last else ""
     missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
@@ -85,8 +89,9 @@ def known_costs(
             f"Measured with {busiest} device{'s' if busiest > 1 else ''} at work, planned for {cluster.count}: "
             f"`parplan profile TARGET --devices {cluster.count}` measures those."
         )
-    then = [measurement.reference_s for measurement in measured if measurement.reference_s > 0]
-    ratio = now_s / median_high(then) if then else 1.0
+    if as_profiled:
+        notes.append("Times are those of the profile (--as-profiled): how fast the device is now is left out.")
+    ratio = now_s / then_s if then else 1.0
     if abs(ratio - 1) > DRIFT:
         speed = f"{max(ratio, 1 / ratio):.2f} x {'slower' if ratio > 1 else 'faster'}"
         notes.append(f"The reference kernel is {speed} now than when the profile was measured.")

@@ -14,7 +14,7 @@ from typing import Any
 from parplan.cluster import MOST_DEVICES
 
 __all__ = [
-    "add_options", "chosen", "device_count", "gpu_count", "memory_bytes", "option", "positive", "share",
+    "add_options", "chosen", "device_count", "gpu_count", "memory_bytes", "option", "percentage", "positive", "share",
     "whole_number",
 ]  # fmt: skip
 
@@ -102,6 +102,18 @@ def share(text: str) -> float:
         value = math.nan
     if not 0 <= value < 1:
         raise ArgumentTypeError(f"{text} is not a share from 0 up to 1, such as 0.01")
+    return value
+
+
+def percentage(text: str) -> float:
+    """A share from 0 on, written 0.05 or 5%."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text} is not a share from 0 on, such as 5% or 0.05")
     return value
 
 

@@ -67,6 +67,10 @@ class PlanOptions:
         "each at a time (default: as is fastest)", choices=("auto", "gather", "broadcast", "interleave"),
     )  # fmt: skip
     measure: bool = option(False, "time the layers on the device that is here")
+    as_profiled: bool = option(
+        False, "use measured times at the speed that the device had when they were measured, whatever it has now, so "
+        "that two runs print the same",
+    )  # fmt: skip
     time_limit_s: float = option(
         60.0, "seconds for the solver (default: 60); then the best plan found, with its gap", flag="time-limit",
         type=positive, metavar="S",

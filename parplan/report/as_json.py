@@ -61,6 +61,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "batches": [{**_record(one), "samples_per_s": one.samples_per_s or None} for one in decision.batches],
         "beside": _plain(decision.branches),
         "advice": decision.advice,
+        "advised": decision.advised,
         "proof": _record(decision.proof, "given", "equal_parts"),
         "seconds": _record(decision.seconds),
     }

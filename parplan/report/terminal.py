@@ -48,6 +48,8 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     elif cluster.count > 1:
         memory = [f"{memory[0]} each"]
     page.paragraph(f"{cluster.describe()}; {', '.join(memory)}; {plan.rules} rules")
+    if plan.note:
+        page.paragraph(plan.note, first="Note: ", first_style="bold")
     for note in decision.notes:
         page.paragraph(note, style="yellow")
     # Layers in front of the passes run once: their update periods mean nothing.
@@ -60,7 +62,7 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     if detail is Detail.SUMMARY:
         return
     full = detail is Detail.FULL
-    print_origin(page, decision, mixed=print_layers(page, layers, decision.prediction.step_s, full))
+    print_origin(page, decision, mixed=print_layers(page, layers, decision.prediction.step_s, full, plan.notes))
     print_prediction(page, decision)
     if decision.branches is not None:
         print_branches(page, decision.branches, decision.prediction.step_s)
@@ -72,5 +74,6 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
         print_pins(page, decision.pins)
     print_baselines(page, decision)
     print_proof(page, decision)
-    page.blank()
-    print_seconds(page, decision.seconds)
+    if decision.seconds.total > 0:
+        page.blank()
+        print_seconds(page, decision.seconds)

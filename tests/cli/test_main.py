@@ -94,7 +94,8 @@ def test_defaults_reach_the_planner(model: str, calls: Calls) -> None:
     assert given == {
         "module": "Net", "shape": (8, 6), "kwargs": {}, "batch": None, "gpus": None, "gpu": None, "link": None,
         "cluster": None, "rules": "default", "scheme": "auto",
-        "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "time_limit_s": 60.0,
+        "precision": "fp32", "optimizer": "adam", "memory_bytes": None, "measure": False, "as_profiled": False,
+        "time_limit_s": 60.0,
         "tolerance": 0.01,
         "plan": None, "pins": (), "notes": (), "name": "Net",
     }  # fmt: skip
@@ -113,6 +114,7 @@ OPTIONS = [
     ("--optimizer sgd", "optimizer", "sgd"),
     ("--memory 1.5", "memory_bytes", 3 * 2**29),
     ("--measure", "measure", True),
+    ("--as-profiled", "as_profiled", True),
     ("--time-limit 2.5", "time_limit_s", 2.5),
     ("--batch 64", "shape", (64, 6)),
     ("--batch auto", "batch", "auto"),
@@ -219,7 +221,10 @@ def test_an_interrupt_that_a_library_swallows_is_no_bug(
 
 USAGE = [
     ("", "say what to do, such as parplan analyze TARGET; commands are "),
-    ("plan net.py", "plan is no command; commands are run-report, analyze, verify, presets, profile, doctor"),
+    (
+        "xyz net.py",
+        "xyz is no command; commands are analyze, verify, diff, explain, presets, profile, run-report, doctor",
+    ),
     ("anlyze net.py", "anlyze is no command; did you mean analyze? (see `parplan --help`)"),
     ("analyze nowhere.py --gpus 0", "--gpus 0: a plan needs at least 1 device"),
     ("analyze nowhere.py --gpu a200", "there is no device preset 'a200' (did you mean"),
@@ -242,6 +247,11 @@ USAGE = [
     ("analyze net.py --precision fp8", "argument --precision: invalid choice: 'fp8'"),
     ("analyze net.py --batch 0", "argument --batch: 0 is not a whole number of at least 1"),
     ("analyze net.py --batch 1.5", "argument --batch: 1.5 is not a whole number of at least 1, nor auto"),
+    ("analyze net.py --check-tolerance x%", "argument --check-tolerance: x% is not a share from 0 on"),
+    ("analyze net.py --check none.json", "cannot read the report none.json"),
+    ("analyze --profile-graph a.profile --as-profiled", "--as-profiled needs a model"),
+    ("diff net.py net.py", "net.py is neither a plan nor a report: it is not JSON"),
+    ("explain net.py fc", "net.py is neither a plan nor a report: it is not JSON"),
     ("analyze net.py --memory 0", "argument --memory: 0 is not a number above 0"),
     ("analyze net.py --time-limit inf", "argument --time-limit: inf is not a number above 0"),
     ("analyze net.py --out nowhere/plan.json", "--out nowhere/plan.json: there is no folder"),

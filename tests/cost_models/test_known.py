@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def keep(store: ProfileStore, conditions: Conditions, profile: SessionProfile, o
     store.put(group(conditions, *profile.all(), origin=origin))
 
 
-def known(store: ProfileStore, devices: int = 2, **options: str) -> KnownCosts:
+def known(store: ProfileStore, devices: int = 2, **options: Any) -> KnownCosts:
     return known_costs(perceptron(), this_cluster(devices, CPU), device=CPU, store=store, **options)
 
 
@@ -117,6 +118,18 @@ def test_a_device_that_runs_slower_now_is_scaled_and_said(store: ProfileStore) -
     assert "The reference kernel is 1.25 x slower now than when the profile was measured." in found.notes
     layer = perceptron().layers["2"]
     assert found.costs.layer(layer, TWO).forward_s == pytest.approx(1.25, rel=0.02)  # and the slower of two
+
+
+def test_as_profiled_the_device_is_as_fast_as_it_was(store: ProfileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(store, current_conditions(CPU, 2), parts(reference_s=1.6e-3))
+    layer, costs = perceptron().layers["2"], []
+    for now_s in (2e-3, 8e-3):
+        monkeypatch.setattr(Reference, "seconds", lambda self, runs=9, now_s=now_s: now_s)
+        found = known(store, as_profiled=True)
+        assert "(--as-profiled)" in said(found)
+        assert "reference kernel is" not in said(found)
+        costs.append(found.costs.layer(layer, TWO))
+    assert costs[0] == costs[1]
 
 
 @pytest.mark.parametrize(("then_s", "words"), [(2.5e-3, "1.25 x faster now"), (1.9e-3, ""), (0.0, "")])

@@ -19,8 +19,8 @@ from parplan.planner.option_fields import chosen
 from parplan.planner.request import PlanOptions, PlanRequest
 
 FIELDS = {field.name: field for field in fields(PlanOptions)}
-OF_A_MODEL = {"measure", "precision"}
-OF_DEVICES = {"gpus", "gpu", "link", "cluster", "memory_bytes", "measure"}
+OF_A_MODEL = {"measure", "as_profiled", "precision"}
+OF_DEVICES = {"gpus", "gpu", "link", "cluster", "memory_bytes", "measure", "as_profiled"}
 
 
 @pytest.mark.parametrize(

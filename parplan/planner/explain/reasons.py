@@ -18,6 +18,8 @@ from parplan.planner.solver.problem import evaluate
 
 __all__ = ["against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
+NO_OTHER_WAY = "the rules leave no other way on these devices"
+
 
 def with_reasons(
     layers: Sequence[LayerReport], graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
@@ -31,9 +33,12 @@ def with_reasons(
             tried[node] = change.strategy
         return evaluate(problem, tried).feasible
 
+    passes = formulation.parts.shape.passes
+
     def reason(name: str, found: Sequence[Alternative]) -> str:
         if not found:
-            return only_way(graph.layers[name])
+            why = only_way(graph.layers[name])
+            return f"plans in {passes} passes leave it no other way" if passes > 1 and why == NO_OTHER_WAY else why
         best = next((one for one in found if one.fits), None)
         if best is None:
             return "every other way needs more memory than there is"
@@ -92,7 +97,7 @@ def only_way(layer: Layer) -> str:
         return f"parplan does not know how {' and '.join(unknown)} treats samples, so it runs whole"
     if whole:
         return "its samples depend on each other and it has no axis to cut"
-    return "the rules leave no other way on these devices"
+    return NO_OTHER_WAY
 
 
 def against(change: Alternative) -> str:

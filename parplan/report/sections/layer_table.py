@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from parplan.cost_models.costs import Source
 from parplan.plan import Strategy
@@ -29,8 +29,17 @@ def sources(layers: Sequence[LayerReport]) -> list[Source]:
     return [source for source in Source if source in present]
 
 
-def print_layers(page: Page, layers: Sequence[LayerReport], step_s: float, full: bool = False) -> bool:
-    """Print the table; `full` gives every layer its own line. Tell whether a line has several sources (a "+")."""
+def print_layers(
+    page: Page, layers: Sequence[LayerReport], step_s: float, full: bool = False, notes: Mapping[str, str] | None = None
+) -> bool:
+    """Print the table; tell whether a line has several sources (a "+").
+
+    Args:
+        step_s: of the plan.
+        full: give every layer its own line.
+        notes: remarks of a person's by layer name.
+    """
+    noted = notes or {}
     groups = group_layers(layers, None if full else LIMIT)
     lines = [line for group in groups for line in group.rows]
     times = units.time_column(line.total(figure) for line in lines for figure in TIMES.values())
@@ -52,6 +61,10 @@ def print_layers(page: Page, layers: Sequence[LayerReport], step_s: float, full:
             Styled("; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else ""))), "dim"),
             Styled(f"copies {line.copies}" if line.copies else "", "magenta"),
             Styled(f"bends {line.bends}" if line.bends else "", "yellow"),
+        ]
+        said = [(layer.name, noted[layer.name]) for layer in line.layers if layer.name in noted]
+        remarks += [
+            Styled(f"note: {text}" if len(line.layers) == 1 else f"note on {name}: {text}") for name, text in said
         ]
         return TableRow(line.label, cells, remarks, heading=heading(group) if line is group.rows[0] else None)
 
