@@ -99,6 +99,9 @@ def conditions(decision: Decision) -> list[str]:
         some = "runs branches at the same time on blocks of the first devices, or one after another"
         wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")
     wants += [f"splits its {decision.proof.alike} alike"] * bool(decision.proof.alike)
+    step_s = decision.prediction.step_s
+    if any(one.batch_norm_s > 0 and (one.step_s or step_s) < step_s for one in decision.baselines):
+        wants.append("has batch norm over the whole batch")
     return wants + ["splits the batch evenly"] * decision.proof.equal_parts
 
 

@@ -78,7 +78,7 @@ def kind_of_plan(decision: Decision) -> str:
     if len(ways) > 1:
         for way, names in [*ways.items()][:3]:
             parts.append(f"{way} of {', '.join(names) if len(names) <= NAMED else f'{len(names)} layers'}")
-        parts += [f"{len(ways) - 3} more ways"] * (len(ways) > 3)
+        parts += [units.counted(len(ways) - 3, "more way")] * (len(ways) > 3)
     elif most_replicas * most_shards > 1:
         parts = [f"{next(iter(ways))} of every layer{' with weights' if layers[0].parameters else ''}"]
     if decision.passes is not None and decision.passes.count > 1:
@@ -133,8 +133,11 @@ def _proof(decision: Decision) -> str:
     proof, pins = decision.proof, " with these pins" if decision.pins else ""
     known = math.isfinite(proof.gap)
     if proof.status == "OPTIMAL":
-        limited = " under the conditions below" if conditions(decision) else ""
-        return f"Proven{limited}: no plan{pins} is faster under these costs"
+        wants = conditions(decision)
+        which = f" that {wants[0]}" if len(wants) == 1 else ""
+        limited = " under the conditions below" if len(wants) > 1 else ""
+        than = " than the one below" if decision.advised else ""
+        return f"Proven{limited}: no plan{pins}{which} is faster{than} under these costs"
     if proof.status != "FEASIBLE":
         return "Nothing is proven about other plans"
     if proof.given:
@@ -169,7 +172,9 @@ def print_groups(page: Page, layers: Sequence[LayerReport], every: bool = False)
     if len(shown) < len(groups):
         left = groups[len(shown) :]
         layers_left = units.counted(sum(group.count for group in left), "layer")
-        page.paragraph(f"... and {len(left)} more groups, {layers_left}; `--full` lists them.", 2, "dim")
+        page.paragraph(
+            f"... and {units.counted(len(left), 'more group')}, {layers_left}; `--full` lists them.", 2, "dim"
+        )
 
 
 def group_line(group: StrategyGroup) -> str:

@@ -1,0 +1,160 @@
+"""The verdict: what to use, how fast, fit and proof, in the first lines and without a claim that is not made below."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parplan.cost_models.costs import Source
+from parplan.plan import Strategy
+from parplan.planner.decision import ANY_BLOCK, BRANCHES, ConcurrentBranches, Decision, LayerReport, Proof, Simpler
+from parplan.report.sections.verdict import kind_of_plan
+from parplan.report.terminal import Detail
+from tests.report.decisions import DATA, HYBRID, ONE, SHARDED, alexnet, alone, chained, facts, pinned, schemes
+from tests.report.golden import printed
+
+
+def verdict(decision: Decision) -> str:
+    """The text in front of the first empty line."""
+    return " ".join(printed(decision, 80).partition("\n\n")[0].split())
+
+
+def of(*strategies: Strategy) -> Decision:
+    """Linear layers with these strategies, each with a layer without weights behind it."""
+    layers: list[LayerReport] = []
+    for index, strategy in enumerate(strategies):
+        layers += [facts(f"fc{index}", "linear", strategy, 1.0, ""), facts(f"relu{index}", "relu", ONE, 0.1, "")]
+    return replace(alexnet(), layers=chained(layers), passes=None)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "words"),
+    [
+        ((ONE,), "one device"),
+        ((ONE, Strategy(devices=(1,))), "whole layers on 2 devices"),
+        ((DATA, DATA), "data parallel, 4 replicas of every layer with weights"),
+        ((SHARDED, replace(SHARDED, axis="in-features")), "model parallel, 4 shards of every layer with weights"),
+        ((HYBRID,), "a hybrid, 2 replicas x 2 shards of every layer with weights"),
+        ((DATA, DATA, SHARDED), "a hybrid, 4 replicas of fc0, fc1; 4 shards of fc2"),
+        ((DATA,) * 4 + (ONE,), "data parallel, 4 replicas of 4 layers; one device of fc4"),
+        ((DATA, SHARDED, HYBRID, ONE, ONE),
+         "a hybrid, 4 replicas of fc0; 4 shards of fc1; 2 replicas x 2 shards of fc2; 1 more way"),
+    ],
+)  # fmt: skip
+def test_kinds_of_plans(strategies: tuple[Strategy, ...], words: str) -> None:
+    assert kind_of_plan(of(*strategies)) == words
+
+
+def test_passes_and_branches_are_named() -> None:
+    from parplan.plan import Scheme
+    from parplan.planner.decision import Phase
+
+    passes = schemes(alexnet().prediction.step_s, Scheme.INTERLEAVE)
+    branches = ConcurrentBranches((Phase((), 0.1),))
+    kind = kind_of_plan(replace(alexnet(), passes=passes, branches=branches))
+    assert kind.startswith("a hybrid in 4 passes with branches at the same time, 4 replicas of 5 layers; 4 shards of")
+
+
+def test_this_plan_is_compared_with_one_device_and_the_best_by_hand() -> None:
+    text = verdict(alexnet())
+    assert text.startswith(
+        "Use this plan on all 4 devices: a hybrid, 4 replicas of 5 layers; 4 shards of fc6, fc7, fc8."
+    )
+    assert "Speed, estimated: 18.65 ms a step, 27,459 samples/s, 3.43 x one device, 1.00 x the best by hand " in text
+    assert "Fits: 3.21 GiB of 15.0 GiB on the fullest device (21 %)." in text
+
+
+def test_what_is_advised_instead_is_what_the_figures_are_of() -> None:
+    decision = alexnet()
+    advice = "Use plain data parallel on 4 devices: within 3% of the best plan, no plan needed."
+    text = verdict(replace(decision, advised="pure data parallel", advice=advice))
+    assert text.startswith(advice)
+    assert "samples/s, 2.95 x one device; the plan below, a hybrid, takes 18.65 ms, 1.16 x" in text
+    assert "Fits: 3.00 GiB of 15.0 GiB" in text
+    assert "no plan is faster than the one below" in text
+
+
+def test_a_baseline_that_is_the_plan_says_so_and_what_batch_norm_makes_of_it() -> None:
+    decision = alexnet()
+    one, data, *others = decision.baselines
+    step_s = decision.prediction.step_s
+    for norm_s, words in ((0.0, "the plan below is the same."), (
+        1e-3, "the plan below is the same, with batch norm over the whole batch, 18.65 ms."
+    )):  # fmt: skip
+        same = replace(data, step_s=step_s - norm_s, plan=decision.plan, batch_norm_s=norm_s)
+        text = verdict(replace(decision, advised=same.name, baselines=(one, same, *others)))
+        assert words in text
+        assert ("no plan that has batch norm over the whole batch is faster" in text) is (norm_s > 0)
+
+
+@pytest.mark.parametrize(("source", "words"), [
+    (Source.MEASURED, "Speed, from times measured here:"), (Source.SHIPPED, "Speed, from times measured elsewhere:"),
+    (Source.ESTIMATED, "Speed, estimated:"),
+])  # fmt: skip
+def test_the_speed_says_what_it_rests_on(source: Source, words: str) -> None:
+    first, *others = alexnet().layers
+    layers = (replace(first, source=source), *(replace(layer, source=Source.MEASURED) for layer in others))
+    assert words in verdict(replace(alexnet(), layers=layers))
+
+
+def test_too_much_memory_is_no_fit() -> None:
+    step = alexnet().prediction
+    text = verdict(replace(alexnet(), prediction=replace(step, memory_bytes=(16 * 2**30,) * 4)))
+    assert "Does not fit: 16.0 GiB of 15.0 GiB on the fullest device (107 %)." in text
+
+
+STEP_S = alexnet().prediction.step_s
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)), "Proven: no plan is faster under"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1), "Proven: no plan that has its layers on the first devices is faster"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True), "Proven under the conditions below: no plan is"),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1), "Not proven: another plan could be faster by up to 10 %."),
+        (Proof("FEASIBLE", STEP_S, float("-inf"), float("inf"), 1), "Not proven: no bound was found."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, given=True), "Not proven, a plan of yours: another one is or"),
+        (Proof("FEASIBLE", STEP_S, 0.99 * STEP_S, 0.01, 1, simpler=Simpler(0.99 * STEP_S, 4, 2)),
+         "Proven within 1.0 % of the fastest plan, 18.46 ms, and simpler."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, simpler=Simpler(0.99 * STEP_S, 4, 2)),
+         "Not proven: within 1.0 % of the fastest plan found, 18.46 ms, and simpler."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, by_simulation=True), "Not proven: the shortest simulated"),
+        (Proof("GIVEN", STEP_S, float("-inf"), float("inf"), 0), "Nothing is proven about other plans."),
+    ],
+)  # fmt: skip
+def test_the_proof_in_a_few_words(proof: Proof, words: str) -> None:
+    assert words in verdict(replace(alexnet(), proof=proof))
+
+
+def test_pins_limit_the_proof() -> None:
+    assert "no plan with these pins is faster" in verdict(pinned())
+
+
+@pytest.mark.parametrize("make", [alexnet, alone, pinned])
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_the_first_screen_has_verdict_and_groups(make: object, width: int) -> None:
+    assert callable(make)
+    lines = printed(make(), width, detail=Detail.SUMMARY).splitlines()
+    assert len(lines) <= 24 + 6 * (width == 50)
+    assert printed(make(), width).startswith("\n".join(lines))
+
+
+@pytest.mark.parametrize("detail", list(Detail))
+@pytest.mark.parametrize(
+    "name", ["\x1b[31mred\x1b[0m", "a\nb\rc", "\u202egnihtyna", "x" * 10_000, "[bold]b[/bold]", ""]
+)
+def test_hostile_names_are_text_on_the_terminal(name: str, detail: Detail) -> None:
+    decision = alexnet()
+    first, second, *others = decision.layers
+    layers = (replace(first, name=name, why=name), replace(second, inputs=(name,)), *others)
+    plan = replace(
+        decision.plan, model=name, note=name, notes={name: name},
+        layers={layer.name: layer.strategy for layer in layers},
+    )  # fmt: skip
+    shown = replace(decision, layers=layers, plan=plan, notes=(name,), advice=name, advised="pure data parallel")
+    text = printed(shown, 80, detail=detail)
+    assert not set(text) & {"\x1b", "\r", "\u202e"}
+    whole = f"  {name} .. pool1" if detail is Detail.DEFAULT else f"  {name}"
+    assert [line for line in text.splitlines() if len(line) > 80 and line not in (whole, f"  {name}")] == []
