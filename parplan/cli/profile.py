@@ -93,7 +93,7 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
     if outcome.left or found.left:
         parts = [f"{outcome.left} part{'s' * (outcome.left != 1)}"] * (outcome.left > 0)
         left = ", ".join([*parts, *found.left])
-        yield f"Left after --time-limit {options.time_limit:g} s: {left}; run again to go on."
+        yield f"Left after --time-limit {options.time_limit:g} s, unless known: {left}; run again to go on."
     for reason in outcome.failed[:5]:
         yield f"Not measured: {reason}"
     if len(outcome.failed) > 5:

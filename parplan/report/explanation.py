@@ -88,11 +88,12 @@ def _row(scale: units.Scale, other: Mapping[str, Any], step_s: float) -> TableRo
 
     def signed(value: float) -> str:
         figure = scale.figure(abs(value))
-        return figure if figure in ("-", "unknown") else f"{'+' if value > 0 else '-'}{figure}"
+        return figure if figure[0] in "-<u" else f"{'+' if value > 0 else '-'}{figure}"
 
     parts = [signed(other[f"{part}_s"]) for part in ("compute", "transfer", "exposed")]
     total_s = other["total_s"]
-    share = f"{'+' if total_s > 0 else '-'}{units.percent(abs(total_s) / step_s)}" if total_s and step_s else ""
+    share = units.percent(abs(total_s) / step_s) if total_s and step_s else ""
+    share = f"{'+' if total_s > 0 else '-'}{share}" if share and share[0] != "<" else share
     remark = Styled("" if other["fits"] else "does not fit", "red")
     return TableRow(_words(other), [f"{signed(total_s)} {scale.unit}", share, *parts], [remark])
 

@@ -86,6 +86,15 @@ def test_measuring_on_the_way(model: str, capsys: pytest.CaptureFixture[str]) ->
         assert parts_kept(store, 1)
 
 
+def test_the_time_limit_is_of_the_whole_command(
+    model: str, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(f"profile {model} --time-limit 0.001", capsys)
+    assert text.startswith("0 parts measured, 0 known before")
+    assert "Left after --time-limit 0.001 s, unless known: " in text
+    assert "parts, updates of adam, 1 at work, the runtime's own time, 1 at work; run again to go on." in text
+
+
 def test_listing(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     empty = run("profile", capsys)
     assert empty.startswith(f"Profile store: {own_cache / 'profiles.sqlite'} (empty)\n")

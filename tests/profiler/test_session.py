@@ -183,7 +183,17 @@ def test_progress_and_an_interrupt(file: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_out_of_time(file: Path) -> None:
-    assert profile(Perceptron().load, settings(file, time_cap_s=0.0)).outcome == Outcome(0, 0, len(distinct(1)))
+    found = profile(Perceptron().load, settings(file, time_cap_s=0.0))
+    assert found.outcome == Outcome(0, 0, len(distinct(1)))
+    assert found.left == ("updates of adam, 1 at work", "the runtime's own time, 1 at work")
+
+
+@pytest.mark.full
+def test_two_processes_agree_that_the_time_is_over(file: Path) -> None:
+    found = profile(Perceptron().load, settings(file, 2, time_cap_s=0.0))
+    assert (found.outcome.measured, found.outcome.known) == (0, 0)
+    assert found.outcome.left > 0
+    assert "the runtime's own time, 2 at work" in found.left
 
 
 @pytest.mark.full
