@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from parplan.planner.solver.problem import evaluate
 
 __all__ = ["against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
+PLACES_TRIED = 8
+"""A faster strategy that has no room is tried on so many blocks of devices."""
 NO_OTHER_WAY = "the rules leave no other way on these devices"
 
 
@@ -52,13 +55,15 @@ def with_reasons(
         index = formulation.layers[layer.name]
         if index not in listed_of:
             options, found = formulation.options[index], dict[str, Alternative]()
-            alike = sum(map(formulation.times, what_if.alike(index)))
+            alike, too_large = sum(map(formulation.times, what_if.alike(index))), Counter[str]()
             for change in alternatives(what_if, index, options, options[choice[index]]):
                 other = options[change.strategy].strategy
-                if other.describe() not in found:
+                words = other.describe()
+                if words not in found and too_large[words] < PLACES_TRIED:
                     kept = change.total_s >= 0 or fits(index, change)
                     one = Alternative(other, change.compute_s, change.transfer_s, change.exposed_s, kept, alike)
-                    found.setdefault(other.describe() if kept else f"{other.describe()}, too large", one)
+                    found.setdefault(words if kept else f"{words}, too large", one)
+                    too_large[words] += not kept
             listed_of[index] = tuple(found.values())
         listed = listed_of[index]
         refused = refusals(graph.layers[layer.name], plan.batch, plan.devices)
