@@ -53,6 +53,8 @@ def render_explanation(report: Mapping[str, Any], layer: Mapping[str, Any], cons
         rows = [_row(scale, other, step_s) for other in alternatives]
         headings = ("step", "", "compute", "transfer", "gradients")
         page.table([Column(heading) for heading in headings], rows, 40)
+        if (together := max(other["layers"] for other in alternatives)) > 1:
+            page.paragraph(f"Of {together} layers together, which repeated blocks have in common.", style="dim")
     for title, texts in (("Rules that leave out others", layer["refused"]), ("Bent", report["bends"].get(name, ()))):
         if texts:
             page.section(title)

@@ -208,7 +208,8 @@ def _local_batch_norm(formulation: Formulation) -> Problem:
     parts, nodes = formulation.parts, [*formulation.parts.nodes]
     for index, options in enumerate(formulation.options):
         if any(option.batch_norm_sync_s for option in options):
-            nodes[index] = node_parts([replace(option, batch_norm_sync_s=0.0) for option in options], parts.shape)
+            local = node_parts([replace(option, batch_norm_sync_s=0.0) for option in options], parts.shape)
+            nodes[index] = local.scaled(formulation.times(index))
     return reassembled(formulation, replace(parts, nodes=nodes))
 
 

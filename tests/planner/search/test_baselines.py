@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
+from parplan.graph.capture.capture import capture
 from parplan.planner.decide import decide
 from parplan.planner.decision import Decision
 from parplan.planner.request import PlanRequest
@@ -24,6 +27,33 @@ def test_data_parallel_has_batch_norm_per_device() -> None:
     whole_batch = decided(plan=data.plan).prediction
     assert 0 < data.batch_norm_s == pytest.approx(whole_batch.batch_norm_s)
     assert data.step_s + data.batch_norm_s == pytest.approx(whole_batch.step_s)
+
+
+class Blocks(nn.Module):
+    """33 equal blocks with a batch norm in each, planned alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(33)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x)
+        return out
+
+
+def test_repeated_blocks_count_as_often_as_they_are_there() -> None:
+    graph, cluster = capture(Blocks(), (torch.randn(32, 32),)), cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster)
+    decision = decide(graph, cluster, costs, PlanRequest())
+    assert decision.proof.alike
+    data = next(one for one in decision.baselines if one.name == "pure data parallel")
+    assert data.plan is not None
+    assert data.step_s is not None
+    whole_batch = decide(graph, cluster, costs, PlanRequest(plan=data.plan)).prediction
+    assert data.batch_norm_s == pytest.approx(whole_batch.batch_norm_s)
+    assert data.step_s + data.batch_norm_s == pytest.approx(whole_batch.step_s)
+    norm = next(layer for layer in decision.layers if layer.name == "blocks.2.1")
+    assert {other.layers for other in norm.alternatives} == {32}  # the first block takes the user's input
 
 
 def test_other_plans_and_models_without_batch_norm_pay_nothing_for_it() -> None:
