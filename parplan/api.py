@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from parplan.cost_models.devices.requested import FoundCluster
     from parplan.graph.layer_graph import LayerGraph
-    from parplan.planner.decision import Decision
     from parplan.planner.request import Listener, PlanOptions
+    from parplan.report.analysis import Analysis
     from parplan.runtime.execution.dispatch import ThreadsOption
     from parplan.runtime.module.compiled import Compiled
     from parplan.verification import Verification
@@ -57,8 +57,8 @@ def analyze(
     name: str | None = None,
     notes: Sequence[str] = (),
     progress: Listener | None = None,
-) -> Decision:
-    """Plan `model` for some GPUs (none needs to be here) and say why.
+) -> Analysis:
+    """Plan `model` for some GPUs (none needs to be here) and say why; the decision can be written as a page or drawn.
 
     Args:
         example_inputs: a tensor, or a tuple of positional arguments; its batch is the whole step's.
@@ -86,6 +86,7 @@ def analyze(
     from parplan.graph.capture.capture import capture
     from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
+    from parplan.report.analysis import Analysis
 
     started, options = time.perf_counter(), PlanOptions.of(locals())
     if batch not in (None, "auto"):
@@ -104,7 +105,7 @@ def analyze(
     captured_s = time.perf_counter() - started
     request = options.request(notes=(*notes, *found.notes), capture_s=captured_s, started=started)
     pricing = Pricing(found.cluster, request, found.device, measure, progress)
-    return pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph)
+    return Analysis.of(pricing.decided(graph) if batch is None else pricing.decided_at_best_batch(graph))
 
 
 def analyze_profile(
@@ -124,7 +125,7 @@ def analyze_profile(
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     progress: Listener | None = None,
-) -> Decision:
+) -> Analysis:
     """Plan a model that only somebody's measurements are known of (docs/profile-graph.md) and say why.
 
     Args:
@@ -141,6 +142,7 @@ def analyze_profile(
     from parplan.cost_models.layer_profile.text import load_layer_profile
     from parplan.planner.decide import decide
     from parplan.planner.request import PlanOptions
+    from parplan.report.analysis import Analysis
 
     started, options = time.perf_counter(), PlanOptions.of(locals())
     profile = load_layer_profile(file)
@@ -154,7 +156,7 @@ def analyze_profile(
         started=started,
         times_from=str(file),
     )
-    return decide(graph, found.cluster, costs, request, progress)
+    return Analysis.of(decide(graph, found.cluster, costs, request, progress))
 
 
 def compile(  # the name users know from torch.compile
@@ -207,6 +209,7 @@ def compile(  # the name users know from torch.compile
     """
     from parplan.planner.request import PlanOptions
     from parplan.pricing import Pricing
+    from parplan.report.analysis import Analysis
     from parplan.runtime.module.compiled import Compiled
 
     options = PlanOptions.of(locals())
@@ -219,7 +222,7 @@ def compile(  # the name users know from torch.compile
     def planner(graph: LayerGraph) -> Plan:
         if options.plan is not None:
             return _checked(options.plan, graph, compiled.device_count, warn=True)
-        decision = compiled.decision = pricing().decided(graph)
+        decision = compiled.decision = Analysis.of(pricing().decided(graph))
         return decision.plan
 
     compiled = Compiled(

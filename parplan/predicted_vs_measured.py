@@ -24,13 +24,18 @@ from parplan.plan import Plan
 from parplan.planner.decide import decide, predict
 from parplan.planner.decision import LayerReport, Prediction
 from parplan.planner.request import PlanRequest
-from parplan.planner.search.context import plain
+from parplan.planner.search.context import SIMULATED, plain
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.options import Option
-from parplan.planner.simulation.step_work import work_of
+from parplan.planner.simulation.list_schedule import schedule
+from parplan.planner.simulation.step_tasks import step_parts
+from parplan.planner.simulation.step_work import Work, work_of
+from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
+from parplan.report.pictures.trace import predicted_spans
 from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep
 from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
+from parplan.runtime.measurement.trace_events import TraceSpan
 
 __all__ = [
     "Learned",
@@ -82,6 +87,10 @@ class PredictedVsMeasured:
     def lines(self) -> tuple[ComparedLine, ...]:
         """Predicted beside measured: layers, transfers, the rest, and the step."""
         return replace(self.measured, expected=self.predicted.expected).lines
+
+    def trace(self) -> str:
+        """Predicted and measured below each other, as a trace for Perfetto (MeasuredStep.trace)."""
+        return replace(self.measured, expected=self.predicted.expected).trace()
 
     def __str__(self) -> str:
         return str(replace(self.measured, expected=self.predicted.expected))
@@ -169,6 +178,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         step_s=step.step_s,
         low_s=step.low_s,
         high_s=step.high_s,
+        spans=_spans(work, cluster),
     )
 
     def report(name: str, option: Option) -> LayerReport:
@@ -189,6 +199,14 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         )
 
     return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
+
+
+def _spans(work: Work, cluster: Cluster) -> tuple[TraceSpan, ...]:
+    """The simulated step; none where there are too many devices."""
+    if cluster.count > SIMULATED:
+        return ()
+    parts = step_parts(work)
+    return tuple(predicted_spans(Timeline(parts, schedule(parts), cluster.count), cluster))
 
 
 def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: Profile) -> Learned:

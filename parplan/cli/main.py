@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -84,6 +85,7 @@ def _run(argv: Sequence[str]) -> int:
         if sys.stdout is not None:
             _write("")  # the text of `--help` and `--version` is written out before they end the process
         raise
+    options.command_line = shlex.join(["parplan", *argv])
     with warnings.catch_warnings():
         if not options.verbose:  # warnings of libraries are for `--verbose`
             warnings.simplefilter("ignore")
@@ -128,6 +130,7 @@ def _drop_stdout() -> None:
 
 
 def _analyze(options: argparse.Namespace) -> int:
+    from parplan.cli.pictures import picture_paths, picture_texts
     from parplan.files import check_writable, write_files
     from parplan.planner.decision import Seconds
 
@@ -139,11 +142,14 @@ def _analyze(options: argparse.Namespace) -> int:
         kept = load_plan_or_report(options.check)
         if kept.report is None:
             raise ParplanError(f"--check {options.check} is a plan; name a report that --json wrote, which has a step")
-    if options.out and options.out == options.json:
-        raise ParplanError(f"--out and --json both name {options.out}; give each a file of its own")
-    for option, path in (("--out", options.out), ("--json", options.json)):
-        if path is not None and (option, path) != ("--json", "-"):
-            check_writable(path, option)
+    named: dict[str, str] = {}
+    for option, path in [("--out", options.out), ("--json", options.json), *picture_paths(options)]:
+        if path is None or (option, path) == ("--json", "-"):
+            continue
+        if path in named:
+            raise ParplanError(f"{named[path]} and {option} both name {path}; give each a file of its own")
+        check_writable(path, option)
+        named[path] = option
     plan = _plan(options.plan)
     decision = _decide(options, plan, _pins(options, plan))
     seconds, total_s = decision.seconds, time.perf_counter() - began
@@ -156,7 +162,8 @@ def _analyze(options: argparse.Namespace) -> int:
 
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
-    write_files(texts)
+    pictures = picture_texts(options, decision)
+    write_files({**texts, **pictures.texts})
 
     def report(console: Console) -> None:
         from parplan.report.terminal import Detail, render
@@ -169,6 +176,8 @@ def _analyze(options: argparse.Namespace) -> int:
         if options.out:
             text = f"Plan written to {options.out}{check}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
+        for line in pictures.said:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     if kept is None:
         _write(json_alone or _printed(report))
@@ -322,8 +331,11 @@ def _run_report(options: argparse.Namespace) -> int:
     from parplan.files import check_writable, write_files
     from parplan.report.progress import Progress
 
-    if options.json and options.json != "-":
-        check_writable(options.json, "--json")
+    if options.trace and options.trace == options.json:
+        raise ParplanError(f"--json and --trace both name {options.json}; give each a file of its own")
+    for option, path in (("--json", options.json), ("--trace", options.trace)):
+        if path is not None and (option, path) != ("--json", "-"):
+            check_writable(path, option)
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     plan = _plan(options.plan)
@@ -346,11 +358,14 @@ def _run_report(options: argparse.Namespace) -> int:
 
     found = report.compared
     said = title(found.measured), [*notes(found.measured), *report.learned]
-    text = to_json(found.plan, found.lines, *said) if options.json else ""
-    if options.json == "-":
-        _write(text)
+    texts = {options.json: to_json(found.plan, found.lines, *said)} if options.json else {}
+    if options.trace:
+        texts[options.trace] = found.trace()
+    json_alone = texts.pop("-", "") if options.json == "-" else ""
+    write_files(texts)
+    if json_alone:
+        _write(json_alone)
         return DONE
-    write_files({options.json: text} if options.json else {})
     _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.full)))
     return DONE
 

@@ -313,6 +313,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     group = analyze.add_argument_group("what to write")
     group.add_argument("--out", help="the plan, as JSON", **FILE)
     group.add_argument("--json", help=f"the report's facts, {JSON}", **FILE)
+    group.add_argument("--html", help="the report with pictures, as one page", **FILE)
+    group.add_argument("--svg", help="the net on the devices; the step beside it, as FILE-step.svg", **FILE)
+    group.add_argument("--trace", help="the predicted step, for Perfetto or chrome://tracing", **FILE)
     group.add_argument("--check", help="compare with a report that was kept instead of printing this one; exits with 1 "
                        "if the plan changed or the step got slower", **FILE)  # fmt: skip
     group.add_argument("--check-tolerance", type=percentage, default=0.05, metavar="X",
@@ -331,6 +334,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     _add_target(run)
     add_options(run, RunOptions)
     run.add_argument("--json", help=f"the comparison {JSON}", **FILE)
+    run.add_argument("--trace", help="the predicted and a measured step, for Perfetto or chrome://tracing", **FILE)
     run.add_argument("--full", action="store_true", help="a line for every layer; else long models are folded")
     return parser, found
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parplan.graph.layer_graph import Layer, TensorSpec
-from parplan.layout import Layout
+from parplan.layout import IntArray, Layout
 from parplan.plan import Strategy
 
 __all__ = [
@@ -187,6 +187,9 @@ class CostModel(Protocol):
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...] | None:
         """Peak bytes per device of a whole plan; None where no more is known than what its layers add up to."""
 
+    def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray | None:
+        """Bytes by phase of the step and device (memory/plan_peaks.py); None where peaks are not known either."""
+
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from one layout to another."""
 
@@ -204,4 +207,5 @@ class AdaptedCosts:
 
     def __init__(self, base: CostModel) -> None:
         self.memory, self.peaks, self.reduction = base.memory, base.peaks, base.reduction
+        self.memory_over_step = base.memory_over_step
         self.transfer, self.transfer_matrix = base.transfer, base.transfer_matrix

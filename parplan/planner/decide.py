@@ -18,7 +18,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
-from parplan.planner.decision import Baseline, Decision, Prediction, Proof, Seconds
+from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Proof, Seconds
 from parplan.planner.explain.advice import advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
@@ -207,6 +207,7 @@ def _explained(
         passes=schemes,
         branches=branches,
         advised=advised(step.step_s, by_hand),
+        priced=PricedGraph(case.graph, case.costs),
     )  # fmt: skip
 
 

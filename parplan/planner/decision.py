@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parplan.cluster import Cluster
-from parplan.cost_models.costs import Source
+from parplan.cost_models.costs import CostModel, Source
 from parplan.fields import ranges
+from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import LISTED_DEVICES, Plan, Scheme, Strategy
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PinPrice",
     "Pins",
     "Prediction",
+    "PricedGraph",
     "Proof",
     "SchemePrice",
     "Seconds",
@@ -336,6 +338,14 @@ class BatchTried:
         return self.batch / self.step_s if self.step_s else 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class PricedGraph:
+    """The graph that was planned, with the costs it was planned by: what a step is simulated and drawn from."""
+
+    graph: LayerGraph
+    costs: CostModel
+
+
 @dataclass(frozen=True)
 class Decision:
     """A plan with its prediction, its reasons, its baselines and its proof.
@@ -353,6 +363,7 @@ class Decision:
         batches: the batches this one was chosen from, smallest first; empty where it was given.
         passes: the schemes that were compared; None where all layers have equally many replicas.
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
+        priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.
     """
 
     parameters: int
@@ -374,6 +385,7 @@ class Decision:
     passes: Passes | None = None
     branches: ConcurrentBranches | None = None
     advised: str = ""
+    priced: PricedGraph | None = field(default=None, repr=False, compare=False)
 
     @property
     def speedup(self) -> float | None:

@@ -19,7 +19,8 @@ from parplan import __version__, api
 from parplan.cli.main import main
 from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
 from parplan.plan import Plan
-from parplan.planner.decision import Decision, Seconds
+from parplan.planner.decision import Seconds
+from parplan.report.analysis import Analysis
 from tests.report.decisions import alexnet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -457,4 +458,4 @@ def test_the_decision_is_what_the_real_signature_gives() -> None:
             "time_limit_s", "plan", "name", "progress", "scheme"}  # fmt: skip
     assert used <= set(inspect.signature(api.analyze).parameters)
     assert {"kwargs", "plan", "devices", "seed"} <= set(inspect.signature(api.verify).parameters)
-    assert inspect.signature(api.analyze).return_annotation == Decision.__name__
+    assert inspect.signature(api.analyze).return_annotation == Analysis.__name__

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parplan.cli.main import main
+from tests.report.pictures.test_trace import lanes
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
@@ -54,6 +55,24 @@ def test_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> N
     both = ("measured_forward_s", "measured_backward_s")
     assert sum(line[key] for line in lines for key in both) == pytest.approx(step["measured_forward_s"], rel=1e-9)
     assert {line["label"] for line in lines} >= {"0", "1", "2", "update", "runtime"}
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["one process", "processes"])
+def test_the_trace_has_predicted_and_measured_of_every_device(model: str, processes: bool) -> None:
+    command = ["run-report", model, "--devices", "2", "--steps", "2", "--trace", "step.json"]
+    assert main([*command, *["--processes"] * processes]) == 0
+    found = lanes(Path("step.json").read_text(encoding="utf-8"))
+    tracks = list(dict.fromkeys(track for track, _ in found))
+    each = [f"device {device}{end}" for device in (0, 1) for end in (" (cpu), predicted", ", measured")]
+    assert tracks == (each if processes else [*each, "process 0, measured"])
+    for device in (0, 1) if processes else ():
+        own = found[f"device {device}, measured", "compute"]
+        assert {"update", "forward", "backward"} <= {event["cat"] for event in own}
+
+
+def test_trace_and_json_need_files_of_their_own(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run-report", model, "--json", "x.json", "--trace", "x.json"]) == 2
+    assert "--json and --trace both name x.json" in capsys.readouterr().err
 
 
 def test_a_plan_of_ones_own_is_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,9 @@ class ProfileCosts:
     def peaks(self, strategies: Mapping[str, Strategy]) -> None:
         """None: a profile has no ops to simulate; layers are added up."""
 
+    def memory_over_step(self, strategies: Mapping[str, Strategy]) -> None:
+        """None, as for `peaks`."""
+
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over the replicas of each shard, bucketed."""
         nbytes = self._parameter_bytes(layer, strategy)

@@ -24,11 +24,18 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray, block_shapes
 from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
 
-__all__ = ["peaks"]
+__all__ = ["memory_over_step", "peaks"]
 
 
 def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
-    """Peak bytes on each device in a step of `program`.
+    """Peak bytes on each device in a step of `program`; arguments as for `memory_over_step`."""
+    return tuple(memory_over_step(model, program).max(axis=0).tolist())
+
+
+def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
+    """Bytes on each device in every phase of a step of `program`, shape (phases, devices); peaks are its maxima.
+
+    Moment m (cost_models/costs.py: Moments) is phase 2m + 1; in phase 2m what was computed before m travels.
 
     Args:
         model: of the graph, the optimizer and the kind of device.
@@ -39,7 +46,7 @@ def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
         if one.start < one.end:
             changes[one.start] += one.nbytes
             changes[one.end] -= one.nbytes
-    return tuple(np.cumsum(changes, axis=0).max(axis=0).tolist())
+    return np.cumsum(changes, axis=0)[:-1]
 
 
 @dataclass(frozen=True, eq=False)

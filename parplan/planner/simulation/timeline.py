@@ -22,7 +22,7 @@ on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,15 +143,23 @@ class Timeline:
         """Breakdown of one device's time."""
         own_s: dict[Kind, float] = {}
         waits_s: dict[Kind, float] = {}
-        done_s = 0.0
         for index in self._computing.get(device, ()):
             part, span = self.parts[index], self.spans[index]
-            self._waited(span.critical_predecessor, done_s, span.start_s, waits_s)
             _add(own_s, part.kind, span.end_s - span.start_s)
+        for one in self.waits(device):
+            _add(waits_s, one.kind, one.end_s - one.start_s)
+        return Spent(device, own_s, waits_s)
+
+    def waits(self, device: int) -> tuple[Activity, ...]:
+        """The activities elsewhere that a device waits for while its compute lane is empty, cut to those times."""
+        found, done_s = list[Activity](), 0.0
+        for index in self._computing.get(device, ()):
+            span = self.spans[index]
+            found += self._waited(span.critical_predecessor, done_s, span.start_s)
             done_s = max(done_s, span.end_s)
         last = max(range(len(self.spans)), key=lambda index: self.spans[index].end_s, default=NOTHING)
-        self._waited(last, done_s, self.step_s, waits_s)
-        return Spent(device, own_s, waits_s)
+        found += self._waited(last, done_s, self.step_s)
+        return tuple(sorted(found, key=lambda one: one.start_s))
 
     @cached_property
     def _computing(self) -> Mapping[int, Sequence[int]]:
@@ -163,11 +171,13 @@ class Timeline:
                     found.setdefault(resource.device, []).append(index)
         return found
 
-    def _waited(self, index: int, since_s: float, until_s: float, waits_s: dict[Kind, float]) -> None:
-        """Account for [since, until) along the critical predecessors of the task that ended last before `until`."""
+    def _waited(self, index: int, since_s: float, until_s: float) -> Iterator[Activity]:
+        """[since, until) along the critical predecessors of the task that ended last before `until`, backwards."""
         while index != NOTHING and until_s > since_s:
-            span = self.spans[index]
-            _add(waits_s, self.parts[index].kind, min(until_s, span.end_s) - max(since_s, span.start_s))
+            span, part = self.spans[index], self.parts[index]
+            start_s, end_s = max(since_s, span.start_s), min(until_s, span.end_s)
+            if part.kind is not None and end_s > start_s:
+                yield Activity(part.kind, part.what, part.number, start_s, end_s, part.devices, ())
             until_s = span.start_s
             index = span.critical_predecessor
 

@@ -25,7 +25,7 @@ from parplan.lowering.program import Exchange, Program
 from parplan.runtime.transport.base import Transport
 
 __all__ = [
-    "REST", "ActivityKind", "Recorder", "Span", "StepActivity", "StepTimeline", "StepTimes",
+    "REST", "ActivityKind", "RecordedSpan", "Recorder", "Span", "StepActivity", "StepTimeline", "StepTimes",
     "TimelineRecorder",
 ]  # fmt: skip
 
@@ -61,16 +61,28 @@ REST = StepActivity(ActivityKind.RUNTIME)
 
 
 @dataclass(frozen=True)
+class RecordedSpan:
+    """An activity of these devices (none: of the caller), in nanoseconds from the begin of the step."""
+
+    activity: StepActivity
+    devices: tuple[int, ...]
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """The times of one step, in nanoseconds.
 
     Args:
         step_ns: from its begin to its end.
         spent_ns: in each activity; where one clock serves all devices, these add up to the step exactly.
+        spans: the activities one after another, clock by clock.
     """
 
     step_ns: int
     spent_ns: Mapping[StepActivity, int]
+    spans: tuple[RecordedSpan, ...] = ()
 
 
 class _Lane:
@@ -83,36 +95,38 @@ class _Lane:
     def __init__(self, stream: Callable[[], torch.cuda.Stream] | None = None) -> None:
         self._find_stream = stream
         self._stream: torch.cuda.Stream | None = None
-        self._steps: list[list[tuple[StepActivity, Any]]] = []  # with readings in nanoseconds, or events
+        self._steps: list[list[tuple[StepActivity, tuple[int, ...], Any]]] = []  # with nanoseconds, or events
 
     def begin(self) -> None:
         self._stream = self._find_stream() if self._find_stream is not None else None
         self._steps.append([])
         self.enter(REST)
 
-    def enter(self, activity: StepActivity) -> None:
+    def enter(self, activity: StepActivity, devices: tuple[int, ...] = ()) -> None:
         if not self._steps:
             return
         if self._stream is None:
-            self._steps[-1].append((activity, perf_counter_ns()))
+            self._steps[-1].append((activity, devices, perf_counter_ns()))
             return
         event = torch.cuda.Event(enable_timing=True)
         # Said explicitly, as hooks run in a thread of autograd's.
         event.record(self._stream)
-        self._steps[-1].append((activity, event))
+        self._steps[-1].append((activity, devices, event))
 
     def read(self) -> list[StepTimes]:
         if self._stream is not None:
             torch.cuda.synchronize(self._stream.device)
         found = []
         for step in self._steps:
-            moments = [moment for _, moment in step]
+            moments = [moment for *_, moment in step]
             if self._stream is not None:
                 moments = [round(1e6 * moments[0].elapsed_time(event)) for event in moments]
             spent: dict[StepActivity, int] = defaultdict(int)
-            for (activity, _), start, stop in zip(step, moments, moments[1:], strict=False):
+            spans = []
+            for (activity, devices, _), start, stop in zip(step, moments, moments[1:], strict=False):
                 spent[activity] += stop - start
-            found.append(StepTimes(moments[-1] - moments[0], dict(spent)))
+                spans.append(RecordedSpan(activity, devices, start - moments[0], stop - moments[0]))
+            found.append(StepTimes(moments[-1] - moments[0], dict(spent), tuple(spans)))
         return found
 
 
@@ -154,10 +168,11 @@ class StepTimeline:
     def enter(self, activity: StepActivity, devices: Iterable[int] | None = None) -> None:
         """From now on these devices are in this activity; without devices, the caller is."""
         if devices is None or self.one_clock:
-            self._caller.enter(activity)
+            self._caller.enter(activity, () if devices is None else tuple(devices))
             return
-        for lane in dict.fromkeys(self._lanes[device] for device in devices):
-            lane.enter(activity)
+        listed = tuple(devices)
+        for lane in dict.fromkeys(self._lanes[device] for device in listed):
+            lane.enter(activity, tuple(device for device in listed if self._lanes[device] is lane))
 
     def steps(self) -> list[StepTimes]:
         """All steps so far; on CUDA waits for the last one. The length of a step is that on the caller's lane."""
@@ -167,7 +182,8 @@ class StepTimeline:
             for times in lanes:
                 for activity, ns in times.spent_ns.items():
                     spent[activity] += ns
-            found.append(StepTimes(lanes[0].step_ns, dict(spent)))
+            spans = tuple(span for times in lanes for span in times.spans)
+            found.append(StepTimes(lanes[0].step_ns, dict(spent), spans))
         return found
 
     def before(self, layer: str) -> Callable[[], None]:

@@ -18,6 +18,7 @@ from parplan.lowering.program import Compute, Join, Program
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
+from parplan.runtime.measurement.measured_spans import gathered_spans
 from parplan.runtime.measurement.measured_step import Figure, MeasuredPart, MeasuredStep, StepPart
 from parplan.runtime.measurement.peak_memory import step_peak
 from parplan.runtime.measurement.predicted import INPUTS, RESULTS, Expected
@@ -111,6 +112,9 @@ def measure(subject: MeasuredModel, wanted: StepsToRun) -> MeasuredStep:
     turns = len(set(places)) < len(places)
     parts = _parts(subject.graph, recorder, steps, turns)
     told = transport.gather(round(parts[-1].forward.seconds * 1e9), subject.call.batch or 1)
+    recorded = _median_step(transport, steps)
+    assert recorder.last is not None
+    spans = gathered_spans(transport, recorder.last.program, recorded, recorder.timeline.one_clock)
     return MeasuredStep(
         model=subject.graph.model,
         batch=sum(size for _, size in told),
@@ -123,7 +127,14 @@ def measure(subject: MeasuredModel, wanted: StepsToRun) -> MeasuredStep:
         parts=parts,
         peak=peak,
         expected=subject.expected,
+        spans=spans,
     )
+
+
+def _median_step(transport: Transport, steps: Sequence[StepTimes]) -> StepTimes:
+    """The step that took the median time, of its slowest process: the same one in all processes."""
+    slowest = [max(own) for own in zip(*transport.gather(*(step.step_ns for step in steps)), strict=True)]
+    return steps[sorted(range(len(steps)), key=slowest.__getitem__)[(len(steps) - 1) // 2]]
 
 
 def _run(subject: MeasuredModel, wanted: StepsToRun, recorder: StepRecorder | None) -> None:

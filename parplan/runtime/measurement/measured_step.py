@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from textwrap import shorten, wrap
 
+from parplan.files import write_files
+from parplan.runtime.measurement.measured_spans import MeasuredSpan, by_device, measured_trace
 from parplan.runtime.measurement.peak_memory import StepPeak
 from parplan.runtime.measurement.predicted import BothTimes, Expected
+from parplan.runtime.measurement.trace_events import trace_json
 
 __all__ = [
     "ComparedLine", "Figure", "MeasuredPart", "MeasuredStep", "StepPart", "notes", "slowest_of", "text", "title",
@@ -129,6 +133,7 @@ class MeasuredStep:
         parts: layers and transfers in forward order, the other parts, and the step.
         peak: the most memory that a step took here.
         expected: the prediction.
+        spans: one of the recorded steps, that of median length, as all processes saw it.
     """
 
     model: str
@@ -142,10 +147,37 @@ class MeasuredStep:
     parts: tuple[MeasuredPart, ...]
     peak: StepPeak | None = None
     expected: Expected | None = None
+    spans: tuple[MeasuredSpan, ...] = field(default=(), repr=False, compare=False)
 
     def of(self, part: StepPart) -> tuple[MeasuredPart, ...]:
         """The rows of one kind."""
         return tuple(row for row in self.parts if row.part is part)
+
+    def trace(self) -> str:
+        """A trace for Perfetto or chrome://tracing: predicted and measured below each other, device by device.
+
+        The predicted step is that of `expected`, the measured one the recorded step of median length. Processes, and
+        CUDA devices, count from their own begin of it.
+        """
+        predicted = self.expected.spans if self.expected is not None else ()
+        about = {
+            "model": self.model,
+            "devices": self.devices,
+            "processes": self.processes,
+            "predicted_step_s": self.expected.step_s if self.expected is not None else None,
+            "measured_step_s": self.step.seconds,
+            "measured": f"one of {self.steps} recorded steps, that of median length; figures of a report are medians",
+            "notes": notes(self),
+        }
+        return trace_json(by_device(predicted, measured_trace(self.spans)), about)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write `trace()` to a file; under torchrun one rank's has the spans of all.
+
+        Raises:
+            ParplanError: the file cannot be written.
+        """
+        write_files({str(path): self.trace()})
 
     @property
     def layers(self) -> tuple[MeasuredPart, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from parplan.runtime.measurement.trace_events import TraceSpan
+
 __all__ = ["INPUTS", "RESULTS", "BothTimes", "Expected", "ExpectedLayer"]
 
 INPUTS, RESULTS = "(inputs)", "(results)"
@@ -48,6 +50,7 @@ class Expected:
         overhead_s: the runtime's own time.
         step_s: the whole step.
         low_s, high_s: the range that the step was predicted to be in.
+        spans: the predicted step over time, device by device; none where it is not simulated.
     """
 
     layers: Mapping[str, ExpectedLayer] = field(default_factory=dict)
@@ -59,3 +62,4 @@ class Expected:
     step_s: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
+    spans: tuple[TraceSpan, ...] = field(default=(), repr=False, compare=False)

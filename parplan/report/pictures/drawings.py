@@ -1,0 +1,36 @@
+"""Drawings as files of their own, for READMEs and papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parplan.planner.decision import Decision
+from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
+from parplan.report.pictures.net import draw_net
+from parplan.report.pictures.timeline import draw_timeline
+
+__all__ = ["step_path", "svg_files"]
+
+MOST_ROWS = 32
+"""Rows of the net on a printed page."""
+MOST_BLOCKS = 1500
+
+
+def step_path(path: str | Path) -> str:
+    """Where the step's drawing goes, beside the net's.
+
+    >>> step_path("alexnet.svg")
+    'alexnet-step.svg'
+    """
+    net = Path(path)
+    return str(net.with_name(f"{net.stem}-step{net.suffix}"))
+
+
+def svg_files(decision: Decision, path: str | Path) -> dict[str, str]:
+    """The texts of the drawings by file: the net, and the step where it is simulated."""
+    found = {str(path): draw_net(decision, MOST_ROWS).standalone()}
+    timeline = predicted_timeline(decision)
+    if timeline is not None:
+        lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
+        found[step_path(path)] = draw_timeline(lanes, timeline.step_s, decision.plan.model).standalone()
+    return found

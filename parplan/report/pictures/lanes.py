@@ -1,0 +1,128 @@
+"""The predicted step as lanes: compute, sending, receiving and gradient sums of every device, over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parplan.planner.decision import Decision
+from parplan.planner.search.context import SIMULATED
+from parplan.planner.simulation.timeline import Kind, Lane, Timeline, simulate
+from parplan.runtime.measurement.trace_events import side_by_side
+
+__all__ = ["LANE_WORDS", "Block", "DeviceLanes", "LaneBlocks", "device_lanes", "drawn_lanes", "predicted_timeline"]
+
+LANE_WORDS: Mapping[Lane, str] = {
+    Lane.COMPUTE: "compute",
+    Lane.OUT: "sending",
+    Lane.IN: "receiving",
+    Lane.SUMS: "gradient sums",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One activity on a lane: of a layer or value, in a pass (None: it happens once), from start to end.
+
+    Args:
+        waiting: the lane is empty, and `what` elsewhere is waited for.
+        count: how many activities it stands for, in a picture that cannot show all.
+    """
+
+    kind: Kind
+    what: str
+    number: int | None
+    start_s: float
+    end_s: float
+    waiting: bool = False
+    count: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class LaneBlocks:
+    """Blocks of one lane by start, none of which overlap; `place` counts the lanes of those who share one."""
+
+    lane: Lane
+    place: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class DeviceLanes:
+    """The lanes of a device, or of several on which everything happens at the same times."""
+
+    devices: tuple[int, ...]
+    lanes: tuple[LaneBlocks, ...]
+
+
+def predicted_timeline(decision: Decision) -> Timeline | None:
+    """The simulated step of the plan; None where there are too many devices, or no graph."""
+    priced, plan = decision.priced, decision.plan
+    if priced is None or plan.devices > SIMULATED:
+        return None
+    return simulate(priced.graph, decision.cluster, priced.costs, plan)
+
+
+def device_lanes(timeline: Timeline) -> tuple[DeviceLanes, ...]:
+    """The lanes of every device; what it waits for is on its compute lane."""
+    found: dict[tuple[int, Lane], list[Block]] = {}
+    for part, span in zip(timeline.parts, timeline.spans, strict=True):
+        if part.kind is not None and span.end_s > span.start_s:
+            block = Block(part.kind, part.what, part.number, span.start_s, span.end_s)
+            for resource in (*part.exclusive, *part.capacity):
+                if part.kind is not Kind.UPDATE or resource.lane is Lane.COMPUTE:  # it keeps the sums' lane free only
+                    found.setdefault((resource.device, resource.lane), []).append(block)
+    for device in range(timeline.device_count):
+        waits = (Block(w.kind, w.what, w.number, w.start_s, w.end_s, waiting=True) for w in timeline.waits(device))
+        found.setdefault((device, Lane.COMPUTE), []).extend(waits)
+    return tuple(
+        DeviceLanes(
+            (device,), tuple(one for lane in Lane for one in _side_by_side(lane, found.get((device, lane), ())))
+        )
+        for device in range(timeline.device_count)
+    )
+
+
+def _side_by_side(lane: Lane, blocks: Iterable[Block]) -> list[LaneBlocks]:
+    """Blocks that share a lane, on as many lanes as are busy at once."""
+    found: dict[int, list[Block]] = {}
+    listed = sorted(blocks, key=lambda one: (one.start_s, one.end_s))
+    for block, place in zip(listed, side_by_side((one.start_s, one.end_s) for one in listed), strict=True):
+        found.setdefault(place, []).append(block)
+    return [LaneBlocks(lane, place, tuple(own)) for place, own in sorted(found.items())]
+
+
+def drawn_lanes(found: Sequence[DeviceLanes], limit: int) -> tuple[DeviceLanes, ...]:
+    """The lanes with equal devices as one, and short neighbours of a kind as one until `limit` blocks are left."""
+    alike: dict[tuple[LaneBlocks, ...], tuple[int, ...]] = {}
+    for one in found:
+        alike[one.lanes] = (*alike.get(one.lanes, ()), *one.devices)
+    drawn = tuple(DeviceLanes(devices, lanes) for lanes, devices in alike.items())
+    end_s = max((block.end_s for one in found for lane in one.lanes for block in lane.blocks), default=0.0)
+    shortest_s = end_s / 2**16
+    while sum(len(lane.blocks) for one in drawn for lane in one.lanes) > limit and shortest_s < end_s:
+        drawn = tuple(
+            replace(one, lanes=tuple(replace(lane, blocks=_merged(lane.blocks, shortest_s)) for lane in one.lanes))
+            for one in drawn
+        )
+        shortest_s *= 2
+    return drawn
+
+
+def _merged(blocks: Sequence[Block], shortest_s: float) -> tuple[Block, ...]:
+    """Neighbours of a kind, shorter than this together with the gaps between them, as one block."""
+    found: list[Block] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        alike = last is not None and (last.kind, last.waiting) == (block.kind, block.waiting)
+        if last is not None and alike and block.end_s - last.start_s < shortest_s:
+            what = last.what if last.what == block.what else ""
+            found[-1] = replace(last, what=what, number=None, end_s=block.end_s, count=last.count + block.count)
+        else:
+            found.append(block)
+    return tuple(found)

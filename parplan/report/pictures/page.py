@@ -1,0 +1,188 @@
+"""The HTML page of a decision: one file that loads nothing, runs no script but its own, and has its figures in tables.
+
+Jinja2 escapes all text; drawings are trees of elements (svg.py); data for the script is JSON without markup. A content
+security policy names the script and the style sheet by their digests, so that nothing else could run or load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from parplan.planner.decision import Baseline, Decision
+from parplan.planner.simulation.step_tasks import Kind, Lane
+from parplan.planner.simulation.timeline import Timeline
+from parplan.report import units
+from parplan.report.pictures.bars import baseline_words, draw_bars
+from parplan.report.pictures.figures import layer_table, proof_words, sources, step_parts, verdict
+from parplan.report.pictures.lanes import DeviceLanes, device_lanes, drawn_lanes, predicted_timeline
+from parplan.report.pictures.memory import draw_memory, memory_over_step
+from parplan.report.pictures.net import draw_net
+from parplan.report.pictures.svg import theme
+from parplan.report.pictures.text import visible
+from parplan.report.pictures.timeline import (
+    CHARACTER,
+    GAP,
+    LEFT,
+    MOST_DEVICES,
+    PLOT,
+    TOP,
+    block_words,
+    draw_timeline,
+    lane_height,
+)
+from parplan.report.terminal import render
+
+__all__ = ["html"]
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+MOST_BLOCKS = 3000
+"""Blocks of a timeline: more would make a page of megabytes, and blocks narrower than a pixel."""
+TEXT_COLUMNS, MOST_TEXT = 100, 200_000
+
+
+@cache
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
+    """The page.
+
+    Args:
+        command: what repeats this report, if it was a command.
+        target: the model on a command line.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    plan, cluster = decision.plan, decision.cluster
+    timeline = predicted_timeline(decision)
+    lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS) if timeline is not None else ()
+    memory = memory_over_step(decision, timeline)
+    style, script = f"{theme()}\n{_template('page.css')}", _template("page.js")
+    model, step_s = visible(plan.model), decision.prediction.step_s
+
+    drawings: dict[str, Any] = {"net": draw_net(decision), "bars": draw_bars(decision)}
+    drawings["memory"] = draw_memory(memory, plan.model) if memory is not None else None
+    drawings["timeline"] = draw_timeline(lanes, timeline.step_s, plan.model, True) if timeline is not None else None
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    sections = {
+        "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
+        "plan-layers": "Layers", "plan-sources": "Proof and sources", "plan-again": "Again",
+    }  # fmt: skip
+    facts = [f"{decision.parameters:,} parameters", f"batch {plan.batch:,}", decision.precision, decision.optimizer]
+    facts += [] if plan.rules == "default" else [f"{plan.rules} rules"]
+    if decision.passes is not None and decision.passes.count > 1:
+        facts.append(f"{plan.scheme.value}, {decision.passes.count} passes")
+    simulated = " of the device that is done last" if decision.prediction.simulated else ""
+    return environment.from_string(_template("page.html")).render(
+        **{name: drawing and Markup(drawing.inline()) for name, drawing in drawings.items()},
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_digest(style),
+        script_hash=_digest(script),
+        model=model,
+        devices=f"{plan.devices} device{'s' if plan.devices > 1 else ''}",
+        cluster=visible(cluster.describe()),
+        facts=" · ".join(facts),
+        sections=sections.items(),
+        advice=visible(decision.advice, 600),
+        verdict=verdict(decision),
+        notes=[visible(note, 1200) for note in decision.notes],
+        no_timeline=f"it is not simulated for {plan.devices} devices" if decision.priced else "no graph is known",
+        parts=step_parts(decision, timeline),
+        parts_of=f", {units.step(step_s).text(step_s)}{simulated}",
+        peaks=_peaks(decision),
+        baselines=_baselines(decision),
+        layers=layer_table(decision.layers),
+        proof_status=decision.proof.status,
+        proof=proof_words(decision),
+        covered="; ".join(decision.proof.covered),
+        sources=sources(decision),
+        command=visible(command, 4000),
+        target=visible(target),
+        plan=plan.to_json(),
+        text=_text(decision),
+        took=f"parplan took {decision.seconds.total:.1f} s."
+        if decision.seconds.total > 0
+        else "",  # not with --as-profiled
+        blocks=_blocks(lanes, timeline),
+    )
+
+
+def _peaks(decision: Decision) -> list[tuple[str, str, str, str]]:
+    """Every device's predicted peak, equal ones on one line."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    limits = [device.memory_bytes for device in decision.cluster.devices]
+    for number, key in enumerate(zip(decision.prediction.memory_bytes, limits, strict=False)):
+        alike.setdefault(key, []).append(number)
+    return [
+        (
+            units.devices(devices),
+            units.size(peak).text(peak),
+            units.size(limit).text(limit),
+            f"{'fits' if peak <= limit else 'does not fit'}, {units.percent(peak / limit)}",
+        )
+        for (peak, limit), devices in alike.items()
+    ]
+
+
+def _baselines(decision: Decision) -> list[tuple[str, ...]]:
+    """This plan and those made by hand: name, step, times this plan's step, memory, remarks."""
+    step_s = decision.prediction.step_s
+    times, found = units.step(step_s), list[tuple[str, ...]]()
+    own = Baseline("this plan", step_s, max(decision.prediction.memory_bytes, default=None), True)
+    for one in (own, *decision.baselines):
+        known_s, memory = one.step_s, one.memory_bytes
+        found.append(
+            (
+                f"{visible(one.name)}{f' ({visible(one.on)})' if one.on else ''}",
+                "" if known_s is None else times.text(known_s),
+                "" if known_s is None or step_s <= 0 else f"{known_s / step_s:.2f} x",
+                "" if memory is None else units.size(memory).text(memory),
+                visible(baseline_words(decision, one), 400),
+            )
+        )
+    return found
+
+
+def _text(decision: Decision) -> str:
+    """The terminal's report; names of thousands of characters would make it megabytes, so it has an end."""
+    from rich.console import Console
+
+    with io.StringIO() as file:
+        render(decision, Console(file=file, width=TEXT_COLUMNS, color_system=None, force_terminal=False))
+        lines = [visible(line, TEXT_COLUMNS) for line in file.getvalue()[:MOST_TEXT].splitlines()]
+        ended = len(file.getvalue()) > MOST_TEXT
+    return "\n".join([*lines, "... the rest is left out: run the command above"] if ended else lines)
+
+
+def _blocks(lanes: Sequence[DeviceLanes], timeline: Timeline | None) -> dict[str, Any]:
+    """The timeline's blocks for the script, in the order of the drawing: names and words by their number."""
+    names: dict[str, int] = {}
+    blocks = []
+    y = TOP
+    for one in lanes[:MOST_DEVICES]:
+        for lane in one.lanes:
+            labelled = lane.lane is Lane.COMPUTE
+            for block in lane.blocks:
+                label = visible(block.what, 40) if labelled and not block.waiting else ""
+                named = (names.setdefault(text, len(names)) for text in (label, block_words(block)))
+                times = (float(f"{block.start_s:.7g}"), float(f"{block.end_s:.7g}"))
+                light = int(block.kind in (Kind.FORWARD, Kind.TRANSFER))
+                blocks.append([*named, *times, y + 15.5 if label else 0, light])
+            y += lane_height(lane)
+        y += GAP
+    step_s = timeline.step_s if timeline is not None else 0.0
+    return {"names": list(names), "blocks": blocks, "step": step_s, "left": LEFT, "width": PLOT, "top": TOP,
+            "character": CHARACTER}  # fmt: skip

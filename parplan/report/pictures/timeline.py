@@ -1,0 +1,154 @@
+"""Drawing of the predicted step: time from left to right, the lanes of every device below each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, log10
+
+from parplan.planner.simulation.step_tasks import Kind, Lane
+from parplan.report import units
+from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBlocks
+from parplan.report.pictures.svg import KIND_ROLES, MONOSPACE, Drawing, Element, add, fill, line
+from parplan.report.pictures.text import shortened, visible
+
+__all__ = ["LEFT", "PLOT", "block_words", "draw_timeline", "ticks"]
+
+LEFT, PLOT, TOP = 168.0, 812.0, 44.0
+TALL, FLAT, GAP = 24.0, 10.0, 14.0
+CHARACTER = 6.1  # of a label, in units of the drawing
+MOST_DEVICES = 24
+KIND_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.TRANSFER: "transfer",
+    Kind.REDUCTION: "gradient sum",
+    Kind.UPDATE: "optimizer's update",
+    Kind.OVERHEAD: "runtime",
+}
+
+
+def draw_timeline(drawn: Sequence[DeviceLanes], step_s: float, model: str, interactive: bool = False) -> Drawing:
+    """The picture of a step.
+
+    Args:
+        drawn: devices on which everything happens at the same times are one entry (lanes.drawn_lanes).
+        step_s: the length of the step.
+        interactive: blocks carry their number, for a script that zooms and explains them.
+    """
+    shown = drawn[:MOST_DEVICES]
+    height = TOP + sum(GAP + sum(lane_height(lane) for lane in one.lanes) for one in shown) + 46
+    scale = units.step(step_s)
+    title = f"{visible(model, 60)}: the predicted step, {scale.text(step_s)}"
+    drawing = Drawing("step", LEFT + PLOT + 20, height, title, _description(shown, step_s))
+    root = drawing.root
+    add(root, "text", title, x=4, y=18, font_weight=600, font_size=14, **fill("ink"))
+    bottom = height - 40
+    axis = add(root, "g", font_size=10.5, text_anchor="middle", id="step-axis", **fill("soft"))
+    for at_s, words in ticks(0.0, step_s):
+        x = LEFT + PLOT * at_s / step_s if step_s > 0 else LEFT
+        add(axis, "path", d=f"M{x:.2f} {TOP - 6:g}V{bottom:g}", **line("rule"))
+        add(axis, "text", words, x=x, y=TOP - 10)
+    plot = add(
+        root, "svg", x=LEFT, y=TOP, width=PLOT, height=bottom - TOP, viewBox=f"0 0 {PLOT:g} {bottom - TOP:g}",
+        preserveAspectRatio="none", id="step-plot", overflow="hidden",
+    )  # fmt: skip
+    heads = add(root, "g", **fill("ink"))
+    lanes = add(root, "g", font_size=10, text_anchor="end", **fill("soft"))
+    labels = add(root, "g", font_family=MONOSPACE, font_size=10, id="step-labels")
+    y, number = 0.0, 0
+    for one in shown:
+        text = add(heads, "text", shortened(units.devices(one.devices), 22), x=4, y=TOP + y + 16, font_weight=600)
+        add(text, "title", units.devices(one.devices))
+        for lane in one.lanes:
+            tall = lane_height(lane)
+            add(lanes, "text", LANE_WORDS[lane.lane] if not lane.place else "", x=LEFT - 8, y=TOP + y + tall / 2 + 3.5)
+            add(plot, "rect", x=0, y=y + 1, width=PLOT, height=tall - 2, **fill("hollow"))
+            number = _draw_blocks(plot, labels, lane, y, step_s, number if interactive else None)
+            y += tall
+        y += GAP
+    _legend(root, shown, height - 16)
+    if len(drawn) > len(shown):
+        said = f"{len(drawn) - len(shown)} more rows of devices are not drawn; the trace has them all"
+        add(root, "text", said, x=LEFT, y=height - 32, font_size=11, **fill("soft"))
+    return drawing
+
+
+def lane_height(lane: LaneBlocks) -> float:
+    """Height of a lane in the drawing."""
+    return TALL if lane.lane is Lane.COMPUTE else FLAT
+
+
+def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
+    """Seconds by kind of each row's compute lane, its waits aside."""
+    said = []
+    for one in shown:
+        blocks = [block for lane in one.lanes if lane.lane is Lane.COMPUTE for block in lane.blocks]
+        spent = {kind: sum(b.seconds for b in blocks if b.kind is kind and not b.waiting) for kind in Kind}
+        waits_s = sum(block.seconds for block in blocks if block.waiting)
+        parts = [f"{KIND_WORDS[kind]} {units.step(step_s).text(own_s)}" for kind, own_s in spent.items() if own_s > 0]
+        parts += [f"waiting {units.step(step_s).text(waits_s)}"] * (waits_s > 0)
+        said.append(f"{units.devices(one.devices)}: {', '.join(parts)}")
+    return f"{'; '.join(said)}."
+
+
+def _draw_blocks(plot: Element, labels: Element, lane: LaneBlocks, y: float, step_s: float, number: int | None) -> int:
+    """The blocks of one lane, grouped by colour, and labels where there is room; gives the next block's number."""
+    groups: dict[tuple[Kind, bool], Element] = {}
+    tall, scale = lane_height(lane), PLOT / step_s if step_s > 0 else 0.0
+    for block in lane.blocks:
+        key = (block.kind, block.waiting)
+        if key not in groups:
+            groups[key] = add(plot, "g", **fill(KIND_ROLES[block.kind]))
+            if block.waiting:
+                groups[key].set("opacity", "0.28")
+        x, wide = block.start_s * scale, max(block.seconds * scale, 0.05)
+        inset = tall / 3 if block.waiting else 1.0
+        cell = add(groups[key], "path", d=f"M{x:.2f} {y + inset:g}h{wide:.2f}v{tall - 2 * inset:g}h-{wide:.2f}z")
+        if number is not None:
+            cell.set("data-n", str(number))
+            number += 1
+        label = visible(block.what, 40)
+        if lane.lane is Lane.COMPUTE and not block.waiting and label and wide > CHARACTER * len(label) + 6:
+            light = block.kind in (Kind.FORWARD, Kind.TRANSFER)
+            said = add(labels, "text", label, x=LEFT + x + 3, y=TOP + y + 15.5)
+            said.attrib.update({"class": "on-light" if light else "on-dark", "fill": "#10151b" if light else "#ffffff"})
+    return number or 0
+
+
+def _legend(root: Element, shown: Sequence[DeviceLanes], y: float) -> None:
+    """The kinds of work that appear."""
+    found = {block.kind for one in shown for lane in one.lanes for block in lane.blocks}
+    waits = any(block.waiting for one in shown for lane in one.lanes for block in lane.blocks)
+    x, words = LEFT, add(root, "g", font_size=11, **fill("soft"))
+    for kind in (kind for kind in Kind if kind in found):
+        add(root, "rect", x=x, y=y - 9, width=11, height=11, rx=2, **fill(KIND_ROLES[kind]))
+        add(words, "text", KIND_WORDS[kind], x=x + 16, y=y)
+        x += 34 + 6.2 * len(KIND_WORDS[kind])
+    if waits:
+        add(root, "rect", x=x, y=y - 5, width=18, height=4, opacity=0.28, **fill("transfer"))
+        add(words, "text", "pale: waiting for it", x=x + 24, y=y)
+
+
+def block_words(block: Block) -> str:
+    """The name of an activity: layer or value, kind, and pass."""
+    what = visible(block.what) or (f"{block.count} activities" if block.count > 1 else "")
+    number = f"pass {block.number + 1}" if block.number is not None else ""
+    kind = f"{'waits for ' * block.waiting}{KIND_WORDS[block.kind]}"
+    return " · ".join(filter(None, (what, kind, number)))
+
+
+def ticks(start_s: float, end_s: float, wanted: int = 8) -> list[tuple[float, str]]:
+    """Round moments from start to end with their texts.
+
+    >>> ticks(0.0, 0.0021, 4)
+    [(0.0, '0'), (0.001, '1 ms'), (0.002, '2 ms')]
+    """
+    if end_s <= start_s:
+        return [(start_s, "0")]
+    rough = (end_s - start_s) / wanted
+    power = 10.0 ** floor(log10(rough))
+    apart = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    name, size = next(((n, s) for n, s in (("s", 1.0), ("ms", 1e-3)) if end_s >= s), ("µs", 1e-6))
+    first = -int(-start_s // apart)
+    moments = (apart * number for number in range(first, first + 2 * wanted) if apart * number <= end_s)
+    return [(at_s, f"{at_s / size:.10g} {name}" if at_s else "0") for at_s in moments]

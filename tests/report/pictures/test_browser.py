@@ -1,0 +1,130 @@
+"""The page in headless Chromium: no error on the console, no injected script, sort, filter, zoom and hover work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parplan.report.pictures.page import html
+from tests.report.decisions import alexnet
+from tests.report.pictures.browser import Browser, browser, found
+from tests.report.pictures.drawn import HOSTILE, data_parallel, priced, residual
+from tests.report.pictures.test_page import renamed
+
+pytestmark = pytest.mark.skipif(not found(), reason="no Chromium here")
+
+NAMES = "return [...document.querySelectorAll('#layers tbody th')].map((one) => one.textContent)"
+VIEW = "return document.getElementById('step-plot').getAttribute('viewBox').split(' ').map(Number)"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small decision's page."""
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    file.write_text(html(priced(residual(), data_parallel(residual(), 2))), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(params=[False, True], ids=["light", "dark"])
+def opened(request: pytest.FixtureRequest, page: Path) -> Iterator[Browser]:
+    """The page, open."""
+    with browser(request.param) as one:
+        one.open(page)
+        yield one
+        assert one.console() == []
+
+
+@pytest.mark.full
+def test_the_table_is_sorted_by_its_heads(opened: Browser) -> None:
+    before = opened.run(NAMES)
+    assert before[0] == "first"
+    opened.run("document.querySelectorAll('#layers thead button')[6].click()")
+    head = "return document.querySelectorAll('#layers thead th')[6].getAttribute('aria-sort')"
+    assert opened.run(head) == "descending"
+    shown = """return [...document.querySelectorAll('#layers tbody tr')].map((row) => row.cells[6])
+        .map((cell) => Number(cell.dataset.v ?? cell.textContent))"""
+    values = opened.run(shown)
+    assert values == sorted(values, reverse=True)
+    opened.run("document.querySelectorAll('#layers thead button')[1].click()")
+    assert opened.run(NAMES) == sorted(before)
+
+
+@pytest.mark.full
+def test_the_filter_hides_rows(opened: Browser) -> None:
+    opened.run("const f = document.getElementById('filter'); f.value = 'third'; f.dispatchEvent(new Event('input'))")
+    rows = opened.run("return [...document.querySelectorAll('#layers tbody tr:not([hidden])')].map((r) => r.innerText)")
+    assert rows
+    assert all("third" in row for row in rows)
+    assert "of" in opened.run("return document.getElementById('shown').textContent")
+
+
+@pytest.mark.full
+def test_buttons_and_keys_zoom_the_step(opened: Browser) -> None:
+    whole = opened.run(VIEW)
+    opened.run("document.querySelector('[data-zoom=\"0.5\"]').click()")
+    near = opened.run(VIEW)
+    assert near[2] == pytest.approx(whole[2] / 2)
+    opened.run("document.getElementById('step-view').focus()")
+    opened.act("key", [{"type": "keyDown", "value": "\ue014"}, {"type": "keyUp", "value": "\ue014"}])
+    assert opened.run(VIEW)[0] > near[0]
+    opened.act("key", [{"type": "keyDown", "value": "0"}, {"type": "keyUp", "value": "0"}])
+    assert opened.run(VIEW) == pytest.approx(whole)
+
+
+@pytest.mark.full
+def test_a_block_says_what_it_is_when_pointed_at(opened: Browser) -> None:
+    middle = """document.getElementById('step-view').scrollIntoView({block: 'center', behavior: 'instant'});
+        const box = [...document.querySelectorAll('#step-plot [data-n]')].map((one) => one.getBoundingClientRect())
+            .sort((one, other) => other.width - one.width)[0];
+        return [Math.round(box.x + box.width / 2), Math.round(box.y + box.height / 2)]"""
+    x, y = opened.run(middle)
+    opened.act("pointer", [{"type": "pointerMove", "duration": 0, "x": x, "y": y}])
+    text = opened.run("const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent")
+    assert "from" in text
+    assert "backward" in text or "forward" in text or "runtime" in text or "update" in text
+
+
+@pytest.mark.full
+def test_the_theme_follows_the_reader(page: Path) -> None:
+    colours = []
+    for dark in (False, True):
+        with browser(dark) as one:
+            one.open(page)
+            colours.append(one.run("return getComputedStyle(document.body).backgroundColor"))
+            colours.append(one.run("return getComputedStyle(document.querySelector('#net text')).fill"))
+    light, light_text, dark_paper, dark_text = colours
+    assert light_text != dark_text
+    assert light != dark_paper
+
+
+@pytest.mark.full
+def test_nothing_is_wider_than_a_telephone(page: Path) -> None:
+    with browser(size=(500, 800)) as one:
+        one.open(page)
+        assert one.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_hostile_names_run_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "hostile.html"
+    every = tuple(f"{i}{HOSTILE[i % len(HOSTILE)]}" for i in range(len(alexnet().layers)))
+    file.write_text(html(renamed(alexnet(), every), HOSTILE[0], HOSTILE[0]), encoding="utf-8")
+    with browser() as one:
+        one.open(file)
+        assert one.run("return document.querySelectorAll('img, iframe, [onerror], [onload]').length") == 0
+        assert one.run(NAMES)[0].startswith("0</script>")
+        assert one.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert one.console() == []
+
+
+@pytest.mark.full
+def test_timeline_names_are_text(tmp_path: Path) -> None:
+    made = priced(residual(), data_parallel(residual(), 2))
+    file = tmp_path / "hostile.html"
+    file.write_text(html(replace(made, plan=replace(made.plan, model=HOSTILE[0]))), encoding="utf-8")
+    with browser() as one:
+        one.open(file)
+        assert one.run("return document.querySelectorAll('script').length") == 2
+        assert one.console() == []
