@@ -93,7 +93,8 @@ def _layer(graph: LayerGraph, layer: Layer, costs: CostModel, shares: Sequence[i
         activation_bytes=_nbytes(graph, _handed_on(graph, layer)),
         parameter_bytes=memory.gradients_bytes + frozen_bytes,
         saved_bytes=memory.saved_bytes,
-        kind=layer.kind,
+        # In a profile a loss is the number it comes to; what it has of every sample is a layer like others.
+        kind="loss_rows" if layer.is_loss and layer.batch is not None else layer.kind,
         samples=Samples.NONE if layer.constant else Samples.TOGETHER if layer.batch is None else Samples.SPLIT,
         cuts=tuple(cut for axis in layer.axes if (cut := _cut(graph, layer, axis)) is not None),
         update_s=costs.layer(layer, Strategy()).update_s,

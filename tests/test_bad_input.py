@@ -171,7 +171,7 @@ EDITS = [
     ("R4", edit("strict", conv1=DATA, conv2=THREE, add=THREE), "4 replicas cannot feed the 3"),
     ("R5", edit(fc={**ONE, "shards": 5, "axis": "out-features", "devices": [0, 1, 2, 3, 4]}), "cannot be cut in 5"),
     ("R6", edit(fc={**ONE, "shards": 2, "axis": "out-features"}), "need 2 devices"),
-    ("R7", edit(loss={**ONE, "shards": 2, "axis": "features", "devices": [0, 1]}), "never sharded"),
+    ("R7", edit("strict", loss={**ONE, "shards": 2, "axis": "vocabulary", "devices": [0, 1]}), "never sharded"),
     ("R8", edit(conv1={**DATA, "update_period": 3}), "3 passes, but there is one"),
 ]  # fmt: skip
 

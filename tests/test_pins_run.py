@@ -58,11 +58,12 @@ def test_pins_on_the_command_line(model: Path, capsys: pytest.CaptureFixture[str
     names = [(one["pin"], one["origin"]) for one in found["pins"]["each"]]
     assert names == [("fc=shards:4", str(table)), ("conv?=gpu:0,1", str(table)), ("fc=shards:2 gpu:3,2", "--pin"),
                      ("loss=gpu:0", "--pin")]  # fmt: skip
-    before = next(name for name in reversed(layers) if name not in ("fc", "loss"))
+    before = next(name for name in reversed(layers) if name != "fc" and not name.startswith("loss"))
     assert found["copies"]["fc"] == [{"layer": before, "devices": layers[before]["devices"]}]
     assert found["copies"]["loss"] == [{"layer": "fc", "devices": [3, 2]}]
     free = analyzed([str(model), "--gpus", "4"], capsys)
-    assert found["pins"]["free_s"] == pytest.approx(free["predicted"]["step_s"], rel=1e-6)
+    # Pins of devices open more subsets of them to the search than there are without.
+    assert found["pins"]["free_s"] <= free["predicted"]["step_s"] * (1 + 1e-6)
     assert found["pins"]["step_s"] == found["predicted"]["step_s"]
 
 
@@ -112,7 +113,7 @@ BAD = {
     "layer": (["--pin", "cnv1=shards:2"], "did you mean conv1"),
     "rule": (["--pin", "fc=shards:5 axis:out-features"], "24 out-features cannot be cut in 5"),
     "device": (["--pin", "fc=gpu:7"], "device 7 does not exist"),
-    "loss": (["--pin", "loss=shards:2"], "(R7)"),
+    "loss": (["--pin", "loss.batch_mean=shards:2"], "(R5)"),
     "file": (["--pins", "none.toml"], "cannot read the pins none.toml"),
     "folder": (["--pins", "."], "that is a folder; name a TOML file"),
     "empty name": (["--pins", ""], "the name of the pins is empty; name a TOML file"),

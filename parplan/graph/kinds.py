@@ -8,17 +8,21 @@ from torch import fx
 
 from parplan.compat import schema_of
 
-__all__ = ["is_loss_op", "kind_of", "op_name"]
+__all__ = ["SPLIT_OFF", "is_batch_reduction", "is_loss_op", "is_split_off", "kind_of", "op_name"]
+
+# Meta entry of an op that was taken off another one (graph/capture/batch_reductions.py).
+SPLIT_OFF = "parplan_split_off"
 
 # First match wins, so a layer is named after the heaviest thing in it.
 # fmt: off
 _WORDS: tuple[tuple[str, str], ...] = (
     ("hooks", "pre_hooks hooks gradient_hook"),
     ("function", "custom_function"),
-    ("loss", """binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
-     cross_entropy_loss ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
-     multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d nll_loss2d_forward
-     nll_loss_forward nll_loss_nd poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss"""),
+    ("loss", """binary_cross_entropy binary_cross_entropy_with_logits class_rows class_terms cosine_embedding_loss
+     cross_entropy cross_entropy_loss ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss
+     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
+     nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward nll_loss_nd poisson_nll_loss smooth_l1_loss
+     soft_margin_loss triplet_margin_loss"""),
     ("attention", "scaled_dot_product_attention"),
     ("resize", "upsample"),
     ("conv", "conv1d conv2d conv3d conv_transpose convolution"),
@@ -36,7 +40,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
     ("activation", "relu gelu silu sigmoid tanh elu hardswish hardtanh mish softplus leaky clamp threshold"),
     ("add", "add sub"),
     ("multiply", "mul div"),
-    ("reduce", "sum mean amax amin var std"),
+    ("reduce", "batch_mean batch_sum row_losses sum mean amax amin var std"),
     ("reshape", """view reshape permute transpose flatten unsqueeze squeeze expand slice select split chunk t contiguous
      clone pad constant_pad"""),
 )
@@ -57,6 +61,16 @@ def op_name(node: fx.Node) -> str:
 def is_loss_op(node: fx.Node) -> bool:
     """Whether rule R7 speaks of this op."""
     return node.op == "call_function" and kind_of([node]) == "loss"
+
+
+def is_batch_reduction(node: fx.Node) -> bool:
+    """Whether this op alone needs all samples at once, and no layer in front of it does."""
+    return node.op == "call_function" and op_name(node) in ("batch_mean", "batch_sum")
+
+
+def is_split_off(nodes: Sequence[fx.Node]) -> bool:
+    """Whether all of them were taken off a loss or a mean: what is said of its module is not meant for them."""
+    return bool(nodes) and all(node.meta.get(SPLIT_OFF, False) for node in nodes)
 
 
 def kind_of(nodes: Sequence[fx.Node]) -> str:

@@ -102,7 +102,7 @@ class Layer:
 
     @property
     def is_loss(self) -> bool:
-        """Whether rule R7 applies: it is never sharded."""
+        """Whether rule R7 applies: by the strict rules it is never sharded."""
         return self.kind == "loss"
 
     def axis(self, name: str | None) -> Axis | None:

@@ -15,7 +15,7 @@ import networkx as nx
 from torch import fx
 
 from parplan.graph.axes.table import is_tensor, shape_of
-from parplan.graph.kinds import is_loss_op, kind_of, op_name
+from parplan.graph.kinds import is_batch_reduction, is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer
 from parplan.graph.sites import is_repeatable, site_of, why_whole
@@ -101,11 +101,13 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
         heavy = [node for node in own if _stands_alone(node, parameters)]
         mixes = any(op_name(node) == "batch_norm" for node in own)
         one_layer = owner.kind.startswith("torch.nn") or (len(heavy) <= 1 and not (mixes and len(own) > 1))
+        one_layer = one_layer and not any(map(is_batch_reduction, own))
         if owner.kind not in _OWN_KINDS and owner.path in leaves and one_layer:
             yield _Run(owner, True, nodes)
         else:
             for part in _functional_parts(nodes, parameters):
-                yield _Run(owner, False, part)
+                # A loss module without its reduction over the batch keeps its name.
+                yield _Run(owner, owner.path in leaves and any(map(is_loss_op, part)), part)
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
     weighted = any(source.name in parameters for source in node.all_input_nodes)
     mixes = op_name(node) == "batch_norm"
     kind = kind_of([node])
-    return mixes or kind == "function" or is_loss_op(node) or (weighted and kind not in _LIGHT)
+    alone = mixes or kind == "function" or is_loss_op(node) or is_batch_reduction(node)
+    return alone or (weighted and kind not in _LIGHT)
 
 
 _LIGHT = ("add", "multiply", "other", "reshape")
@@ -207,6 +210,6 @@ def _layer(
         buffers=state,
         batch=axes.batch if spread else None,
         mixes_batch=axes.mixed and spread,
-        axes=() if kind in ("loss", *_OWN_KINDS) else axes.others,
+        axes=() if kind in _OWN_KINDS else axes.others,
     )
     return layer, axes.merged

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from parplan.compat import schema_of
 from parplan.graph.axes.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
 from parplan.graph.axes.table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.graph.packed_sequences import RNN_PACKED, run_packed
@@ -153,6 +154,11 @@ def _copy(
     if target is EMBEDDING_BAGS:
         cut = axis is not None and node.name in axis.partial
         target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
+    if target is CLASS_TERMS:
+        classes, here = graph.values[args[0].name].shape[1], local_shape(graph, part, args[0].name)[1]
+        place = [classes, part.column * here] if here < classes else []
+        target, args = run_class_terms, [*args[:5], local_shape(graph, part, node.name)[1], *place]
+    target = OWN_CODE.get(target, target)
     if target is aten.view.default:
         # Whether a view is possible depends on strides, which a transfer does not keep.
         target = aten.reshape.default

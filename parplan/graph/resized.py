@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parplan.errors import CaptureError
+from parplan.graph.kinds import is_batch_reduction
 from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["at_batch"]
@@ -37,7 +38,7 @@ def at_batch(graph: LayerGraph, batch: int) -> LayerGraph:
             dims.update(layer.batch.dims)
             units = _scaled(graph, layer.batch.units, batch, f"{name} divides into {layer.batch.units}")
             layers[name] = replace(layer, batch=replace(layer.batch, units=units))
-        elif any(value in graph.batch_dims for value in layer.inputs):
+        elif any(v in graph.batch_dims for v in layer.inputs) and not any(map(is_batch_reduction, layer.nodes)):
             raise CaptureError(f"{graph.model}: {name} works on all samples at once; capture it at {batch}")
     values = dict(graph.values)
     for name, dim in ((name, dim) for name, dim in dims.items() if name in values):

@@ -82,8 +82,13 @@ def _strategy(
     """Every process, or the replicas of the layer that feeds the losses and has most: the first shard of each."""
     if step_setting.ranks > 1:
         return Strategy(step_setting.ranks, 1, None, tuple(range(step_setting.ranks)))
-    read = [value for name in graph.layers if name in trailing for value in graph.layers[name].inputs]
-    feeding = [graph.producer[value] for value in read if graph.producer.get(value, "") not in {"", *trailing}]
+    feeding, behind = list[str](), list(trailing)
+    while behind:
+        makers = [graph.producer[value] for value in graph.layers[behind.pop()].inputs if value in graph.producer]
+        # Where a loss of each sample is computed says nothing about where the samples are.
+        inside = [maker for maker in makers if graph.layers[maker].kind in ("loss", "reduce")]
+        behind += [maker for maker in inside if maker not in trailing]
+        feeding += [maker for maker in makers if maker not in trailing and maker not in inside]
     most = max((strategies[name] for name in feeding), key=lambda strategy: strategy.replicas, default=Strategy())
     # A replica without samples has no loss to give.
     count = max(1, min(most.replicas, step_setting.batch))

@@ -48,7 +48,10 @@ def test_sizes_times_and_axes_are_those_of_the_model() -> None:
     assert conv.cuts == (AxisCut("in-channels", 3, Effect.INPUT), AxisCut("out-channels", 12, Effect.OUTPUT))
     assert by_name["norm"].cuts == (AxisCut("channels", 12, Effect.BOTH),)
     assert (fc.kind, fc.activation_bytes, fc.samples) == ("linear", 4 * 12 * 24, Samples.SPLIT)
-    assert (loss.kind, loss.samples, loss.cuts, len(loss.times)) == ("loss", Samples.TOGETHER, (), 1)
+    assert (loss.kind, loss.samples, len(loss.times)) == ("loss_rows", Samples.SPLIT, 3)
+    assert loss.cuts == (AxisCut("vocabulary", 4, Effect.BOTH),)
+    mean = by_name["loss.batch_mean"]
+    assert (mean.kind, mean.samples, mean.cuts, len(mean.times)) == ("reduce", Samples.TOGETHER, (), 1)
 
 
 def test_data_parallel_and_one_device_cost_what_they_cost_the_model() -> None:

@@ -34,7 +34,7 @@ LAYERS = [
     ("custom", "scale linear, add add, head linear"),
     ("tied", "embed embedding, add add, head linear"),
     ("fused", "qkv linear, attention attention, o linear"),
-    ("loss", "fc linear, loss loss, loss_1 loss"),
+    ("loss", "fc linear, loss loss, row_losses reduce, loss_1 loss, row_losses_1 reduce, batch_mean reduce"),
     ("frozen", "a linear, relu activation, b linear, relu_1 activation"),
     ("recurrent", "lstm recurrent, select reshape, fc linear"),
     (
@@ -131,12 +131,15 @@ def test_axes_of_a_convolution() -> None:
     assert graph.layers["fc"].axes[0].first_only == {graph.layers["fc"].parameters[1]}
 
 
-def test_losses_are_never_cut() -> None:
+def test_only_the_mean_of_a_loss_needs_all_samples() -> None:
     graph = captured("loss")
-    each, mean = graph.layers["loss"], graph.layers["loss_1"]
-    assert each.is_loss
-    assert each.axes == mean.axes == ()
-    assert (each.batch is None, mean.batch is None) == (False, True)
+    terms, rows, mean = graph.layers["loss_1"], graph.layers["row_losses_1"], graph.layers["batch_mean"]
+    assert (terms.is_loss, rows.is_loss, mean.is_loss) == (True, False, False)
+    assert [axis.name for axis in terms.axes] == ["vocabulary"]
+    assert rows.axes == mean.axes == ()
+    assert (terms.batch is None, rows.batch is None, mean.batch is None) == (False, False, True)
+    assert mean.inputs == rows.outputs
+    assert graph.values[rows.outputs[0]].shape == (6, 2)
 
 
 @pytest.mark.parametrize(

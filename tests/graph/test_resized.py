@@ -46,7 +46,7 @@ def _first(argument: Any, samples: int) -> Any:
     return argument[:samples]
 
 
-@pytest.mark.parametrize("name", ["flat", "encoder", "unet"])
+@pytest.mark.parametrize("name", ["flat", "encoder", "unet", "language"])
 def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
     few, many = captured(name, 4), captured(name, 12)
     for made, meant in ((at_batch(few, 12), many), (at_batch(many, 4), few)):
@@ -67,12 +67,23 @@ def test_there_and_back_is_the_same() -> None:
     ("name", "text"),
     [
         ("functions", "constants that depend on the batch; capture it at 6"),
-        ("language", "loss works on all samples at once; capture it at 6"),
     ],
 )
 def test_what_is_not_in_proportion_is_refused(name: str, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         at_batch(captured(name, 12), 6)
+
+
+class Ranked(nn.Module):
+    """Samples weighed against each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.softmax(0)
+
+
+def test_a_layer_that_sees_all_samples_at_once_is_refused() -> None:
+    with pytest.raises(CaptureError, match="works on all samples at once; capture it at 6"):
+        at_batch(capture(Ranked(), (torch.randn(12, 4),)), 6)
 
 
 def test_nonsense_is_refused() -> None:

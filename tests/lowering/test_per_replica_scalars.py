@@ -85,10 +85,11 @@ def test_losses_run_with_their_replicas_without_gathering_samples() -> None:
     model(*data(4))
     assert model.program is not None
     lines = model.program.text().splitlines()
-    assert [line for line in lines if "mse_loss" in line] == [
-        "  net.0 + net.1 + net.2 + net.3 + net.4 + loss on 2x1 (0,1): x@1, y@1 -> mse_loss",
-        "  move mse_loss 2x1 (0,1) rows:0 -> mse_loss@1 1x1 (0)",
-        "  move mse_loss@1 back to mse_loss",
+    assert [line for line in lines if "batch_mean_default" in line] == [
+        "  net.0 + net.1 + net.2 + net.3 + net.4 + loss + mean + batch_mean on 2x1 (0,1): x@1, y@1 -> "
+        "batch_mean_default",
+        "  move batch_mean_default 2x1 (0,1) rows:0 -> batch_mean_default@1 1x1 (0)",
+        "  move batch_mean_default@1 back to batch_mean_default",
     ]
 
 

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from parplan.cluster import Cluster
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan, PlanError, RuleError
+from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide
@@ -202,8 +206,32 @@ def test_a_given_plan_for_another_model_is_refused() -> None:
 def test_every_layer_has_a_reason() -> None:
     decision = decided(classifier(), cluster_preset(SLOW, 4))
     assert all(layer.why for layer in decision.layers)
-    loss = next(layer for layer in decision.layers if layer.kind == "loss")
-    assert loss.why == "a loss is never sharded, and it needs all samples"
+    mean = next(layer for layer in decision.layers if layer.name == "loss.batch_mean")
+    assert mean.why == "it adds up one number per sample, so one device is enough"
+
+
+class Scored(nn.Module):
+    """One layer of scores for many classes, and their loss."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.scores(x), target)
+
+
+def test_strict_rules_keep_a_loss_whole() -> None:
+    """R7: a vocabulary that dwarfs the rest is cut by default, and the report says so; never by the strict rules."""
+    net = Scored(96 * 48)
+    graph = capture(net, (torch.randn(48, 8), torch.zeros(48, dtype=torch.long)))
+    cluster = cluster_preset(SLOW, 4)
+    free = decided(graph, cluster, PlanRequest(tolerance=0.0))
+    strict = decided(graph, cluster, PlanRequest(rules="strict", tolerance=0.0))
+    assert free.plan.layers["loss"].axis == "vocabulary"
+    assert [text for layer in free.layers if layer.name == "loss" for text in layer.bends if "(R7)" in text]
+    assert strict.plan.layers["loss"].shards == 1
+    assert free.prediction.step_s < strict.prediction.step_s
 
 
 def test_statistics_are_exchanged_of_what_a_batch_norm_normalises_not_of_what_its_layer_reads_first() -> None:

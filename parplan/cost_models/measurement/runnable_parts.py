@@ -191,6 +191,8 @@ def _extent(node: fx.Node, dim: Any) -> int:
 # How many different indices an op takes.
 _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
     **dict.fromkeys(("embedding", "embedding_bags"), lambda node: _extent(node, 0)),
-    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd"), lambda node: _extent(node, 1)),
+    **dict.fromkeys(
+        ("class_rows", "class_terms", "cross_entropy_loss", "nll_loss", "nll_loss_nd"), lambda node: _extent(node, 1)
+    ),
     **dict.fromkeys(("gather", "index_select"), lambda node: _extent(node, node.args[1])),
 }

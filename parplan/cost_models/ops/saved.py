@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
+
 from parplan.cost_models.ops.op_calls import OpCall, Operand
 
 __all__ = ["CPU_RULES", "Rule", "Saved", "names", "saved_by"]
@@ -97,12 +99,29 @@ def _attention(call: OpCall) -> Saved:
     return Saved(names(*call.inputs, *call.outputs), 4 * rows)
 
 
+def _class_terms(call: OpCall) -> Saved:
+    """Exponentials of all scores, in float32 at least; and for every row a target's place, its weight, and a flag.
+
+    Narrower scores, and their gradients, are in between of that width too; smoothing makes another such product.
+    """
+    scores, target = call.inputs[:2]
+    width = max(scores.dtype.itemsize, torch.float32.itemsize)
+    wide_bytes = width * scores.elements
+    narrow = scores.dtype.itemsize < width
+    return Saved(
+        inner_bytes=wide_bytes + (8 + width + 1) * target.elements,
+        forward_bytes=wide_bytes if narrow or call.argument(4) else 0,
+        backward_bytes=wide_bytes if narrow else 0,
+    )
+
+
 _DROPOUTS = "dropout native_dropout feature_dropout alpha_dropout"
 # Ops, and what autograd saves of each.
 _ROWS: tuple[tuple[str, Rule], ...] = (
     (
         "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat pad "
-        "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add",
+        "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add "
+        "batch_mean batch_sum",
         lambda call: Saved(),
     ),
     (
@@ -133,9 +152,17 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (_DROPOUTS, lambda call: Saved(inner_bytes=call.outputs[0].elements)),
     ("scaled_dot_product_attention", _attention),
     (
-        "cross_entropy_loss cross_entropy",
+        "cross_entropy_loss cross_entropy class_rows",
         # The log-probabilities it makes inside, and its targets; its backward makes their gradient.
         lambda call: Saved(names(*call.inputs[1:]), call.inputs[0].nbytes, backward_bytes=call.inputs[0].nbytes),
+    ),
+    ("class_terms", _class_terms),
+    (
+        "row_losses",
+        # Its input; a power for every block and one sum for every row.
+        lambda call: Saved(
+            names(*call.inputs), call.inputs[0].nbytes // call.inputs[0].shape[-1] + call.outputs[0].nbytes // 2
+        ),
     ),
     (
         "lstm gru rnn_tanh rnn_relu",

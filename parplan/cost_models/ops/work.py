@@ -179,9 +179,21 @@ def _bag_look_up(call: OpCall) -> _Traffic:
     return _Traffic(rows + total_bytes(call.outputs) + given, gradient + 2 * rows + total_bytes(call.outputs) + given)
 
 
+def _class_terms(call: OpCall) -> _Traffic:
+    """Cross entropy's shares of a vocabulary: maximum, difference, exponential and sum, each over all scores.
+
+    Backward one product of them. Smoothing adds a weighted sum forward and an addition backward.
+    """
+    scores, smoothed = call.inputs[0], bool(call.argument(4))
+    wide = max(scores.dtype.itemsize, torch.float32.itemsize) * scores.elements
+    cast = scores.nbytes + wide if scores.nbytes < wide else 0
+    rows = total_bytes(call.inputs[1:]) + total_bytes(call.outputs)
+    return _Traffic((6 + 3 * smoothed) * wide + cast + rows, (2 + 2 * smoothed) * wide + cast + rows)
+
+
 _TRAFFIC: dict[str, Callable[[OpCall], _Traffic]] = {
     "add": _passed_on, "sub": _passed_on,
-    "embedding": _look_up, "shard_embedding": _look_up, "embedding_bags": _bag_look_up,
+    "class_terms": _class_terms, "embedding": _look_up, "shard_embedding": _look_up, "embedding_bags": _bag_look_up,
     "batch_norm": _twice_over, "native_batch_norm": _twice_over, "native_batch_norm_legit_functional": _twice_over,
     "native_batch_norm_legit": _twice_over, "instance_norm": _twice_over,
 }  # fmt: skip

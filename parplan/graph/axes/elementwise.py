@@ -101,8 +101,8 @@ def similarity(call: Call) -> tuple[OpAxis, ...]:
 
 
 # --- losses: samples map where nothing is averaged over them ---
-# With a reduction the result depends on all samples at once, and is taken whole: the mean of means is not the mean
-# where targets are ignored, weighted or uneven. Losses are never sharded (R7).
+# With a reduction the result depends on all samples at once: a capture takes the reduction off, as far as it can
+# (graph/capture/batch_reductions.py), and what is left is taken whole.
 
 
 def element_loss(call: Call) -> tuple[OpAxis, ...]:

@@ -28,6 +28,7 @@ from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.axes.bags import join_bags
 from parplan.graph.axes.batched_lookup import gather_batched_lookups
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import canonicalise
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
@@ -292,6 +293,9 @@ def _assemble(
     tied = {placeholder: first[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
     graph = canonicalise(functional, tied)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
+    moved = split_batch_reductions(graph.graph, samples)
+    graph.outputs = tuple(moved.get(one, one) if isinstance(one, str) else one for one in graph.outputs)
+    graph.buffer_updates = {buffer: moved.get(value, value) for buffer, value in graph.buffer_updates.items()}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     # The call of a leaf module is one layer; attention's projection is part of the same call.
     whole = (nn.MultiheadAttention,)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parplan.graph.axes.table import unknown_ops
+from parplan.graph.kinds import is_batch_reduction
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import is_repeatable, why_whole
 from parplan.plan import Plan
@@ -91,8 +92,8 @@ def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
 
 def only_way(layer: Layer) -> str:
     """The reason for a layer that has no other strategy."""
-    if layer.is_loss:
-        return "a loss is never sharded, and it needs all samples"
+    if any(map(is_batch_reduction, layer.nodes)):
+        return "it adds up one number per sample, so one device is enough"
     whole = layer.batch is None and not layer.constant and not layer.axes
     if whole and (why := why_whole(layer.nodes)):
         return f"{why}, so it runs whole"

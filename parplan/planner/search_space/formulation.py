@@ -123,7 +123,7 @@ def formulate(
         candidates: legal strategies per layer.
         shape: scheme, passes, and devices that are followed one by one.
         far_s: seconds that no step worth considering takes, where devices are followed (step_time.StepParts).
-        strict: forbid what R2 to R4 forbid, instead of pricing the transfer; without a fold.
+        strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
         on_layer: told (done, total) while costs are computed.
 
@@ -138,6 +138,7 @@ def formulate(
     for name in names:
         layer = graph.layers[name]
         own = choices(graph, layer, candidates[name], shape)
+        own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
         if not own:
             raise InfeasibleShape(name)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))

@@ -15,6 +15,7 @@ from itertools import accumulate, combinations, product
 from parplan.cluster import Cluster
 from parplan.errors import PinError, RuleError
 from parplan.graph.axes.table import unknown_ops
+from parplan.graph.kinds import is_split_off
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
 from parplan.pins import Pin
@@ -175,7 +176,7 @@ def _combined(pins: Sequence[Pin], layer: Layer) -> LayerPin:
     found: dict[str, int | str | tuple[int, ...]] = {}
     by: dict[str, Pin] = {}
     for pin in pins:
-        if not pin.matches(layer.name):
+        if not pin.matches(layer.name) or (is_split_off(layer.nodes) and pin.pattern != layer.name):
             continue
         new = {name: getattr(pin, name) for name in fields if getattr(pin, name) is not None}
         gone = ["axis"] if new.get("shards") == 1 else ["shards"] if "axis" in new and found.get("shards") == 1 else []
@@ -213,7 +214,7 @@ def _allowed(
     bent = (False, True) if free else (uneven is not Uneven.NONE,)
     for places, bends in product(_places(pin, blocks), bent):
         shapes = [shape for place in places for shape in _shapes(layer, pin, place)]
-        tried = [_try(layer, batch, shape, cluster.count, bends) for shape in shapes]
+        tried = [_try(layer, batch, shape, cluster.count, bends, uneven is Uneven.NONE) for shape in shapes]
         found = tuple(one for one in tried if isinstance(one, Strategy))
         if found:
             return found
@@ -251,10 +252,10 @@ def _shapes(layer: Layer, pin: LayerPin, devices: tuple[int, ...]) -> Iterator[S
             yield Strategy(replicas, 1, None, devices)
 
 
-def _try(layer: Layer, batch: int, strategy: Strategy, devices: int, uneven: bool) -> Strategy | str:
+def _try(layer: Layer, batch: int, strategy: Strategy, devices: int, uneven: bool, strict: bool) -> Strategy | str:
     """The strategy if it is legal, else the rule it breaks."""
     try:
-        r7_loss(layer.name, layer.is_loss, strategy.shards)
+        r7_loss(layer.name, strict and layer.is_loss, strategy.shards)
         units = batch_units(layer, batch)
         most, unknown = devices // strategy.shards, unknown_ops(layer.nodes)
         r1_batch(layer.name, batch, units, strategy.replicas, most, unknown, why_whole(layer.nodes), uneven)

@@ -1,8 +1,8 @@
 """The divisibility rules of cuda-convnet2, R1 to R8, each a function with its own message.
 
 A rule raises RuleError with the layer, the numbers and what would satisfy it, or returns nothing.
-R2, R3 and R4 are the guide's text for `rules="strict"`; by default a transfer stands in for them, and for R1's division
-of the batch parts that differ by one sample.
+R2, R3, R4 and R7 are the guide's text for `rules="strict"`. By default a transfer stands in for R2 to R4, parts that
+differ by one sample for R1's division of the batch, and shards of a loss exchange a few numbers per row (R7).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def r6_devices(layer: str, replicas: int, shards: int, devices: Sequence[int], a
 
 
 def r7_loss(layer: str, is_loss: bool, shards: int) -> None:
-    """R7: a loss layer is never sharded."""
+    """R7 (strict): a loss layer is never sharded."""
     if is_loss and shards > 1:
         raise RuleError("R7", layer, f"a loss is never sharded, the plan cuts it in {shards}; use 1 shard")
 

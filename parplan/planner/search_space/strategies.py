@@ -11,7 +11,7 @@ from parplan.cluster import Cluster
 from parplan.errors import RuleError
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
-from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r7_loss
+from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis
 
 __all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "refusals", "strategies"]
 
@@ -92,7 +92,6 @@ def strategies(
                 with suppress(RuleError):
                     r1_batch(layer.name, batch, batch_units(layer, batch), replicas, uneven=uneven)
                     r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
-                    r7_loss(layer.name, layer.is_loss, shards)
                     found.append(Strategy(replicas, shards, axis, tuple(block)))
     return tuple(found)
 

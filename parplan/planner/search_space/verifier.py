@@ -45,7 +45,6 @@ def check(plan: Plan, graph: LayerGraph) -> None:
     for name, strategy in plan.layers.items():
         layer = graph.layers[name]
         rules.r6_devices(name, strategy.replicas, strategy.shards, strategy.devices, plan.devices)
-        rules.r7_loss(name, layer.is_loss, strategy.shards)
         axes = {axis.name: axis.units for axis in layer.axes}
         rules.r5_axis(name, strategy.axis, axes, strategy.shards, plan.devices // strategy.replicas)
         units = batch_units(layer, plan.batch)
@@ -95,7 +94,8 @@ def _uneven(plan: Plan, layer: Layer) -> bool:
 
 
 def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable[[], None]]:
-    """Checks of R2 to R4 at one layer."""
+    """Checks of R2 to R4 and R7 at one layer."""
+    yield partial(rules.r7_loss, name, graph.layers[name].is_loss, plan.layers[name].shards)
     if graph.layers[name].constant:
         return
     feeding, fed = (
@@ -108,7 +108,7 @@ def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable
 
 
 def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
-    """The strict rules that a transfer or unequal parts of the batch stand in for at this layer, as messages."""
+    """The strict rules that transfers, unequal parts of the batch or exchanges bend at this layer, as messages."""
     replicas = plan.layers[name].replicas
     uneven = _uneven(plan, graph.layers[name])
     found = [f"R1: {rules.parts_words(plan.batch, replicas)} samples"] if uneven else []

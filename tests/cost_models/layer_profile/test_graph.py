@@ -15,6 +15,7 @@ from parplan import api
 from parplan.cli.main import main
 from parplan.cluster import Cluster, Device, Link
 from parplan.cost_models.costs import Moments, Source
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.layer_profile.costs import ProfileCosts
 from parplan.cost_models.layer_profile.graph import profile_graph, profile_notes
 from parplan.cost_models.layer_profile.records import (
@@ -28,10 +29,12 @@ from parplan.cost_models.layer_profile.records import (
 )
 from parplan.cost_models.layer_profile.text import load_layer_profile
 from parplan.errors import ClusterError, InfeasiblePlan, ParplanError
+from parplan.pins import read_pins
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Decision
 from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.pin_constraints import pinned
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from tests.planner.graphs import perceptron
@@ -206,6 +209,12 @@ def test_samples_that_depend_on_each_other_have_one_replica_and_a_loss_is_never_
     graph = profile_graph(profile(together, loss))
     found = {name: {(s.replicas, s.shards) for s in strategies(layer, 2, 2)} for name, layer in graph.layers.items()}
     assert found == {"a": {(1, 1), (1, 2)}, "b": {(1, 1), (2, 1)}}
+
+
+def test_a_layer_of_a_profile_is_pinned_by_name() -> None:
+    graph, cluster = profile_graph(profile(one("a", 2, 1, 0, OUT), one("b", 2, 1, 0))), cluster_preset("k20", 2)
+    found = pinned(read_pins(["a=shards:2"]), graph, cluster)
+    assert {strategy.shards for strategy in found.allowed["a"]} == {2}
 
 
 def test_sizes_follow_the_batch_and_parameters_do_not() -> None:

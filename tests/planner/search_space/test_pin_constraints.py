@@ -273,10 +273,18 @@ def test_only_pinned_devices_are_inherited() -> None:
 
 def test_a_loss_takes_over_the_first_of_several_devices() -> None:
     decision = decided(classifier(), cluster_preset(SLOW, 4), "fc=gpu:2,3")
-    assert decision.plan.layers["loss"].devices == (2,)
-    loss = next(layer for layer in decision.layers if layer.name == "loss")
-    assert loss.pinned == "on the devices of its first input, fc=gpu:2,3"
-    assert [(copy.layer, copy.devices) for copy in loss.copies] == [("fc", (2, 3))]
+    assert decision.plan.layers["loss"].devices == (2, 3)
+    assert decision.plan.layers["loss.batch_mean"].devices == (2,)
+    mean = next(layer for layer in decision.layers if layer.name == "loss.batch_mean")
+    assert mean.pinned == "on the devices of its first input, fc=gpu:2,3"
+
+
+def test_a_pin_of_a_loss_is_of_its_rows_and_not_of_their_mean() -> None:
+    plan = decided(classifier(), cluster_preset(SLOW, 4), "loss=shards:2 replicas:2").plan
+    assert (plan.layers["loss"].replicas, plan.layers["loss"].axis) == (2, "vocabulary")
+    assert plan.layers["loss.batch_mean"].devices == (0,)
+    with pytest.raises(PinError, match=r"loss\.batch_mean: its samples depend on each other"):
+        decided(classifier(), cluster_preset(SLOW, 4), "loss.batch_mean=replicas:2")
 
 
 def test_later_pins_win_and_the_rest_combines() -> None:
@@ -331,7 +339,7 @@ def test_an_update_period_makes_the_solver_find_passes_it_divides() -> None:
 REFUSED = {
     "close name": (["fcc=shards:2"], r"'fcc=shards:2' \(pins\): Loss has no layer or module 'fcc'; did you mean fc\?"),
     "no close name": (["zzzzzz*=shards:2"], r"its layers are conv, norm, mix, "),
-    "R1 loss": (["loss=replicas:2"], r"loss: its samples depend on each other, .* use 1 replica \(R1\)"),
+    "R1 loss": (["loss.batch_mean=replicas:2"], r"mean: its samples depend on each other, .* use 1 replica \(R1\)"),
     "R5 axis": (["fc=axis:heads"], r"fc: it cannot be cut along 'heads'; its axes are .*out-features \(24\).*\(R5\)"),
     "R5 shards": (["fc=shards:5 axis:out-features"], r"24 out-features cannot be cut in 5; use 3 or 4 or 6 .*\(R5\)"),
     "R5 any axis": (["fc=shards:5"], r"432 in-features cannot be cut in 5.*; or fc: 24 out-features.*\(R5\)"),
@@ -347,8 +355,7 @@ REFUSED = {
         r"pins 'fc=shards:3' \(pins\), 'conv=gpu:0,1' \(pins\): fc: 3 shards cannot occupy 2 devices; use 1 or 2, or "
         r"give it devices with gpu: \(R6\); it takes over devices \[0, 1\] from add",
     ),
-    "R7": (["loss=shards:2"], r"loss: a loss is never sharded, the plan cuts it in 2; use 1 shard \(R7\)"),
-    "R7 or R1": (["loss=gpu:0,1"], r"\(R7\); or loss: .*\(R1\)"),
+    "R5 or R1": (["loss.batch_mean=gpu:0,1"], r"\(R5\); or loss\.batch_mean: .*\(R1\)"),
     "R8": (["fc=update:7"], r"6 devices allow at most 6 passes, an update period of 7 divides none of them.*\(R8\)"),
     "no weights": (["add=update:2"], r"add has no weights to update"),
 }  # fmt: skip
@@ -372,6 +379,11 @@ def test_pins_that_memory_forbids_together_are_named() -> None:
     assert "each pin is legal, but no plan keeps together '0=gpu:0' (pins), '2=gpu:0' (pins)" in text
     assert "device 0 has" in text
     assert "leave out '0=gpu:0' (pins)" in text
+
+
+def test_strict_rules_refuse_a_pin_that_shards_a_loss() -> None:
+    with pytest.raises(PinError, match=r"loss: a loss is never sharded, the plan cuts it in 2; use 1 shard \(R7\)"):
+        decided(classifier(), cluster_preset(SLOW, 6), "loss=shards:2", rules="strict")
 
 
 def test_pins_that_strict_rules_forbid_together_are_named() -> None:
@@ -402,12 +414,13 @@ def test_a_plan_leaves_nothing_to_pin() -> None:
 
 
 def test_pinning_what_the_solver_chooses_costs_nothing() -> None:
-    graph, cluster = classifier(), cluster_preset(SLOW, 4)
+    graph, cluster = classifier(), cluster_preset(SLOW, 3)
     free = decided(graph, cluster)
     pins = [_pin_of(name, strategy) for name, strategy in free.plan.layers.items()]
     decision = decided(graph, cluster, *pins)
     assert decision.plan == free.plan
-    # Readers of one kind are priced approximately while plans are searched (docs/limits.md).
+    # Readers of one kind are priced approximately while plans are searched (docs/limits.md), and of four devices pins
+    # open subsets to the search that it does not try without.
     assert prices(decision).price_s == pytest.approx(0.0, abs=1e-3 * free.prediction.step_s)
 
 

@@ -29,8 +29,13 @@ def test_a_linear_layer_on_four_devices() -> None:
     }  # fmt: skip
 
 
-def test_a_loss_stays_on_one_device() -> None:
-    assert described(classifier(), "loss", 8) == {"1x1 - on 1"}
+def test_a_loss_is_cut_by_samples_and_vocabulary_and_its_mean_stays_on_one_device() -> None:
+    assert described(classifier(), "loss", 4) == {
+        "1x1 - on 1", "2x1 - on 2", "3x1 - on 3", "4x1 - on 4", "1x2 vocabulary on 2", "1x4 vocabulary on 4",
+        "2x2 vocabulary on 4",
+    }  # fmt: skip
+    assert described(classifier(), "loss.row_losses", 2) == {"1x1 - on 1", "2x1 - on 2"}
+    assert described(classifier(), "loss.batch_mean", 8) == {"1x1 - on 1"}
 
 
 @pytest.mark.parametrize("devices", range(1, 9))

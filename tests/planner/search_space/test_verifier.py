@@ -45,7 +45,7 @@ BROKEN = [
     ("R5", {"conv": Strategy(1, 2, "in-channels", (0, 1))}, "default", 12),
     ("R6", {"fc": Strategy(1, 2, "out-features", (0, 1, 2))}, "default", 12),
     ("R6", {"fc": Strategy(1, 2, "out-features", (0, 7))}, "default", 12),
-    ("R7", {"loss": Strategy(1, 2, "features", (0, 1))}, "default", 12),
+    ("R7", {"loss": Strategy(1, 2, "vocabulary", (0, 1))}, "strict", 12),
     ("R8", {"conv": Strategy(4, 1, None, (0, 1, 2, 3), update_period=3)}, "default", 12),
 ]
 
@@ -60,8 +60,16 @@ def test_each_rule_is_refused_by_number(rule: str, edits: Mapping[str, Strategy]
 
 def test_replicas_of_a_layer_that_mixes_samples_are_refused() -> None:
     graph = classifier()
-    with pytest.raises(RuleError, match=r"loss: its samples depend on each other.*R1"):
-        check(plan_of(graph, {"loss": TWO}), graph)
+    with pytest.raises(RuleError, match=r"loss\.batch_mean: its samples depend on each other.*R1"):
+        check(plan_of(graph, {"loss.batch_mean": TWO}), graph)
+
+
+def test_a_sharded_loss_bends_r7() -> None:
+    graph, cut = classifier(), Strategy(1, 2, "vocabulary", (0, 1))
+    plan = plan_of(graph, {"loss": cut, "fc": Strategy(1, 2, "out-features", (0, 1))})
+    check(plan, graph)
+    assert bends(plan, graph, "loss") == ("loss: a loss is never sharded, the plan cuts it in 2; use 1 shard (R7)",)
+    assert bends(plan, graph, "fc") == ()
 
 
 def test_an_op_that_parplan_does_not_know_is_named() -> None:

@@ -133,16 +133,18 @@ def test_parts_add_up_on_every_device_and_no_plan_is_slower_than_its_sum(
         assert sum(spent.total_s(kind) for kind in PARTS) == pytest.approx(found.step_s)
     assert all(seconds >= 0 for seconds in found.critical.waits_s.values())
     if passes == 1:
-        assert found.step_s <= objective(plan, graph, cluster) * (1 + 1e-9)
+        # What a device does out of order may hold up a transfer, as for a layer cut over devices 2 and 3 of four
+        # between layers on device 0: 0.03 % there.
+        assert found.step_s <= objective(plan, graph, cluster) * (1 + 1e-3)
 
 
 def test_the_gradient_of_what_passes_give_a_loss_comes_back_once_per_pass() -> None:
     graph, cluster = classifier(), cluster_preset("k20", 2)
     layers = {name: Strategy(2, devices=(0, 1)) if layer.batch else Strategy() for name, layer in graph.layers.items()}
     plan = plan_of(graph, 2, layers | {"fc": Strategy(1, 2, "out-features", (0, 1))}, Scheme.INTERLEAVE)
-    assert stages(graph, plan.layers, plan.scheme).of["loss"] is Stage.AFTER
-    (scores,) = graph.layers["fc"].outputs
-    moved = [one for one in timeline_of(plan, graph, cluster).parts if one.kind is Kind.TRANSFER and one.what == scores]
+    assert stages(graph, plan.layers, plan.scheme).of["loss.batch_mean"] is Stage.AFTER
+    (rows,) = graph.layers["loss.row_losses"].outputs
+    moved = [one for one in timeline_of(plan, graph, cluster).parts if one.kind is Kind.TRANSFER and one.what == rows]
     assert [one.number for one in moved] == [0, 1, 1, 0]
 
 
