@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ def analyze(
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    targets: Any = None,
     batch: str | None = None,
     gpus: int | str | None = None,
     gpu: str | None = None,
@@ -62,6 +64,7 @@ def analyze(
 
     Args:
         example_inputs: a tensor, or a tuple of positional arguments; its batch is the whole step's.
+        loss, targets: a function of the model's results and of targets such as these, planned with the model.
         batch: "auto" takes the smallest batch within 2 % of the most samples per second that fits in memory, and lists
             those tried; default: the example inputs'.
         gpus: how many devices, or hosts x devices of each, "2x8"; default: the plan's, else the GPUs that are here,
@@ -96,7 +99,7 @@ def analyze(
             "--batch auto compares many batches, and --measure would have to time them all; choose the batch first, "
             "then measure at it"
         )
-    _check_module(model)
+    model, kwargs = _with_loss(model, kwargs, loss, targets)
     found = _cluster(options)
     if progress is not None:
         progress.phase("capture")
@@ -164,6 +167,8 @@ def compile(  # the name users know from torch.compile
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    targets: Any = None,
     devices: Sequence[torch.device | str] | None = None,
     output_device: torch.device | str | None = None,
     plan: Plan | str | Path | None = None,
@@ -185,6 +190,9 @@ def compile(  # the name users know from torch.compile
 
     Args:
         example_inputs: a tensor or tuple of positional arguments to plan for now; default: plan at the first call.
+        loss: a function of the model's results and targets that becomes part of the plan: a call with `targets=...`
+            returns the loss, one without the model's results.
+        targets: example targets, beside `example_inputs`.
         devices: where logical device i lives; one physical device may appear several times. Default:
             under torchrun one device per process, else the GPUs that are here, else the CPU.
         output_device: where results are gathered (one process); default: where the inputs were.
@@ -213,7 +221,7 @@ def compile(  # the name users know from torch.compile
     from parplan.runtime.module.compiled import Compiled
 
     options = PlanOptions.of(locals())
-    _check_module(model)
+    model, kwargs = _with_loss(model, kwargs, loss, targets)
     request = replace(options, plan=None).request(price_pins=False)
 
     def pricing() -> Pricing:
@@ -258,6 +266,8 @@ def verify(
     example_inputs: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    targets: Any = None,
     plan: Plan | str | Path | None = None,
     pins: PinsLike | None = None,
     devices: int | None = None,
@@ -268,6 +278,7 @@ def verify(
     """Run a plan on logical CPU devices in float64 and compare it with the plain model.
 
     Args:
+        loss, targets: as for `analyze`, where the plan was made with them.
         plan: the plan to verify, or its file; default: the one parplan would choose for `devices`.
         pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
         devices: how many logical devices; default: the plan's, else what the pins need, else 2.
@@ -287,7 +298,7 @@ def verify(
     from parplan.verification import first_samples, verify_plan
 
     options = PlanOptions.of(locals())
-    _check_module(model)
+    model, kwargs = _with_loss(model, kwargs, loss, targets)
     count = devices if devices is not None else options.plan.devices if options.plan is not None else None
     if count is None:  # as many as the pins need; where none says which devices, at least 2
         pinned = options.pins
@@ -315,11 +326,25 @@ def verify(
     return replace(ran, notes=mismatches(found, graph))
 
 
-def _check_module(model: object) -> None:
+def _with_loss(
+    model: object, kwargs: Mapping[str, Any] | None, loss: Callable[[Any, Any], torch.Tensor] | None, targets: Any
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """The module to capture, and the keywords to capture it with.
+
+    Raises:
+        ModelError: `model` is no module, or targets are given without a loss.
+    """
     from torch import nn
+
+    from parplan.graph.user_code.with_loss import with_loss
 
     if not isinstance(model, nn.Module):
         raise ModelError(f"{type(model).__name__} is no model; give a torch.nn.Module, such as MyNet()")
+    if loss is None and targets is not None:
+        raise ModelError("targets are given without a loss; give loss=, a function of results and targets")
+    if loss is None:
+        return model, kwargs
+    return with_loss(model, loss), kwargs if targets is None else {**(kwargs or {}), "targets": targets}
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:

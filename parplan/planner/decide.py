@@ -22,6 +22,7 @@ from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph
 from parplan.planner.explain.advice import advice, advised, better_batch
 from parplan.planner.explain.branch_report import concurrent_branches, with_concurrency
 from parplan.planner.explain.layer_report import layer_reports, memory_excess, prediction
+from parplan.planner.explain.loss_outside import loss_outside
 from parplan.planner.explain.pin_prices import with_pins
 from parplan.planner.explain.reasons import with_reasons
 from parplan.planner.request import Listener, PlanRequest
@@ -181,7 +182,8 @@ def _explained(
     layers = with_concurrency(layers, branches)
     layers = with_reasons(layers, case.graph, found.formulation, found.choice, plan)
     several = case.cluster.count > 1
-    notes = (*request.notes, *_notes(case, plan, step))
+    outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
+    notes = (*request.notes, *_notes(case, plan, step), *([str(outside)] if outside is not None else []))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
     status = Status.OPTIMAL if found.gap <= GAP else Status.FEASIBLE
     now = time.perf_counter()
@@ -208,6 +210,7 @@ def _explained(
         branches=branches,
         advised=advised(step.step_s, by_hand),
         priced=PricedGraph(case.graph, case.costs),
+        loss_outside=outside,
     )  # fmt: skip
 
 

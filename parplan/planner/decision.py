@@ -347,6 +347,31 @@ class PricedGraph:
 
 
 @dataclass(frozen=True)
+class LossOutside:
+    """A loss that is not part of the plan.
+
+    Args:
+        results: the values that are handed out for it.
+        nbytes: of these.
+        moved_s: to hand them out and to take their gradients back, in every step.
+        share: of the step.
+    """
+
+    results: tuple[str, ...]
+    nbytes: int
+    moved_s: float
+    share: float
+
+    def __str__(self) -> str:
+        count = f"{len(self.results)} results" if len(self.results) > 1 else "results"
+        return (
+            f"The loss is outside of the plan: handing out {count} of {self.nbytes / 2**20:,.1f} MiB and taking the "
+            f"gradients back is {self.share:.0%} of the step ({self.moved_s * 1e3:.2f} ms). With loss=fn, targets=... "
+            "it is planned as well, and runs where the results are."
+        )
+
+
+@dataclass(frozen=True)
 class Decision:
     """A plan with its prediction, its reasons, its baselines and its proof.
 
@@ -364,6 +389,7 @@ class Decision:
         passes: the schemes that were compared; None where all layers have equally many replicas.
         branches: branches that run at the same time, or were tried to; None where the model has no branches worth it.
         priced: the graph and its costs, for pictures of the step; None in a decision that was put together by hand.
+        loss_outside: the price of a loss outside of the plan; None where it is inside, or costs next to nothing.
     """
 
     parameters: int
@@ -386,6 +412,7 @@ class Decision:
     branches: ConcurrentBranches | None = None
     advised: str = ""
     priced: PricedGraph | None = field(default=None, repr=False, compare=False)
+    loss_outside: LossOutside | None = None
 
     @property
     def speedup(self) -> float | None:

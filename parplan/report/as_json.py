@@ -62,6 +62,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "beside": _plain(decision.branches),
         "advice": decision.advice,
         "advised": decision.advised,
+        "loss_outside": _plain(decision.loss_outside),
         "proof": _record(decision.proof, "given", "equal_parts"),
         "seconds": _record(decision.seconds),
     }
