@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
 from parplan.errors import ModelError
+from parplan.graph.axes.experts import GroupedInDouble
 from parplan.graph.capture.capture import batch_of
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import failing_module, user_line
@@ -89,7 +90,7 @@ def verify_plan(
             module.dropout = 0.0
     samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
     try:
-        with _NoDropout():
+        with _NoDropout(), GroupedInDouble():
             reference = _run(plain, plain, args, kwargs, seed)
     except Exception as error:
         line, layer = user_line(error), failing_module(error, plain)
@@ -98,7 +99,8 @@ def verify_plan(
             f"  {f'{layer}: ' if layer else ''}{type(error).__name__}: {error}" + (f"\n  at {line}" if line else "")
         ) from error
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
-    found = _run(compiled, compiled_model, args, kwargs, seed)
+    with GroupedInDouble():
+        found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
     rows = tuple(_compared(group, expected, found[group]) for group, expected in reference.items() if expected)
     return Verification(compiled.plan, samples, rows)

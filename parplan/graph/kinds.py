@@ -23,6 +23,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
      margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
      nll_loss nll_loss2d nll_loss2d_forward nll_loss_forward nll_loss_nd poisson_nll_loss smooth_l1_loss
      soft_margin_loss triplet_margin_loss"""),
+    ("experts", "expert_products"),
     ("attention", "scaled_dot_product_attention"),
     ("resize", "upsample"),
     ("conv", "conv1d conv2d conv3d conv_transpose convolution"),

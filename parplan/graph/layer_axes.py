@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import combinations
 from math import gcd
 
 from networkx.utils import UnionFind
 from torch import fx
 
+from parplan.graph.axes.linear_ops import routed_terms
 from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import op_name
@@ -36,6 +38,7 @@ class JointAxis:
     names: list[str] = field(default_factory=list)
     units: int = 0
     crossed: set[str] = field(default_factory=set)  # tensors that have it twice
+    routed: set[str] = field(default_factory=set)  # lists of experts that rows are looked up by
 
     @property
     def open(self) -> bool:
@@ -65,6 +68,10 @@ def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
     for op_axes in axes.values():
         for axis in op_axes:
             union.union(*axis.places())
+    routed = [axis for op_axes in axes.values() for axis in op_axes if axis.routed_by]
+    for one, other in combinations(routed, 2):
+        if one.routed_by == other.routed_by:  # one list of experts for several tensors of experts
+            union.union(one.places()[0], other.places()[0])
     joint: dict[Place, JointAxis] = defaultdict(JointAxis)
     for node in calls:
         for axis in axes[node.name]:
@@ -76,6 +83,7 @@ def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
             if axis.name:
                 known.names.append(axis.name)
             known.units = gcd(known.units, axis.units)
+            known.routed |= {axis.routed_by} if axis.routed_by else set()
     for node in calls:
         # Places in a call's tensors that its row says nothing about stay whole.
         results = [user for user in node.users if op_name(user) == "getitem"] or [node]
@@ -148,6 +156,15 @@ def layer_axes(
         for axis in joint
         if any(axis.dims.get(value) == dim and axis.outer[value] == 1 for value, dim in batch_dims.items())
     ]
+    # An operand that is read for its type alone (`x.new_zeros(...)`) is cut as the rest is.
+    unread = [axis for axis in batches if axis.open and inside.isdisjoint(axis.dims)]
+    if len(batches) == len(unread) + 1 > 1:
+        batches = [axis for axis in batches if axis not in unread]
+        for axis in unread:
+            if axis.dims.keys().isdisjoint(batches[0].dims):
+                batches[0].dims |= axis.dims
+                batches[0].outer |= axis.outer
+            axis.cuts.add(Cut.BLOCKED)
     batch, mixed, out_dims = None, False, dict[str, int]()
     if len(batches) == 1:
         axis, units = batches[0], _units(batches[0], sizes)
@@ -164,8 +181,15 @@ def layer_axes(
     others: dict[str, Axis] = {}
     for axis in joint:
         units = _units(axis, sizes)
-        usable = axis.open and Cut.MIXED not in axis.cuts and not (axis.partial & taken)
-        if axis not in batches and usable and units > 1 and axis.partial <= set(outputs):
+        usable = axis.open and Cut.MIXED not in axis.cuts
+        if usable and axis.routed:
+            terms = routed_terms(nodes, axis.partial, axis.dims.keys()) if len(axis.routed) == 1 else None
+            usable, axis.partial = terms is not None, set(terms or ()) & set(outputs) | axis.partial
+        else:
+            usable = usable and not (axis.partial & taken)
+        if axis not in batches and usable and units > 1 and (axis.routed or axis.partial <= set(outputs)):
+            if any(axis.dims.get(tensor) == 0 and len(sizes[tensor]) == 3 for tensor in fixed):
+                axis.names.append("experts")  # one matrix for each
             named = _named(axis, units, kind, sizes, outputs)
             # Of two axes with one name the larger is kept.
             if named is not None and (named.name not in others or named.units > others[named.name].units):

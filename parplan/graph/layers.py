@@ -14,7 +14,7 @@ from itertools import groupby
 import networkx as nx
 from torch import fx
 
-from parplan.graph.axes.table import is_tensor, shape_of
+from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import is_batch_reduction, is_loss_op, kind_of, op_name
 from parplan.graph.layer_axes import layer_axes
 from parplan.graph.layer_graph import Layer
@@ -94,7 +94,8 @@ def build_layers(
 
 def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -> Iterable[_Run]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    for owner, group in groupby(calls, key=owner_of):
+    owners = {node: owner_of(node) for node in calls} | _between_experts(calls, parameters)
+    for owner, group in groupby(calls, key=owners.__getitem__):
         nodes = tuple(group)
         # A leaf module's call is planned whole: torch's own, or one with a single weighted op.
         own = [node for node in nodes if BOUNDARY not in node.meta]
@@ -108,6 +109,39 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
             for part in _functional_parts(nodes, parameters):
                 # A loss module without its reduction over the batch keeps its name.
                 yield _Run(owner, owner.path in leaves and any(map(is_loss_op, part)), part)
+
+
+def _between_experts(calls: Sequence[fx.Node], parameters: frozenset[str]) -> dict[fx.Node, Owner]:
+    """Calls of modules without parameters (activations) between products of one list of experts: these are one layer.
+
+    Cut between them, every shard would have to wait for the rows of all others.
+    """
+    found: dict[fx.Node, Owner] = {}
+    last: dict[tuple[Owner, str], int] = {}
+    for position, node in enumerate(calls):
+        owner = owner_of(node)
+        lists = {axis.routed_by for axis in axes_of(node)} - {""} if op_name(node) in _EXPERT_OPS else set[str]()
+        for experts in lists | ({"all"} if _multiplies_experts(node, parameters) else set()):
+            between = calls[last.get((owner, experts), position) + 1 : position]
+            inside = all(f"{owner_of(each).path}.".startswith(f"{owner.path}.") for each in between)
+            if inside and not any(source.name in parameters for each in between for source in _inner(each, owner)):
+                found |= dict.fromkeys(between, owner)
+            last[owner, experts] = position
+    return found
+
+
+_EXPERT_OPS = ("expert_products", "index")
+
+
+def _multiplies_experts(node: fx.Node, parameters: frozenset[str]) -> bool:
+    """Whether it is a product with a parameter of one matrix for each expert, all of which see all rows."""
+    weights = [source for source in node.all_input_nodes if source.name in parameters]
+    return op_name(node) in ("bmm", "baddbmm", "matmul") and any(len(shape_of(weight)) == 3 for weight in weights)
+
+
+def _inner(node: fx.Node, owner: Owner) -> Sequence[fx.Node]:
+    """Operands of a call in a module inside of `owner`; none of a call in `owner` itself."""
+    return () if owner_of(node) == owner else node.all_input_nodes
 
 
 @dataclass(frozen=True)
@@ -149,14 +183,34 @@ def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> l
         else:
             known = {node for part in parts for node in part}
             rest = [node for node in members if node not in known]
+            front = _in_front_of_experts(rest, parameters)
             near = nx.Graph()
             near.add_nodes_from(rest)
-            near.add_edges_from((source, node) for node in rest for source in node.all_input_nodes if source in near)
+            near.add_edges_from(
+                (source, node)
+                for node in rest
+                for source in node.all_input_nodes
+                if source in near and (source in front) == (node in front)
+            )
             joined = [tuple(sorted(part)) for part in nx.connected_components(near)]
-            parts += sorted(joined, key=lambda part: part[-1])
+            parts += sorted(joined, key=lambda part: (part[0] not in front, part[-1]))
     if len(own) == len(nodes):
         return parts
     return [tuple(node for node in nodes if node in part or node.meta.get(BOUNDARY) in part) for part in parts]
+
+
+def _in_front_of_experts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> set[fx.Node]:
+    """Routing that is computed before all products with experts, up to views: it mixes experts, which they do not."""
+    behind, front = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        routed = op_name(node) in _EXPERT_OPS and any(axis.routed_by for axis in axes_of(node))
+        if routed or _multiplies_experts(node, parameters) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    for node in reversed(nodes) if behind else ():
+        view = kind_of([node]) == "reshape" or op_name(node) in ("repeat", "repeat_interleave", "to_copy")
+        if node not in behind and (not view or not front.isdisjoint(node.users)):
+            front.add(node)
+    return front
 
 
 def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
@@ -164,10 +218,10 @@ def _stands_alone(node: fx.Node, parameters: frozenset[str]) -> bool:
     mixes = op_name(node) == "batch_norm"
     kind = kind_of([node])
     alone = mixes or kind == "function" or is_loss_op(node) or is_batch_reduction(node)
-    return alone or (weighted and kind not in _LIGHT)
+    return alone or (weighted and kind not in _LIGHT and not _multiplies_experts(node, parameters))
 
 
-_LIGHT = ("add", "multiply", "other", "reshape")
+_LIGHT = ("add", "experts", "multiply", "other", "reshape")
 
 
 def _layer(
@@ -191,13 +245,15 @@ def _layer(
     kind = kind_of(run.nodes)
     axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
+    kind = "experts" if any(axis.name == "experts" for axis in axes.others) else kind
     spread = axes.batch is not None and run.owner not in batch_bound and not why_whole(run.nodes)
     base = run.owner.path + run.owner.call
     if not run.leaf:
         first = next(node for node in run.nodes if BOUNDARY not in node.meta)
         site = site_of(first)
-        word = site.name if site else kind if kind in ("attention", "loss") else op_name(first)
-        base = ".".join(part for part in (base, word) if part)
+        word = site.name if site else kind if kind in ("attention", "experts", "loss") else op_name(first)
+        named = kind == "experts" and f".{base}".endswith(".experts")
+        base = base if named else ".".join(part for part in (base, word) if part)
     count = names[base]
     names[base] += 1
     layer = Layer(

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from parplan.compat import schema_of
 from parplan.graph.axes.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
 from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
 from parplan.graph.axes.table import Call, overload
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
@@ -142,6 +143,14 @@ def shard_embedding(weight: Tensor, indices: Tensor, first_row: int, padding_ind
     return torch.where(here.unsqueeze(-1), found, 0.0)
 
 
+def shard_lookup(weight: Tensor, indices: Tensor, first_row: int, rows: int) -> Tensor:
+    """`weight[indices]` of the rows this shard holds, of `rows` altogether; zeros for rows of other shards."""
+    local = torch.where(indices < 0, indices + rows, indices) - first_row
+    here = (local >= 0) & (local < weight.shape[0])
+    found = weight[torch.where(here, local, 0)]
+    return torch.where(here.reshape(*here.shape, *(1,) * (found.dim() - here.dim())), found, 0.0)
+
+
 def _copy(
     graph: LayerGraph, part: LocalLayer, node: fx.Node, code: fx.Graph, made: dict[str, fx.Node], dropout: bool
 ) -> fx.Node:
@@ -159,6 +168,14 @@ def _copy(
         place = [classes, part.column * here] if here < classes else []
         target, args = run_class_terms, [*args[:5], local_shape(graph, part, node.name)[1], *place]
     target = OWN_CODE.get(target, target)
+    if target is EXPERT_PRODUCTS or (target is aten.index.Tensor and axis is not None and node.name in axis.partial):
+        table = args[1] if target is EXPERT_PRODUCTS else args[0]
+        held, cut = local_shape(graph, part, table.name)[0], axis is not None and axis.dims.get(table.name) == 0
+        column = part.column if cut else 0
+        if target is EXPERT_PRODUCTS:
+            target, args = run_expert_products, [*args[:3], column * held]
+        else:
+            target, args = shard_lookup, [table, args[1][0], column * held, graph.values[table.name].shape[0]]
     if target is aten.view.default:
         # Whether a view is possible depends on strides, which a transfer does not keep.
         target = aten.reshape.default
@@ -229,14 +246,23 @@ def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[A
     return [*args[:2], 0, local(node.name)[dim], *args[4:]] if full and len(args) > 3 else args
 
 
+def _repeats(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+    """As many copies as the local result is times as large as the local operand."""
+    shape, source = local(node.name), local(args[0].name)
+    sizes = zip(args[1], shape, (1,) * (len(shape) - len(source)) + source, strict=True)
+    return [args[0], [size // own if own else times for times, size, own in sizes], *args[2:]]
+
+
 def _overloads(fix: Fix, names: str) -> dict[Any, Fix]:
     return {op: fix for name in names.split() if (op := overload(name)) is not None}
 
 
 # fmt: off
 _SIZED: dict[Any, Fix] = {
-    **_overloads(_size_at(0), "empty.memory_format full ones zeros"),
+    **_overloads(_size_at(0), "empty.memory_format full ones rand randn zeros"),
     **_overloads(_size_at(1), "expand new_empty new_full new_ones new_zeros reshape _reshape_copy _unsafe_view view"),
+    **_overloads(_size_at(1), "randint"),
+    **_overloads(_size_at(2), "randint.low"),
     **_overloads(_unflatten, "unflatten.int"),
 }
 _FIXES: dict[Any, Fix] = {
@@ -244,6 +270,7 @@ _FIXES: dict[Any, Fix] = {
     **_overloads(_groups_at(1), "group_norm"),
     **_overloads(_groups_at(6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
     **_overloads(_slice, "slice.Tensor"),
+    **_overloads(_repeats, "repeat"),
 }
 # fmt: on
 

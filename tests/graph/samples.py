@@ -72,7 +72,7 @@ class Sizes:
             kind, _, more = argument.kind.rstrip(".").partition(":")
             shape = [self.size(word) for word in argument.words.split()]
             value = _KINDS[kind](shape, self._generator, self.size(more) if more else 0)
-            return value.requires_grad_(value.is_floating_point() and argument.wants_gradient)
+            return value.requires_grad_((value.is_floating_point() or value.is_complex()) and argument.wants_gradient)
         if isinstance(argument, S):
             return self.size(argument.word)
         if isinstance(argument, (list, tuple)):
@@ -87,6 +87,11 @@ def _uniform(low: float, high: float) -> Make:
     return lambda shape, g, n: low + (high - low) * torch.rand(shape, generator=g, dtype=torch.float64)
 
 
+def _definite(values: Tensor) -> Tensor:
+    """Symmetric matrices whose eigenvalues are positive and apart."""
+    return values @ values.mT + torch.diag(torch.arange(1.0, values.shape[-1] + 1, dtype=torch.float64))
+
+
 _KINDS: dict[str, Make] = {
     "normal": lambda shape, g, n: torch.randn(shape, generator=g, dtype=torch.float64),
     "positive": _uniform(0.5, 2.0),
@@ -95,6 +100,9 @@ _KINDS: dict[str, Make] = {
     "sign": lambda shape, g, n: 2.0 * torch.randint(0, 2, shape, generator=g).double() - 1,
     "index": lambda shape, g, n: torch.randint(0, n, shape, generator=g),
     "integer": lambda shape, g, n: torch.randint(0, 100, shape, generator=g),
+    "ordered": lambda shape, g, n: torch.randn(shape, generator=g, dtype=torch.float64).sort(-1)[0],
+    "matrix": lambda shape, g, n: _definite(torch.randn(shape, generator=g, dtype=torch.float64)),
+    "complex": lambda shape, g, n: torch.randn(shape, generator=g, dtype=torch.complex128),
 }
 
 X = T("a b c")
@@ -117,6 +125,10 @@ _BINARY = """max.other min.other
     ne.Tensor rsub.Tensor sub.Tensor"""
 _SCALAR = """add.Scalar clamp_max clamp_min div.Scalar eq.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar
     ne.Scalar remainder.Scalar rsub.Scalar sub.Scalar"""
+_BINARY += """ divide.Tensor greater.Tensor greater_equal.Tensor less.Tensor less_equal.Tensor multiply.Tensor
+    not_equal.Tensor subtract.Tensor true_divide.Tensor"""
+_SCALAR += """ divide.Scalar greater.Scalar greater_equal.Scalar less.Scalar less_equal.Scalar multiply.Scalar
+    not_equal.Scalar subtract.Scalar true_divide.Scalar"""
 _BOOLEAN = "__and__.Tensor __or__.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor"
 
 IMAGE = {1: "n c 8", 2: "n c 8 6", 3: "n c 4 6 4"}
@@ -285,6 +297,34 @@ SAMPLES: dict[str, list[Call]] = {
     "pixel_shuffle": [call(T("n 12 2 3"), 2)],
     "pixel_unshuffle": [call(T("n 3 4 6"), 2)],
     "sort": [call(X), call(X, 0)],
+    "sort.stable": [call(X, stable=True, dim=1)],
+    "argsort": [call(T("a b c", "normal."), 1)],
+    "argsort.stable": [call(T("a b c", "normal."), stable=True, dim=0)],
+    "searchsorted.Tensor": [call(T("7", "ordered."), T("a b", "normal.")),
+                            call(T("a b 7", "ordered."), T("a b c", "normal."))],
+    "bucketize.Tensor": [call(T("a b", "normal."), T("7", "ordered."))],
+    "histc": [call(T("a b", "normal."), 5, -1, 1), call(T("a b", "normal."), 5)],
+    **{f"fft_{op}": [call(X), call(X, None, 1)] for op in ("fft", "ifft", "rfft", "hfft", "ihfft")},
+    "fft_irfft": [call(T("a b c", "complex"), S("c"), 1)],
+    **{f"fft_{op}": [call(X), call(X, None, [0, 1])] for op in ("fft2", "ifft2", "rfft2")},
+    **{f"fft_{op}": [call(X, None, [1])] for op in ("fftn", "ifftn", "rfftn")},
+    **{f"fft_{op}": [call(T("a b c", "complex"), None, [1, 2])] for op in ("irfft2", "irfftn")},
+    **{f"fft_{op}": [call(X, [1])] for op in ("fftshift", "ifftshift")},
+    "_fft_c2c": [call(T("a b c", "complex"), [1], 0, True)],
+    "_fft_r2c": [call(X, [2], 0, True)],
+    "_fft_c2r": [call(T("a b 4", "complex"), [2], 0, 6)],
+    "view_as_real": [call(T("a b", "complex"))],
+    "view_as_complex": [call(T("a b 2"))],
+    "real": [call(T("a b", "complex"))],
+    **{op: [call(T("a b", "normal."))] for op in ("rand_like", "randn_like")},
+    "randint_like": [call(T("a b", "normal."), 5)],
+    "randint_like.low_dtype": [call(T("a b", "normal."), 2, 5)],
+    **{op: [call(T("a b 3 3", "matrix"))]
+       for op in ("inverse", "linalg_cholesky", "linalg_cholesky_ex", "linalg_det", "linalg_eigh", "linalg_inv",
+                  "linalg_inv_ex", "linalg_matrix_exp", "linalg_qr")},
+    "linalg_solve": [call(T("a b 3 3", "matrix"), T("a b 3 k")), call(T("3 3", "matrix"), T("a 3 k"))],
+    "linalg_cross": [call(T("a b 3"), T("a b 3")), call(T("a 3 b"), T("1 3 b"), dim=1)],
+    "unfold": [call(T("a 6 b"), 1, 3, 2), call(T("a 6"), 1, 2, 2)],
     "topk": [call(X, 2), call(X, 1, 1)],
     "split.Tensor": [call(X, 2, 1), call(T("a 5 b"), 2, 1)],
     "split_with_sizes": [call(T("a 5 b"), [1, 4], 1)],
@@ -296,7 +336,14 @@ SAMPLES: dict[str, list[Call]] = {
     "mm": [call(T("m k"), T("k n"))],
     "bmm": [call(T("b m k"), T("b k n"))],
     "matmul": [call(T("m k"), T("k n")), call(T("a b m k"), T("k n")), call(T("a b m k"), T("a b k n")),
-               call(T("a b m k"), T("b k n")), call(T("k"), T("k n")), call(T("m k"), T("b k n"))],
+               call(T("a b m k"), T("b k n")), call(T("k"), T("k n")), call(T("m k"), T("b k n")),
+               call(T("a 1 m k"), T("b k n")), call(T("a m k"), T("k")), call(T("k"), T("k"))],
+    "mv": [call(T("m k"), T("k"))],
+    "einsum": [call("bchw,dc->bdhw", [T("b c 3 2"), T("d c")]), call("...ij,jk->...ik", [T("a b i j"), T("j k")]),
+               call("ij,jk", [T("i j"), T("j k")]), call("bij,bij->b", [T("b i j"), T("b i j")]),
+               call("bi,ijk,bk->bj", [T("b i"), T("i j k"), T("b k")]), call("...ij->...ji", [T("a i j")]),
+               call("b i, b j -> b i j", [T("b i"), T("b j")]), call("bi,bi->bi", [T("1 i"), T("b i")]),
+               call("ii->i", [T("i i")])],
     **{op: [recurrent(gates, states, True), recurrent(gates, states, False)]
        for op, gates, states in (("lstm.input", 4, 2), ("gru.input", 3, 1), ("rnn_relu.input", 1, 1),
                                  ("rnn_tanh.input", 1, 1))},
@@ -386,7 +433,23 @@ SAMPLES: dict[str, list[Call]] = {
         call(X, [None, T("b", "bool")], T("1")),
         call(X, [T("a", "bool")], T("b c")),
         call(X, [T("1", "index:a")], T("b c")),
+        call(X, [None, T("5", "index:b")], T("a 5 c"), True),
+        call(X, [None, T("3", "index:b"), T("3", "index:c")], T("3"), True),
+        call(X, [T("2 1", "index:a"), T("3", "index:b")], T("2 3 1"), True),
+        call(X, [T("3", "index:a"), None, T("3", "index:c")], T("3 b"), True),
     ],
+    "scatter.src": [call(T("a 7 c"), 1, T("a 1 c", "index:b"), T("a 1 c"))],
+    "scatter.value": [call(X, 2, T("a b t", "index:c"), 0.5), call(X, 0, T("t 1 c", "index:a"), 0.5)],
+    "scatter.reduce": [call(T("a b c", "normal."), 1, T("a t c", "index:b"), T("a t c", "normal."), reduce="add")],
+    "scatter.value_reduce": [call(T("a b c", "normal."), 1, T("a t c", "index:b"), 2.0, reduce="multiply")],
+    "scatter_add": [call(X, 1, T("a t c", "index:b"), T("a t c")),
+                    call(X, 1, T("a t c", "index:b"), T("a t c*2", "normal."))],
+    "scatter_reduce.two": [call(X, 1, T("a t c", "index:b"), T("a t c"), "amax")],
+    "index_add": [call(X, 1, T("t", "index:b"), T("a t c")), call(X, 0, T("t", "index:a"), T("t b c"), alpha=2.0)],
+    "index_copy": [call(X, 1, T("1", "index:b"), T("a 1 c"))],
+    "index_fill.int_Scalar": [call(X, 1, T("t", "index:b"), 0.5)],
+    "im2col": [call(T("n c 8 6"), [3, 2], [1, 1], [1, 0], [2, 1]), call(T("c 8 6"), [3, 2], [1, 1], [0, 0], [1, 1])],
+    "col2im": [call(T("n c*6 20"), [6, 6], [3, 2], [1, 1], [0, 0], [1, 1])],
     "index_select": [call(X, 1, T("t", "index:b")), call(X, -1, T("", "index:c"))],
     "gather": [call(X, 1, T("a t c", "index:b")), call(X, 2, T("a 1 t", "index:c"))],
     "slice_scatter": [
@@ -396,7 +459,7 @@ SAMPLES: dict[str, list[Call]] = {
         call(X, X, 0, 0, S("a")),
     ],
     "select_scatter": [call(X, T("a c"), 1, 0), call(X, T("b c"), 0, -1)],
-    "repeat": [call(X, [1, 2, 1]), call(T("a b"), [2, 1, 1])],
+    "repeat": [call(X, [1, 2, 1]), call(T("a b"), [2, 1, 1]), call(T("a b"), [S("d"), S("e"), 1])],
     "select.int": [call(X, 1, 0), call(X, 0, -1)],
     "slice.Tensor": [call(X, 1, 1), call(X, 0, 0, 2**63 - 1), call(X, 2, 0, 1), call(X, 0, 0, 2**63 - 1, 2)],
     "narrow": [call(X, 1, 0, 1), call(X, 0, 0, S("a"))],
@@ -404,7 +467,9 @@ SAMPLES: dict[str, list[Call]] = {
     "constant_pad_nd": [call(X, [1, 2], 0.5), call(X, [0, 0, 1, 0])],
     "pad": [call(T("n c 6"), [2, 1], "reflect"), call(X, [1, 2])],
     "full": [call([S("a"), S("b")], 2.0, dtype=FLOAT)],
-    "zeros": [call([S("a"), S("b")], dtype=FLOAT)],
+    **{op: [call([S("a"), S("b")], dtype=FLOAT)] for op in ("zeros", "rand", "randn")},
+    "randint": [call(5, [S("a"), S("b")])],
+    "randint.low": [call(2, 5, [S("a"), S("b")])],
     "ones": [call([S("a"), S("b")], dtype=FLOAT)],
     "empty.memory_format": [call([S("a"), S("b")], dtype=FLOAT)],
     "new_full": [call(X, [S("a"), S("d")], 2.0)],

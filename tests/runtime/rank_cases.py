@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.axes.experts import GroupedInDouble
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.layout import Grid, Layout, pieces
@@ -24,6 +25,7 @@ from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
 from parplan.runtime.transport.distributed import DistributedTransport
 from tests.own_backward import Between, OwnBackwards
+from tests.runtime.expert_nets import EXPERTS, Mixture
 from tests.runtime.helpers import Rule, planner, random_passes, spread, spread_all
 from tests.runtime.module.test_train_step import OPTIMIZERS, Case, plain_step, small
 from tests.runtime.module.test_train_step import hybrid as hybrid_case
@@ -633,12 +635,21 @@ def part(whole: Tensor, layout: Layout, device: int) -> Tensor:
     return whole
 
 
+def experts(rank: int, ranks: int) -> None:
+    """A mixture of experts by samples and by experts, whose parameters are cut; uneven ranks, and some without rows."""
+    for axis, form in (("data", "grouped"), ("experts", "grouped"), ("experts", "gathered")):
+        with GroupedInDouble():
+            model = train(Mixture(form), spread(ranks, axis), (3, 6), rank, steps(ranks))
+        held = local_tensor(dict(model.named_parameters())["experts.up"])
+        assert held.shape[0] == EXPERTS // (ranks if axis == "experts" else 1)
+
+
 CASES = {
     case.__name__: case
     for case in (
         moves, data_parallel, model_parallel, hybrid, passes, drawn_passes, train_steps, lone_train_steps,
         checkpointed, steps_that_fail, group_train_steps, group_inputs, save_and_load, wrapped_part, tied, towers,
         loss_inside, local_batch_norm, converted_local_norm, running_statistics, bound_to_the_batch, lengths, frozen,
-        own_losses, unused_results, draws, own_backwards, tensor_hooks,
+        own_losses, unused_results, draws, own_backwards, tensor_hooks, experts,
     )
 }  # fmt: skip

@@ -15,6 +15,7 @@ from parplan.cost_models.ops.work import op_work
 from parplan.cost_models.profile.records import PartEntry
 from parplan.cost_models.sampling import Measurement
 from parplan.graph import batch_norm
+from parplan.graph.axes.call import Call
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
@@ -188,6 +189,12 @@ def _extent(node: fx.Node, dim: Any) -> int:
     return int(shape[dim if len(shape) > 1 else 0])
 
 
+def _shortest_looked_up(node: fx.Node) -> int:
+    """The smallest dimension that `x[i, :, j]` has an index for."""
+    source, indices = Call(node)["self"], Call(node)["indices"]
+    return min(int(size) for size, index in zip(source.meta["val"].shape, indices, strict=False) if index is not None)
+
+
 # How many different indices an op takes.
 _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
     **dict.fromkeys(("embedding", "embedding_bags"), lambda node: _extent(node, 0)),
@@ -195,4 +202,6 @@ _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
         ("class_rows", "class_terms", "cross_entropy_loss", "nll_loss", "nll_loss_nd"), lambda node: _extent(node, 1)
     ),
     **dict.fromkeys(("gather", "index_select"), lambda node: _extent(node, node.args[1])),
+    "expert_products": lambda node: int(Call(node)["count"]),
+    "index": _shortest_looked_up,
 }

@@ -115,13 +115,23 @@ def _class_terms(call: OpCall) -> Saved:
     )
 
 
+def _expert_products(call: OpCall) -> Saved:
+    """The rows of the experts that are held, brought together by expert, and their positions; all rows are sorted."""
+    rows, weight, out = call.inputs[0], call.inputs[1], call.outputs[0]
+    count = call.argument(3)
+    share = weight.shape[0] / count if isinstance(count, int) else 1.0
+    moved_bytes = int((rows.nbytes + out.nbytes) * share)
+    kept_bytes = int((rows.nbytes + 8 * rows.shape[0]) * share)
+    return Saved(inner_bytes=kept_bytes, forward_bytes=int(out.nbytes * share), backward_bytes=moved_bytes)
+
+
 _DROPOUTS = "dropout native_dropout feature_dropout alpha_dropout"
 # Ops, and what autograd saves of each.
 _ROWS: tuple[tuple[str, Rule], ...] = (
     (
         "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat pad "
-        "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy index_add "
-        "batch_mean batch_sum",
+        "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy subtract im2col col2im unfold "
+        "rand rand_like randn randn_like histc searchsorted bucketize index_add batch_mean batch_sum",
         lambda call: Saved(),
     ),
     (
@@ -133,10 +143,11 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
         "hardtanh hardswish hardsigmoid elu leaky_relu mish softplus log abs sin cos relu6 clamp",
         lambda call: Saved(names(*call.inputs[:1])),
     ),
-    ("linear mul mm bmm matmul", _factors),
+    ("linear mul multiply mm mv bmm matmul", _factors),
+    ("expert_products", _expert_products),
     ("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d", _convolution),
     ("addmm baddbmm", lambda call: _factors(replace(call, inputs=call.inputs[1:], arguments=call.arguments[1:]))),
-    ("div", lambda call: Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()),
+    ("div divide true_divide", lambda call: Saved(names(*call.inputs)) if len(call.inputs) > 1 else Saved()),
     (
         "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d",
         lambda call: Saved(names(*call.inputs), 8 * call.outputs[0].elements),
@@ -164,13 +175,15 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
             names(*call.inputs), call.inputs[0].nbytes // call.inputs[0].shape[-1] + call.outputs[0].nbytes // 2
         ),
     ),
+    ("sort", lambda call: Saved(inner_bytes=8 * call.outputs[0].elements)),
     (
         "lstm gru rnn_tanh rnn_relu",
         # Inputs and results, and four gates and a state per step.
         lambda call: Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes),
     ),
     (
-        "where masked_fill embedding shard_embedding embedding_bags index index_select gather",
+        "where masked_fill embedding shard_embedding embedding_bags index index_select gather index_add index_put "
+        "scatter scatter_add",
         lambda call: Saved(names(*(each for each in call.inputs if not each.dtype.is_floating_point))),
     ),
 )

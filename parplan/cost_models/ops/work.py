@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from math import prod
 
 import torch
 
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, total_bytes
 from parplan.cost_models.ops.saved import saved_by
+from parplan.graph.axes.weights import einsum_words
 
 __all__ = ["Engine", "Kernel", "OpWork", "flops_of", "op_work"]
 
@@ -69,6 +71,8 @@ def flops_of(call: OpCall) -> float:
 def _product(call: OpCall) -> OpWork:
     engine = Engine.CONV if call.op in _CONVOLUTIONS else Engine.GEMM
     moved = total_bytes(call.inputs) + total_bytes(call.outputs)
+    if call.op == "expert_products":  # rows are brought together by expert before it, and put back after
+        moved += int(2 * (call.inputs[0].nbytes + call.outputs[0].nbytes) * _share_of_experts(call))
     forward = Kernel(engine, flops_of(call), moved, call.outputs[0].dtype)
     if not call.differentiated:
         return OpWork((forward,))
@@ -87,12 +91,38 @@ def _convolution(call: OpCall, transposed: bool = False) -> float:
     return 2.0 * image.elements * weight.elements / max(1, weight.shape[0])
 
 
+def _expert_products(call: OpCall) -> float:
+    """Every row times one matrix, of the share of the experts that is held: rows are taken to be spread evenly."""
+    return _contracted(call) * _share_of_experts(call)
+
+
+def _share_of_experts(call: OpCall) -> float:
+    count = call.argument(3)
+    return call.inputs[1].shape[0] / count if isinstance(count, int) else 1.0
+
+
 _transposed_convolution = partial(_convolution, transposed=True)
 
 
 def _contracted(call: OpCall) -> float:
     """Products of rows with columns: the last dimension of the first factor is summed over."""
     return 2.0 * call.outputs[0].elements * call.inputs[0].shape[-1]
+
+
+def _einsum(call: OpCall) -> float:
+    """Operands multiplied one after another; letters that only one of them has are summed over first."""
+    operands, equation = call.argument(1, ()), str(call.argument(0))
+    if len(operands) != len(call.inputs):
+        return 2.0 * call.outputs[0].elements
+    words, out = einsum_words(equation, [len(operand.shape) for operand in call.inputs])
+    sizes = {
+        word: size for each, x in zip(words, call.inputs, strict=True) for word, size in zip(each, x.shape, strict=True)
+    }
+    flops, held = 0.0, set(words[0])
+    for place, word in enumerate(words[1:], 1):
+        flops += 2.0 * prod(sizes[letter] for letter in held | set(word))
+        held = (held | set(word)) & {*out, *(letter for later in words[place + 1 :] for letter in later)}
+    return flops
 
 
 def _attention(call: OpCall) -> float:
@@ -117,9 +147,10 @@ _CONVOLUTIONS: dict[str, Count] = {
 }  # fmt: skip
 
 _PRODUCTS: dict[str, Count] = {
+    "einsum": _einsum,
     "linear": _contracted, "mm": _contracted, "bmm": _contracted, "matmul": _contracted, "mv": _contracted,
     **dict.fromkeys(("addmm", "baddbmm"), lambda call: _contracted(replace(call, inputs=call.inputs[1:]))),
-    "scaled_dot_product_attention": _attention,
+    "expert_products": _expert_products, "scaled_dot_product_attention": _attention,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
 }  # fmt: skip
 
@@ -192,7 +223,7 @@ def _class_terms(call: OpCall) -> _Traffic:
 
 
 _TRAFFIC: dict[str, Callable[[OpCall], _Traffic]] = {
-    "add": _passed_on, "sub": _passed_on,
+    "add": _passed_on, "sub": _passed_on, "subtract": _passed_on,
     "class_terms": _class_terms, "embedding": _look_up, "shard_embedding": _look_up, "embedding_bags": _bag_look_up,
     "batch_norm": _twice_over, "native_batch_norm": _twice_over, "native_batch_norm_legit_functional": _twice_over,
     "native_batch_norm_legit": _twice_over, "instance_norm": _twice_over,

@@ -8,8 +8,8 @@ from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
-    "all_but", "class_loss", "differences", "element_loss", "leading", "pair_loss", "pointwise", "reduction",
-    "repeated", "same_dims", "similarity",
+    "all_but", "along", "class_loss", "complex_view", "counted", "cross", "differences", "element_loss", "leading",
+    "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched", "similarity", "solved",
 ]  # fmt: skip
 
 
@@ -98,6 +98,56 @@ def similarity(call: Call) -> tuple[OpAxis, ...]:
             sides = [name for name in ("x1", "x2") if call.shape(name)[dim] == call.out_shape[new]]
             axes.append(OpAxis({str(call.name(side)): dim for side in sides} | {call.outputs[0]: new}))
     return tuple(axes)
+
+
+def along(argument: str) -> Row:
+    """Maps every dimension of one operand: each element is compared with a list that all parts have whole."""
+
+    def row(call: Call) -> tuple[OpAxis, ...]:
+        names = str(call.name(argument)), *call.outputs
+        return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in range(len(call.shape(argument))))
+
+    return row
+
+
+def searched(call: Call) -> tuple[OpAxis, ...]:
+    """`searchsorted` in one list, or in a list for each row: then these rows go with it."""
+    lists = call.shape("sorted_sequence")
+    if len(lists) == 1 or call["self"] is call["sorted_sequence"] or call["sorter"] is not None:
+        return along("self")(call) if call["sorter"] is None and len(lists) == 1 else ()
+    names = str(call.name("self")), *call.outputs
+    rows = [*names, str(call.name("sorted_sequence"))]
+    last = len(lists) - 1
+    return tuple(OpAxis(dict.fromkeys(rows if dim < last else names, dim)) for dim in range(len(lists)))
+
+
+def counted(call: Call) -> tuple[OpAxis, ...]:
+    """Histogram between fixed bounds: counts of parts add up. Bounds that follow from the values need all of them."""
+    source = call.tensors()[0]
+    if not call["max"] > call["min"]:
+        return ()
+    return tuple(OpAxis({source.name: dim}, Cut.SUM) for dim in range(len(shape_of(source))))
+
+
+def complex_view(call: Call) -> tuple[OpAxis, ...]:
+    """Complex numbers as pairs, or pairs as complex numbers: every dimension but that of the pair."""
+    return same_dims(call, range(min(len(shape_of(call.tensors()[0])), len(call.out_shape))))
+
+
+def solved(call: Call) -> tuple[OpAxis, ...]:
+    """`A x = b` for matrices along leading dimensions that both have; the columns of `b` are solved one by one."""
+    matrix, right = (str(call.name(argument)) for argument in ("A", "B"))
+    left_shape, right_shape = call.shape("A"), call.shape("B")
+    if left_shape[:-2] != right_shape[:-2] or len(left_shape) != len(right_shape) or not call["left"]:
+        return ()
+    lead = [OpAxis(dict.fromkeys((matrix, right, *call.outputs), dim)) for dim in range(len(left_shape) - 2)]
+    return (*lead, OpAxis(dict.fromkeys((right, *call.outputs), len(right_shape) - 1)))
+
+
+def cross(call: Call) -> tuple[OpAxis, ...]:
+    """Products of vectors along `dim`, element by element otherwise."""
+    vectors = call.dim(int(call["dim"]), len(call.out_shape))
+    return tuple(axis for axis in pointwise(call) if axis.dims[call.outputs[0]] != vectors)
 
 
 # --- losses: samples map where nothing is averaged over them ---

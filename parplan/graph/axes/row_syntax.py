@@ -47,6 +47,8 @@ class OpAxis:
         first_only: operands that only the first part may use.
         outer: for a tensor in whose dimension the axis is merged behind another, the size of what is in
             front (samples in [tokens * samples] have tokens); 1 where not listed.
+        routed_by: integers by which every row of the result is looked up along the axis (the expert of each token);
+            rows that another part looks up are zeros.
     """
 
     dims: Mapping[str, int]
@@ -55,6 +57,7 @@ class OpAxis:
     units: int = 0
     first_only: frozenset[str] = frozenset()
     outer: Mapping[str, int] = field(default_factory=dict)
+    routed_by: str = ""
 
     def places(self) -> list[Place]:
         """Where the axis lies in each of its tensors."""

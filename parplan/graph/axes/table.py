@@ -32,12 +32,15 @@ _UNARY = """abs acos alias asin atan bernoulli.p bitwise_not ceil celu clamp clo
     dropout elu empty_like erf exp exp2 expm1 feature_dropout fill.Scalar floor full_like gelu hardsigmoid hardswish
     hardtanh isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not
     logit masked_fill.Scalar mish nan_to_num neg ones_like pow.Scalar pow.Tensor_Scalar reciprocal relu relu6 round
-    rsqrt rsub.Scalar selu sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh threshold to.dtype trunc
-    _to_copy type_as zeros_like"""
+    rand_like randint_like randint_like.low_dtype randn_like real rsqrt rsub.Scalar selu sigmoid sign silu sin sinh
+    softplus softshrink sqrt square tan tanh threshold to.dtype trunc _to_copy type_as zeros_like"""
 _BINARY = """__and__.Tensor __or__.Tensor fill.Tensor max.other min.other
     add.Scalar add.Tensor addcdiv addcmul atan2 bitwise_and.Tensor bitwise_or.Tensor clamp.Tensor clamp_max
     clamp_min div.Scalar div.Tensor div.Tensor_mode eq.Scalar eq.Tensor floor_divide ge.Scalar ge.Tensor gt.Scalar
     gt.Tensor le.Scalar le.Tensor lerp.Scalar lerp.Tensor logical_and logical_or logical_xor lt.Scalar lt.Tensor
+    divide.Scalar divide.Tensor greater.Scalar greater.Tensor greater_equal.Scalar greater_equal.Tensor less.Scalar
+    less.Tensor less_equal.Scalar less_equal.Tensor multiply.Scalar multiply.Tensor not_equal.Scalar not_equal.Tensor
+    subtract.Scalar subtract.Tensor true_divide.Scalar true_divide.Tensor
     masked_fill.Tensor maximum minimum mul.Scalar mul.Tensor ne.Scalar ne.Tensor pow.Tensor_Tensor remainder.Scalar
     remainder.Tensor rsub.Tensor sub.Scalar sub.Tensor where.Scalar where.ScalarOther where.ScalarSelf where.self"""
 
@@ -49,7 +52,20 @@ _ROWS: list[tuple[Row, str]] = [
      """all.dim amax amin any.dim argmax argmin linalg_vector_norm logsumexp max.dim mean.dim min.dim
      norm.ScalarOpt_dim prod.dim_int std.correction var.correction var_mean.correction"""),
     (rows.all_but("dim"), "_log_softmax _softmax chunk cumsum log_softmax.int softmax.int sort split.Tensor topk"),
-    (rows.all_but("dim"), "cumprod split_with_sizes"),
+    (rows.all_but("dim"), "argsort argsort.stable cumprod sort.stable split_with_sizes"),
+    (rows.all_but("dim"),
+     """fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_irfft
+     fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn _fft_c2c _fft_c2r _fft_r2c"""),
+    (rows.all_but("dimension"), "unfold"),
+    (rows.complex_view, "view_as_complex view_as_real"),
+    (rows.along("self"), "bucketize.Tensor"),
+    (rows.searched, "searchsorted.Tensor"),
+    (rows.counted, "histc"),
+    (rows.leading(2),
+     """inverse linalg_cholesky linalg_cholesky_ex linalg_det linalg_eigh linalg_inv linalg_inv_ex linalg_matrix_exp
+     linalg_qr"""),
+    (rows.solved, "linalg_solve"),
+    (rows.cross, "linalg_cross"),
     (rows.all_but("dims"), "flip roll"),
     (rows.differences, "diff"),
     (rows.leading(2), "tril triu"),
@@ -62,7 +78,8 @@ _ROWS: list[tuple[Row, str]] = [
 
     (weight_rows.linear, "linear"),
     (weight_rows.addmm, "addmm"),
-    (weight_rows.matmul, "bmm matmul mm"),
+    (weight_rows.matmul, "bmm matmul mm mv"),
+    (weight_rows.einsum, "einsum"),
     (weight_rows.embedding, "embedding"),
     (weight_rows.attention, "scaled_dot_product_attention"),
     (weight_rows.recurrent, "gru.input lstm.input rnn_relu.input rnn_tanh.input"),
@@ -95,7 +112,11 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.stack, "stack"),
     (view_rows.select, "select.int unbind.int"),
     (view_rows.indexed, "index.Tensor"),
-    (view_rows.masked_put, "index_put"),
+    (view_rows.put, "index_put"),
+    (view_rows.scattered,
+     "scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two"),
+    (view_rows.index_written, "index_add index_copy index_fill.int_Scalar"),
+    (view_rows.columns, "col2im im2col"),
     (view_rows.index_select, "index_select"),
     (view_rows.gathered, "gather"),
     (view_rows.slice_scattered, "slice_scatter"),
@@ -104,7 +125,8 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.slices, "narrow slice.Tensor"),
     (view_rows.expand, "expand"),
     (view_rows.pad, "constant_pad_nd pad"),
-    (view_rows.filled, "empty.memory_format full new_empty new_full new_ones new_zeros ones zeros"),
+    (view_rows.filled, "empty.memory_format full new_empty new_full new_ones new_zeros ones rand randn zeros"),
+    (view_rows.filled, "randint randint.low"),
 ]
 # fmt: on
 

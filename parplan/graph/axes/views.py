@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
+from torch import fx
 
 from parplan.graph.axes.call import Call, shape_of
 from parplan.graph.axes.elementwise import same_dims
-from parplan.graph.axes.row_syntax import OpAxis
+from parplan.graph.axes.row_syntax import Cut, OpAxis
 from parplan.graph.kinds import op_name
 
 
@@ -161,6 +163,7 @@ def select(call: Call) -> tuple[OpAxis, ...]:
 def indexed(call: Call) -> tuple[OpAxis, ...]:
     """`x[:, i, j]`: dimensions without an index, and those of the indices, which look up by themselves.
 
+    `weights[experts]` looks up tensors of experts: each part those that it holds, zeros for others.
     Where indices are apart (`x[i, :, j]`) or are masks, results lie otherwise, and nothing is cut.
     """
     indices = call["indices"]
@@ -179,13 +182,44 @@ def indexed(call: Call) -> tuple[OpAxis, ...]:
         own = {index.name: dim - rank + len(shape_of(index)) for index in looked}
         sized = {index.name for index in looked if own[index.name] >= 0 and shape_of(index)[own[index.name]] == size}
         axes.append(OpAxis({name: at for name, at in own.items() if name in sized} | {out: first + dim}))
+    if places == [0] and any(map(_looks_up_experts, (call.node, *looked[0].users))) and _is_table(source):
+        axes.append(OpAxis({source.name: 0}, Cut.SUM, "experts", routed_by=looked[0].name))
     return tuple(axes)
 
 
-def masked_put(call: Call) -> tuple[OpAxis, ...]:
-    """`x[mask] = value`: every dimension, those of the mask in step with it, where one value is put everywhere."""
+def _looks_up_experts(node: fx.Node) -> bool:
+    """Whether a call takes matrices of experts by a list of experts: `weights[experts]`, or their products."""
+    if op_name(node) == "expert_products":
+        return True
+    source: Any = node.args[0]
+    return node.target is torch.ops.aten.index.Tensor and len(shape_of(source)) > 2 and _is_table(source)
+
+
+def _is_table(node: Any) -> bool:
+    """Whether a value is a parameter or an input, maybe cast or transposed."""
+    while op_name(node) in ("to", "to_copy", "transpose", "permute"):
+        node = node.all_input_nodes[0]
+    return bool(node.op == "placeholder" and node.meta["val"].dtype.is_floating_point)
+
+
+def put(call: Call) -> tuple[OpAxis, ...]:
+    """`x[:, i] = values`: dimensions without an index, those that the values have in step with them.
+
+    `x[mask] = value`: every dimension, those of the mask in step with it, where one value is put everywhere.
+    """
     source, indices, out = call.tensors()[0], call["indices"], call.outputs[0]
-    masks = [index for index in indices if index is not None]
+    places = [place for place, index in enumerate(indices) if index is not None]
+    masks = [indices[place] for place in places]
+    whole = not any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in masks)
+    if whole and places == list(range(places[0], places[-1] + 1)):
+        looked = max(len(shape_of(index)) for index in masks)
+        values, missing = call["values"], len(shape_of(source)) + looked - len(places) - len(shape_of(call["values"]))
+        axes = []
+        for dim in (dim for dim in range(len(shape_of(source))) if dim not in places):
+            own = dim + (looked - len(places) if dim > places[0] else 0) - missing
+            wide = own >= 0 and shape_of(values)[own] == shape_of(source)[dim]
+            axes.append(OpAxis({source.name: dim, out: dim} | ({values.name: own} if wide else {})))
+        return tuple(axes) if len({source, values, *masks}) == 2 + len(masks) else ()
     if len(masks) != 1 or masks[0].meta["val"].dtype is not torch.bool or call["values"].meta["val"].numel() != 1:
         return ()
     first, mask = indices.index(masks[0]), masks[0]
@@ -219,6 +253,42 @@ def gathered(call: Call) -> tuple[OpAxis, ...]:
     return tuple(axes)
 
 
+def scattered(call: Call) -> tuple[OpAxis, ...]:
+    """Dimensions in which operand, index and source go in step; `dim`, along which elements are moved, stays whole."""
+    operands = [name for name in ("self", "index", "src") if call.name(name)]
+    shape = call.out_shape
+    kept = _others(call, len(shape)) if shape else []
+    names = [str(call.name(name)) for name in operands]
+    return tuple(
+        OpAxis(dict.fromkeys((*names, call.outputs[0]), dim))
+        for dim in kept
+        if all(call.shape(name)[dim] == shape[dim] for name in operands)
+    )
+
+
+def index_written(call: Call) -> tuple[OpAxis, ...]:
+    """Every dimension but `dim`. What is added at an index may be cut in terms, of which one has what was there."""
+    source, out, rank = call.tensors()[0], call.outputs[0], len(call.out_shape)
+    written = call.name("source")
+    names = [source.name, out, *([written] if written else [])]
+    if not rank or len(set(names)) < len(names):
+        return ()
+    axes = [OpAxis(dict.fromkeys(names, dim)) for dim in _others(call, rank)]
+    if op_name(call.node) == "index_add" and written and call.shape("index"):
+        added = {str(call.name("index")): 0, written: call.dim(int(call["dim"]), rank)}
+        axes.append(OpAxis(added, Cut.SUM, first_only=frozenset({source.name})))
+    return tuple(axes)
+
+
+def columns(call: Call) -> tuple[OpAxis, ...]:
+    """Windows of images as columns [samples, channels * window, windows], or back: samples, and whole channels."""
+    source, out = call.tensors()[0], call.outputs[0]
+    image = source if op_name(call.node) == "im2col" else call.node
+    channel = len(shape_of(image)) - 3
+    samples = [OpAxis({source.name: 0, out: 0})] if channel else []
+    return (*samples, OpAxis({source.name: channel, out: channel}, name="channels", units=shape_of(image)[channel]))
+
+
 def slice_scattered(call: Call) -> tuple[OpAxis, ...]:
     """`x[:, 1:] = y`: every dimension but the sliced one; that one too where open ends take all of it."""
     source, put, out = call.tensors()[0], str(call.name("src")), call.outputs[0]
@@ -242,12 +312,17 @@ def select_scattered(call: Call) -> tuple[OpAxis, ...]:
 
 
 def tiled(call: Call) -> tuple[OpAxis, ...]:
-    """Dimensions that are laid out once; new ones in front would have to be counted anew for a part."""
+    """Copies one behind the other: the copies are an axis of the result alone, what is copied is merged behind them."""
     source, out = call.tensors()[0], call.outputs[0]
     repeats = list(call["repeats"])
     lead = len(repeats) - len(shape_of(source))
-    kept = [dim for dim in range(len(shape_of(source))) if repeats[lead + dim] == 1]
-    return tuple(OpAxis({source.name: dim, out: lead + dim}) for dim in kept)
+    axes = []
+    for dim, times in enumerate(repeats):
+        if dim >= lead and shape_of(source)[dim - lead] > 1:
+            axes.append(OpAxis({source.name: dim - lead, out: dim}, outer={out: times} if times > 1 else {}))
+        if times > 1:
+            axes.append(OpAxis({out: dim}, units=times))
+    return tuple(axes)
 
 
 def slices(call: Call) -> tuple[OpAxis, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from parplan.graph.axes.call import Call, text_row
-from parplan.graph.axes.row_syntax import OpAxis
+from collections.abc import Sequence
+
+from torch import fx
+
+from parplan.graph.axes.call import Call, shape_of, text_row
+from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
     "addmm",
@@ -11,6 +15,8 @@ __all__ = [
     "batch_norm",
     "cell",
     "convolution",
+    "einsum",
+    "einsum_words",
     "embedding",
     "group_norm",
     "instance_norm",
@@ -27,13 +33,67 @@ addmm = text_row("o^, b i+, i+ o -> b o", "self", "mat1", "mat2", o="out_feature
 
 
 def matmul(call: Call) -> tuple[OpAxis, ...]:
-    """Matrices with equal leading dimensions, or many times one matrix."""
-    second = "other" if call.name("other") else "mat2"
-    left, right = call.shape("self"), call.shape(second)
-    if min(len(left), len(right)) < 2 or (len(right) > 2 and left[:-2] != right[:-2]):
+    """Matrices or vectors, whose leading dimensions are broadcast from the right."""
+    left, right = call["self"], call["vec"] or call["mat2"] or call["other"]
+    words = [["k"], ["k"]]
+    if len(shape_of(left)) > 1:
+        words[0].insert(0, "m")
+    if len(shape_of(right)) > 1:
+        words[1].append("n")
+    for word, operand in zip(words, (left, right), strict=True):
+        word[:0] = [f"b{place}" for place in range(len(shape_of(operand)) - len(word), 0, -1)]
+    lead = max((word[: -min(len(word), 2)] for word in words), key=len)
+    return _product(
+        [left, right], words, [*lead, *(letter for letter in "mn" if letter in (*words[0], *words[1]))], call
+    )
+
+
+def einsum(call: Call) -> tuple[OpAxis, ...]:
+    """Letters of the result map, those that are summed over give terms; `...` is counted from the right."""
+    words, out = einsum_words(call["equation"], [len(shape_of(operand)) for operand in call["tensors"]])
+    return _product(call["tensors"], words, out, call)
+
+
+def einsum_words(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """A word for every dimension of the operands, and of the result.
+
+    >>> einsum_words("...ij,jk->...ik", [3, 2])
+    ([['.1', 'i', 'j'], ['j', 'k']], ['.1', 'i', 'k'])
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    letters = left.replace(",", "").replace(".", "")
+    most = max(rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True))
+    if not arrow:
+        right = "..." * ("." in left) + "".join(sorted(letter for letter in letters if letters.count(letter) == 1))
+
+    def spelled(term: str, rank: int) -> list[str]:
+        before, dots, behind = term.partition("...")
+        count = rank - len(before) - len(behind) if dots else 0
+        return [*before, *(f".{place}" for place in range(count, 0, -1)), *behind]
+
+    words = [spelled(term, rank) for term, rank in zip(terms, ranks, strict=True)]
+    return words, spelled(right, most + len(right.replace("...", "")))
+
+
+def _product(
+    operands: Sequence[fx.Node], words: Sequence[Sequence[str]], out: Sequence[str], call: Call
+) -> tuple[OpAxis, ...]:
+    """Axes of a product by the words of its dimensions; a dimension of size 1 beside a larger one is broadcast."""
+    repeated = any(len(set(each)) < len(each) for each in (*words, out))
+    if repeated or len(set(operands)) < len(operands) or len(out) != len(call.out_shape):
         return ()
-    lead = "b.. " if len(right) > 2 else ""
-    return call.rows(f"b.. m k+, {lead}k+ n -> b.. m n", ("self", second))
+    sizes: dict[str, int] = {}
+    for operand, each in zip(operands, words, strict=True):
+        for word, size in zip(each, shape_of(operand), strict=True):
+            sizes[word] = max(size, sizes.get(word, 1))
+    axes = []
+    for word, size in sizes.items():
+        having = [(operand, each.index(word)) for operand, each in zip(operands, words, strict=True) if word in each]
+        dims = {operand.name: dim for operand, dim in having if shape_of(operand)[dim] == size}
+        dims |= {call.outputs[0]: out.index(word)} if word in out else {}
+        axes.append(OpAxis(dims, Cut.MAP if word in out else Cut.SUM))
+    return tuple(axes)
 
 
 def convolution(call: Call) -> tuple[OpAxis, ...]:

@@ -33,6 +33,7 @@ from parplan.graph.capture.canonical import canonicalise
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.assigned_buffers import assigned_buffers
+from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.functionalise import functionalise
 from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
@@ -236,6 +237,7 @@ def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls
             module.training = mode
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)
+    unsort_experts(exported.graph)
     return exported, recorder
 
 

@@ -26,7 +26,7 @@ from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.axes.table import row_of
 from parplan.graph.export.late_writes import NO_GRAD, written_late
 
-__all__ = ["Functional", "functionalise", "rename_output", "without_changes"]
+__all__ = ["Functional", "functionalise", "out_of_place", "rename_output", "without_changes"]
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def functionalise(exported: ExportedProgram) -> Functional:
     known = not any(node.op == "get_attr" for node in graph.nodes)
     for node in graph.nodes:
         if node.op == "call_function" and node not in (counters or ()) and node.target is not operator.getitem:
-            plain = _out_of_place(node.target) if is_inplace(node) else node.target
+            plain = out_of_place(node.target) if is_inplace(node) else node.target
             known = known and (row_of(plain) is not None or not is_composite(plain))
     if counters is not None and known and _views_follow(graph, counters):
         return Functional(exported, _rewrite(exported.graph, counters), late)
@@ -173,7 +173,8 @@ def _views_follow(graph: fx.Graph, counters: Container[fx.Node] = ()) -> bool:
     return all(view > last_change.get(memory, -1) for memory, positions in views.items() for view in positions)
 
 
-def _out_of_place(target: Any) -> Any:
+def out_of_place(target: Any) -> Any:
+    """The op that computes in a new tensor what `target` computes in place; None where there is none."""
     packet = str(schema_of(target).name).split("::")[-1]
     plain = getattr(aten, packet[:-1], None) if packet.endswith("_") else None
     return getattr(plain, overload_name(target), None)
@@ -187,7 +188,7 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
             steps[node.args[0].name] = counters[node]
             graph.erase_node(node)
         elif is_inplace(node):
-            node.target = _out_of_place(node.target)
+            node.target = out_of_place(node.target)
             changed = node.args[0]
             later = [user for user in changed.users if user > node]
             for user in later:
@@ -198,7 +199,7 @@ def _rewrite(graph: fx.Graph, counters: dict[fx.Node, int]) -> dict[str, int]:
 def without_changes(graph: fx.Graph) -> bool:
     """Rewrite the in-place ops of a graph; False, and nothing is done, where that takes more than other ops."""
     changing = [node for node in graph.nodes if is_inplace(node)]
-    if not _views_follow(graph) or any(_out_of_place(node.target) is None for node in changing):
+    if not _views_follow(graph) or any(out_of_place(node.target) is None for node in changing):
         return False
     _rewrite(graph, {})
     return True

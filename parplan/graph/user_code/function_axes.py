@@ -205,12 +205,13 @@ class _Reader:
                 found[-1].cuts |= axis.cuts
                 found[-1].partial |= axis.partial
                 found[-1].first_only |= axis.first_only
+                found[-1].routed |= axis.routed
                 found[-1].units = gcd(found[-1].units, axis.units)
         return found
 
     def _is_free(self, axis: JointAxis) -> bool:
         """Whether parts of an axis give the same numbers: of what they compute, and of all gradients."""
-        plain = axis.open and axis.cuts <= {Cut.MAP, Cut.SUM} and not axis.first_only
+        plain = axis.open and axis.cuts <= {Cut.MAP, Cut.SUM} and not (axis.first_only or axis.routed)
         fixed = any(node.op == "get_attr" and node.name in axis.dims for node in self._traced.graph.nodes)
         if not plain or fixed or not any(self._has(axis, node) for node in self._inputs):
             return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from parplan.graph.axes.experts import grouped_in_double
 from parplan.runtime.calls import ModelCall
 
 __all__ = ["double", "double_call", "double_casts", "double_copy"]
@@ -59,6 +60,8 @@ class _DoubleCasts(TorchFunctionMode):
         """One call of torch's."""
         if getattr(func, "__name__", "") in _CASTS and isinstance(args[0], Tensor):
             return args[0].double()
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            func = grouped_in_double
         longer = [_SHORT.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
         named = {k: _SHORT.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
         return func(*longer, **named)

@@ -54,6 +54,10 @@ FLOPS = [
     (call("lstm", [activation(5, 3, 8), weight(40, 8), weight(40, 10, name="h"), weight(40, name="b")], 5, 3, 10),
      2 * 15 * (40 * 8 + 40 * 10)),
     (call("relu", [activation(4, 4)], 4, 4), 0),
+    (call("einsum", [activation(8, 3, 5), weight(4, 3)], 8, 4, 5, arguments=("bct,dc->bdt", [0, 1])),
+     2 * 8 * 3 * 5 * 4),
+    (call("einsum", [activation(8, 3), weight(3, 4, 5), weight(8, 5, name="v")], 8, 4,
+          arguments=("bi,ijk,bk->bj", [0, 1, 2])), 2 * 8 * 3 * 4 * 5 + 2 * 8 * 4 * 5),
 ]  # fmt: skip
 
 
@@ -86,6 +90,17 @@ def test_attention_whose_operands_are_one_tensor(shared: int, dropout: float, in
 def test_forward_flops(op: OpCall, expected: int) -> None:
     assert flops_of(op) == expected
     assert sum(kernel.flops for kernel in op_work(op).forward) == expected
+
+
+def test_experts_that_are_held_multiply_their_share_of_the_rows() -> None:
+    rows, chosen = activation(32, 10), data(32, dtype=torch.int64)
+    held = call("expert_products", [rows, weight(2, 10, 20), chosen], 32, 20, arguments=("x", "w", "e", 8))
+    assert flops_of(held) == 2 * 32 * 10 * 20 / 4
+    passed = 4 * (32 * 10 + 2 * 10 * 20 + 32 * 20) + 8 * 32
+    assert [kernel.nbytes for kernel in op_work(held).forward] == [passed + 2 * 4 * (32 * 10 + 32 * 20) // 4]
+    assert len(op_work(held).backward) == 2
+    moved = 4 * (32 * 10 + 32 * 20) // 4
+    assert saved_by(held) == Saved(frozenset(), (4 * 320 + 8 * 32) // 4, 4 * 640 // 4, moved)
 
 
 def test_the_backward_of_a_product_is_one_product_per_factor_that_needs_it() -> None:

@@ -15,7 +15,11 @@ from tests.graph.samples import SAMPLES, Sizes
 from tests.graph.single_op import OneOp, Results, part_results, whole_results
 
 aten = torch.ops.aten
-EMPTY = ("empty_like", "empty.memory_format", "new_empty")  # whatever was in memory: only shapes can be compared
+# Whatever was in memory, or drawn: only shapes can be compared.
+EMPTY = (
+    *("empty_like", "empty.memory_format", "new_empty", "rand", "rand_like", "randint", "randint.low", "randint_like"),
+    *("randint_like.low_dtype", "randn", "randn_like"),
+)
 
 
 def one_op(op: str, number: int, parts: int, seed: int) -> OneOp:
