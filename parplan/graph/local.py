@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from parplan.compat import schema_of
-from parplan.graph.axes.bags import EMBEDDING_BAGS, run_bags
+from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS, run_bags, run_offset_bags
 from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
 from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
 from parplan.graph.axes.table import Call, overload
@@ -160,9 +160,10 @@ def _copy(
     if target is aten.embedding.default and axis is not None and node.name in axis.partial:
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
-    if target is EMBEDDING_BAGS:
+    if target in (EMBEDDING_BAGS, OFFSET_BAGS):
         cut = axis is not None and node.name in axis.partial
-        target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
+        run = run_bags if target is EMBEDDING_BAGS else run_offset_bags
+        target, args = run, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
     if target is CLASS_TERMS:
         classes, here = graph.values[args[0].name].shape[1], local_shape(graph, part, args[0].name)[1]
         place = [classes, part.column * here] if here < classes else []

@@ -160,6 +160,10 @@ def _tensor(graph: LayerGraph, part: LocalLayer, name: str, device: torch.device
     time = longest(part.layer.nodes, name)
     if time is not None:
         return torch.full(shape, time, dtype=spec.dtype, device=device)
+    bags = [Call(node) for node in part.layer.nodes if op_name(node) == "offset_bags"]
+    listed = [str(call.name("indices")) for call in bags if call.name("offsets") == name]
+    if listed:  # bags of equal lengths
+        return torch.arange(shape[0], device=device).mul(local_shape(graph, part, listed[0])[0]) // max(1, shape[0])
     if not spec.dtype.is_floating_point:
         # Bounded for the ops that use them as an index, through views of them.
         names, bounds = {name}, list[int]()
@@ -197,7 +201,7 @@ def _shortest_looked_up(node: fx.Node) -> int:
 
 # How many different indices an op takes.
 _BOUNDS: dict[str, Callable[[fx.Node], int]] = {
-    **dict.fromkeys(("embedding", "embedding_bags"), lambda node: _extent(node, 0)),
+    **dict.fromkeys(("embedding", "embedding_bags", "offset_bags"), lambda node: _extent(node, 0)),
     **dict.fromkeys(
         ("class_rows", "class_terms", "cross_entropy_loss", "nll_loss", "nll_loss_nd"), lambda node: _extent(node, 1)
     ),

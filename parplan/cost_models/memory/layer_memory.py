@@ -214,12 +214,13 @@ class MemoryModel:
         if local.shares_statistics and "batch_norm" in call.op:
             # graph/batch_norm.py: two products of the size of its input.
             return replace(saved, backward_bytes=saved.backward_bytes + 2 * call.inputs[0].nbytes)
-        if call.op == "embedding_bags" and local.axis is not None and call.outputs[0].name in local.axis.partial:
+        summed = local.axis is not None and call.outputs[0].name in local.axis.partial
+        if call.op in ("embedding_bags", "offset_bags") and summed:
             # graph/axes/bags.py: local indices, and a factor for each that is zero where its row is elsewhere.
             indices = call.inputs[1].elements
             inner = (8 + call.outputs[0].dtype.itemsize) * indices
             return replace(saved, inner_bytes=inner, forward_bytes=11 * indices, backward_bytes=0)
-        if call.op == "embedding" and local.axis is not None and call.outputs[0].name in local.axis.partial:
+        if call.op == "embedding" and summed:
             # graph/local.py: indices of its own and which of them are here; rows before others are set to zero.
             indices, rows_bytes = call.inputs[1].elements, call.outputs[0].nbytes
             return replace(saved, inner_bytes=9 * indices, forward_bytes=rows_bytes, backward_bytes=rows_bytes)

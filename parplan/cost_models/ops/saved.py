@@ -131,7 +131,7 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (
         "add sub rsub neg sum mean cat stack clone contiguous to to_copy zeros_like ones_like full_like repeat pad "
         "constant_pad_nd upsample_nearest2d upsample_bilinear2d roll flip tril triu copy subtract im2col col2im unfold "
-        "rand rand_like randn randn_like histc searchsorted bucketize index_add batch_mean batch_sum",
+        "rand rand_like randn randn_like histc searchsorted bucketize batch_mean batch_sum",
         lambda call: Saved(),
     ),
     (
@@ -182,8 +182,8 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
         lambda call: Saved(names(*call.inputs, *call.outputs), 5 * call.outputs[0].nbytes),
     ),
     (
-        "where masked_fill embedding shard_embedding embedding_bags index index_select gather index_add index_put "
-        "scatter scatter_add",
+        "where masked_fill embedding shard_embedding embedding_bags offset_bags index index_select gather index_add "
+        "index_put scatter scatter_add",
         lambda call: Saved(names(*(each for each in call.inputs if not each.dtype.is_floating_point))),
     ),
 )

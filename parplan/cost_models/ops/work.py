@@ -225,6 +225,7 @@ def _class_terms(call: OpCall) -> _Traffic:
 _TRAFFIC: dict[str, Callable[[OpCall], _Traffic]] = {
     "add": _passed_on, "sub": _passed_on, "subtract": _passed_on,
     "class_terms": _class_terms, "embedding": _look_up, "shard_embedding": _look_up, "embedding_bags": _bag_look_up,
+    "offset_bags": _bag_look_up,
     "batch_norm": _twice_over, "native_batch_norm": _twice_over, "native_batch_norm_legit_functional": _twice_over,
     "native_batch_norm_legit": _twice_over, "instance_norm": _twice_over,
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""`nn.EmbeddingBag` of indices [samples, length]: one op with an axis row, in place of flat indices with offsets.
+"""`nn.EmbeddingBag` as ops with axis rows: of indices [samples, length], and of flat indices with offsets.
 
-torch flattens the indices and adds offsets 0, length, 2 * length, ...: constants of the batch, along a dimension that
-is no longer the samples'. Captured as one op on [samples, length] samples stay apart, and the table can be cut by
-features, or by rows where bags are sums or means: each shard sums up the rows that it holds.
+Of [samples, length] torch flattens the indices and adds offsets 0, length, 2 * length, ...: constants of the batch,
+along a dimension that is no longer the samples'. Captured as one op on [samples, length] samples stay apart. Where the
+user gives offsets, bags have any length, and samples stay together. In both forms the table can be cut by features, or
+by rows where bags are sums or means: each shard sums up the rows that it holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from parplan.graph.axes.call import range_of, shape_of
 from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call
 
-__all__ = ["EMBEDDING_BAGS", "join_bags", "run_bags"]
+__all__ = ["EMBEDDING_BAGS", "OFFSET_BAGS", "join_bags", "run_bags", "run_offset_bags"]
 
 aten = torch.ops.aten
 _MODES = ("sum", "mean", "max")
@@ -72,29 +73,113 @@ def run_bags(
         return functional.embedding_bag(
             indices, weight, scale_grad_by_freq=by_frequency, mode=kind, per_sample_weights=scales, padding_idx=padding
         )
-    counted = torch.ones_like(indices, dtype=torch.bool) if padding is None else indices != padding
-    here = counted & (indices >= first_row) & (indices < first_row + weight.shape[0])
+    counted = indices != (-1 if padding is None else padding)
     factors = torch.ones_like(indices, dtype=weight.dtype) if scales is None else scales
     if _MODES[mode] == "mean":
         factors = factors / counted.sum(1, keepdim=True).clamp(min=1)
-    local = torch.where(here, indices - first_row, 0)
-    return functional.embedding_bag(local, weight, mode="sum", per_sample_weights=torch.where(here, factors, 0.0))
+    local, factors = _held(weight, indices, counted, factors, first_row)
+    return functional.embedding_bag(local, weight, mode="sum", per_sample_weights=factors)
+
+
+def _held(weight: Tensor, indices: Tensor, counted: Tensor, factors: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Indices into a part of a table, and factors that are zero for rows that it does not hold."""
+    here = counted & (indices >= first_row) & (indices < first_row + weight.shape[0])
+    return torch.where(here, indices - first_row, 0), torch.where(here, factors, 0.0)
+
+
+@torch.library.custom_op("parplan::offset_bags", mutates_args=())
+def offset_bags(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    mode: int,
+    padding_index: int,
+    by_frequency: bool,
+    last: bool,
+) -> Tensor:
+    """A bag from each offset to the next one; see `run_offset_bags`."""
+    with torch.no_grad():
+        return run_offset_bags(weight, indices, offsets, scales, mode, padding_index, by_frequency, last)
+
+
+@offset_bags.register_fake
+def _(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    mode: int,
+    padding_index: int,
+    by_frequency: bool,
+    last: bool,
+) -> Tensor:
+    return weight.new_empty((offsets.shape[0] - last, weight.shape[1]))
+
+
+OFFSET_BAGS = torch.ops.parplan.offset_bags.default
+
+
+def run_offset_bags(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    mode: int,
+    padding_index: int,
+    by_frequency: bool,
+    last: bool,
+    first_row: int | None = None,
+) -> Tensor:
+    """As `run_bags`, of bags of any length.
+
+    Args:
+        indices: [all], those of one bag behind those of the one before.
+        offsets: [bags], where each bag begins.
+        scales: [all], a factor for each index, for sums.
+        last: whether `offsets` has the end of the last bag too.
+
+    Returns:
+        [bags, features].
+    """
+    padding = padding_index if padding_index >= 0 else None
+    if first_row is None:
+        return functional.embedding_bag(
+            indices, weight, offsets, scale_grad_by_freq=by_frequency, mode=_MODES[mode], per_sample_weights=scales,
+            padding_idx=padding, include_last_offset=last,
+        )  # fmt: skip
+    counted = indices != (-1 if padding is None else padding)
+    factors = torch.ones_like(indices, dtype=weight.dtype) if scales is None else scales
+    if _MODES[mode] == "mean":
+        bag = torch.searchsorted(offsets, torch.arange(len(indices), device=indices.device), right=True) - 1
+        lengths = factors.new_zeros(len(offsets)).index_add(0, bag, counted.to(factors.dtype))
+        factors = factors / lengths[bag].clamp(min=1)
+    local, factors = _held(weight, indices, counted, factors, first_row)
+    return functional.embedding_bag(
+        local, weight, offsets, mode="sum", per_sample_weights=factors, include_last_offset=last
+    )
 
 
 def _axes(call: Call) -> tuple[OpAxis, ...]:
-    """Samples, features, and rows where parts add up; gradients by frequency need all indices and the whole table."""
+    """Samples, features, and rows where parts add up; gradients by frequency need all indices and the whole table.
+
+    Bags by offsets are not told apart.
+    """
     if call["by_frequency"]:
         return ()
     rows = "v!" if _MODES[call["mode"]] == "max" else "v+"
     names = {"v": "vocabulary", "f": "features"}
+    if call["offsets"] is not None:
+        return call.rows(f"{rows} f, l!, o!, l! -> n! f", ("weight", "indices", "offsets", "scales"), names=names)
     return call.rows(f"{rows} f, n l!, n l! -> n f", ("weight", "indices", "scales"), names=names)
 
 
 OWN_ROWS[EMBEDDING_BAGS] = _axes
+OWN_ROWS[OFFSET_BAGS] = _axes
 
 
 def join_bags(graph: fx.Graph) -> None:
-    """Replace embedding bags of flattened indices with regular offsets in an exported graph."""
+    """Replace the embedding bags of an exported graph: of flattened indices with regular offsets, and of any others."""
     for node in list(graph.nodes):
         if getattr(node.target, "overloadpacket", None) is not aten.embedding_bag:
             continue
@@ -105,20 +190,18 @@ def join_bags(graph: fx.Graph) -> None:
         regular = range_of(call["offsets"]) == (0, sizes[0] * sizes[1], sizes[1]) and sizes != (0, 0)
         alike = scales is None or (isinstance(scales, fx.Node) and shape_of(scales) == shape_of(indices))
         used = {place for place, user in results.items() if user.users}
-        if not regular or not alike or used != {0} or call["sparse"] or call["include_last_offset"]:
+        last = bool(call["include_last_offset"])
+        if used != {0} or call["sparse"]:
             continue
         padding = call["padding_idx"]
         rows = call.shape("weight")[0]
-        args = (
-            call["weight"],
-            indices,
-            scales,
-            call["mode"] or 0,
-            -1 if padding is None else padding % rows,
-            bool(call["scale_grad_by_freq"]),
-        )
+        options = call["mode"] or 0, -1 if padding is None else padding % rows, bool(call["scale_grad_by_freq"])
         with graph.inserting_before(node):
-            made = graph.call_function(EMBEDDING_BAGS, args)
+            if regular and alike and not last:
+                made = graph.call_function(EMBEDDING_BAGS, (call["weight"], indices, scales, *options))
+            else:
+                given = (call[a] for a in ("weight", "indices", "offsets", "per_sample_weights"))
+                made = graph.call_function(OFFSET_BAGS, (*given, *options, last))
         made.meta = {**node.meta, "val": results[0].meta["val"]}
         results[0].replace_all_uses_with(made)
         unused = [*results.values(), node, *(call[a] for a in ("indices", "offsets", "per_sample_weights"))]

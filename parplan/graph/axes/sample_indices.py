@@ -210,6 +210,9 @@ _INDEXED: dict[str, Callable[[Call], list[_Use]]] = {
     "take": lambda call: [("self", None, call["index"])],
     "put": lambda call: [("self", None, call["index"])],
     "embedding": lambda call: [("weight", 0, call["indices"])],
-    "embedding_bag": lambda call: [("weight", 0, call["indices"]), ("indices", 0, call["offsets"])],
+    **dict.fromkeys(
+        ("embedding_bag", "offset_bags"),
+        lambda call: [("weight", 0, call["indices"]), ("indices", 0, call["offsets"])],
+    ),
     "segment_reduce": lambda call: [("data", int(call["axis"] or 0), call["offsets"])],
 }

@@ -1,4 +1,4 @@
-"""Embedding bags of [samples, length]: the op's row is proved cut and uncut, and models give the plain numbers."""
+"""Embedding bags of [samples, length] and by offsets: rows are proved cut and uncut, models give the plain numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parplan.errors import CaptureError
-from parplan.graph.axes.bags import EMBEDDING_BAGS
+from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
@@ -48,6 +48,21 @@ def test_parts_add_up_to_the_whole(call: tuple[int, int, bool]) -> None:
         if not axis.partial:
             uneven = part_results(op, axis, [1, axis.units - 1], as_batch=True)
             assert_proved("embedding_bags", uneven, whole, axis)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_parts_of_bags_by_offsets_add_up_to_the_whole(call: tuple[int, int, bool], last: bool) -> None:
+    op = one_op(*call)
+    weight, indices, *scales = op.operands.values()
+    offsets = torch.tensor([0, 3, 3, 10, 23, *([24] if last else [])])  # an empty bag, and bags of one
+    flat = [weight, indices.flatten(), offsets, scales[0].detach().flatten().requires_grad_() if scales else None]
+    op = OneOp.of(OFFSET_BAGS, (*flat, *call[:2], False, last), {})
+    whole, axes = whole_results(op), op.open_axes()
+    assert len(axes) == (1 if call[0] == MAX else 2)
+    for axis in axes:
+        for parts in (2, 3):
+            assert_proved("offset_bags", part_results(op, axis, [axis.units // parts] * parts), whole, axis)
 
 
 def test_gradients_by_frequency_need_the_whole_batch() -> None:
@@ -117,9 +132,12 @@ def test_offsets_of_the_users_own_keep_the_batch_whole() -> None:
             return found
 
     net, given = Ragged().double(), (torch.randint(0, ROWS, (7,)), torch.tensor([0, 2, 2]))
-    assert capture(net, given).layers["bag"].batch is None
-    model = compiled(net, spread(2, "data"), 2)
-    assert differences(outcome(model.module, model, *given), outcome(net, net, *given)) == {}
+    bag = capture(net, given).layers["bag"]
+    assert bag.batch is None
+    assert {axis.name for axis in bag.axes} == {"features", "vocabulary"}
+    for rule in (spread(2, "data"), spread(2, "features"), by_rows):
+        model = compiled(net, rule, 2)
+        assert differences(outcome(model.module, model, *given), outcome(net, net, *given)) == {}
 
 
 def test_sparse_gradients_are_refused() -> None:
