@@ -187,7 +187,9 @@ def layer_axes(
             usable, axis.partial = terms is not None, set(terms or ()) & set(outputs) | axis.partial
         else:
             usable = usable and not (axis.partial & taken)
-        if axis not in batches and usable and units > 1 and (axis.routed or axis.partial <= set(outputs)):
+        # Samples along several axes (all pairs of texts and images): those of one are features of the other's.
+        usable = usable and (axis not in batches or len(batches) > 1)
+        if usable and units > 1 and (axis.routed or axis.partial <= set(outputs)):
             if any(axis.dims.get(tensor) == 0 and len(sizes[tensor]) == 3 for tensor in fixed):
                 axis.names.append("experts")  # one matrix for each
             named = _named(axis, units, kind, sizes, outputs)

@@ -317,7 +317,8 @@ def _assemble(
         if layer.batch is None:
             # `flatten` names no sizes, what it becomes without in-place changes does.
             named = layer.reached and any(map(names_sizes, layer.nodes))
-            fixed = fixed or named or owner_of(layer.nodes[0]) in changes.all
+            paired = any(a.dims.get(value) == dim for a in layer.axes for value, dim in built.batch_dims.items())
+            fixed = fixed or named or paired or owner_of(layer.nodes[0]) in changes.all
         else:
             # A value that grows with the batch although no sample reaches it keeps its captured size.
             dims = layer.batch.dims
