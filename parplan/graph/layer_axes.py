@@ -156,15 +156,9 @@ def layer_axes(
         for axis in joint
         if any(axis.dims.get(value) == dim and axis.outer[value] == 1 for value, dim in batch_dims.items())
     ]
-    # An operand that is read for its type alone (`x.new_zeros(...)`) is cut as the rest is.
-    unread = [axis for axis in batches if axis.open and inside.isdisjoint(axis.dims)]
-    if len(batches) == len(unread) + 1 > 1:
-        batches = [axis for axis in batches if axis not in unread]
-        for axis in unread:
-            if axis.dims.keys().isdisjoint(batches[0].dims):
-                batches[0].dims |= axis.dims
-                batches[0].outer |= axis.outer
-            axis.cuts.add(Cut.BLOCKED)
+    sampled = list(batches)
+    if len(batches) > 1 and sum(len(axis.dims) for axis in batches) == len(set().union(*(a.dims for a in batches))):
+        batches = [_together(batches)]
     batch, mixed, out_dims = None, False, dict[str, int]()
     if len(batches) == 1:
         axis, units = batches[0], _units(batches[0], sizes)
@@ -188,7 +182,7 @@ def layer_axes(
         else:
             usable = usable and not (axis.partial & taken)
         # Samples along several axes (all pairs of texts and images): those of one are features of the other's.
-        usable = usable and (axis not in batches or len(batches) > 1)
+        usable = usable and (axis not in sampled or len(batches) > 1)
         if usable and units > 1 and (axis.routed or axis.partial <= set(outputs)):
             if any(axis.dims.get(tensor) == 0 and len(sizes[tensor]) == 3 for tensor in fixed):
                 axis.names.append("experts")  # one matrix for each
@@ -197,6 +191,19 @@ def layer_axes(
             if named is not None and (named.name not in others or named.units > others[named.name].units):
                 others[named.name] = named
     return LayerAxes(batch, mixed, tuple(others.values()), out_dims, merged)
+
+
+def _together(axes: Sequence[JointAxis]) -> JointAxis:
+    """Axes of the samples that meet in no tensor (queries and keys on their own), cut at the same samples."""
+    made = JointAxis()
+    for axis in axes:
+        made.dims |= axis.dims
+        made.outer |= axis.outer
+        made.cuts |= axis.cuts
+        made.partial |= axis.partial
+        made.crossed |= axis.crossed
+        made.units = gcd(made.units, axis.units)
+    return made
 
 
 def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Constant, LayerGraph
@@ -172,3 +172,17 @@ def test_training_and_evaluation_share_their_layers(make: Any) -> None:
     model = make()
     names = [list(capture(model, (torch.randn(6, 4),), training=training).layers) for training in (True, False)]
     assert names[0] == names[1]
+
+
+def test_samples_that_meet_in_no_tensor_are_cut_together() -> None:
+    class Rotated(nn.Module):
+        """Queries and keys are turned by the same positions, and do not meet."""
+
+        def forward(self, queries: Tensor, keys: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+            turn = turn * 2
+            return queries * turn, keys * turn
+
+    given = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3)
+    (layer,) = (layer for layer in capture(Rotated(), given).layers.values() if len(layer.outputs) == 2)
+    assert layer.batch is not None
+    assert {layer.batch.dims[value] for value in ("queries", "keys", *layer.outputs)} == {0}
