@@ -16,6 +16,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from parplan.graph.attributes.containers import ContainerResults
 from parplan.graph.attributes.guards import Guards
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored
@@ -150,6 +151,7 @@ class LayerGraph:
         numbers: by placeholder of a constant, the attribute whose value it takes before every run
             (graph/attributes/number_inputs.py).
         stored: attributes that the forward writes (graph/attributes/recording.py); their tensors are the last results.
+        containers: caches among the arguments that the forward returns or changes.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
         profiled: of layers that only a layer profile tells of, all that it says but the name.
     """
@@ -177,6 +179,7 @@ class LayerGraph:
     reads: Guards = field(default_factory=Guards)
     numbers: Mapping[str, Number] = field(default_factory=dict)
     stored: tuple[Stored, ...] = ()
+    containers: ContainerResults = field(default_factory=ContainerResults)
     sites: Mapping[str, Any] = field(default_factory=dict)
     flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
+from parplan.graph.attributes.containers import containers_in, register_caches
 
 __all__ = ["Example", "ModelCall", "content"]
 
@@ -30,12 +31,14 @@ class ModelCall:
         spec: how they were nested.
         dim: the dimension that samples lie along.
         batch: samples this process brings; None when no tensor has that dimension.
+        containers: the caller's caches among the arguments.
     """
 
     leaves: tuple[Any, ...]
     spec: Any
     dim: int
     batch: int | None
+    containers: tuple[Any, ...] = ()
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> ModelCall:
@@ -44,6 +47,7 @@ class ModelCall:
         Raises:
             RuntimeFailure: no tensor has dimension `dim`.
         """
+        register_caches()
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if dim and tensors and all(tensor.dim() <= dim for tensor in tensors):
@@ -52,7 +56,7 @@ class ModelCall:
                 f"samples are said to lie along dimension {dim}, which no input has (shapes {shapes}); give another dim"
             )
         sizes = (leaf.shape[dim] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim)
-        return ModelCall(tuple(leaves), spec, dim, next(sizes, None))
+        return ModelCall(tuple(leaves), spec, dim, next(sizes, None), tuple(containers_in((args, kwargs))))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -283,7 +283,9 @@ class Recorder:
         for leaf in template.leaves.values():
             if not isinstance(leaf, (*PLAIN, torch.Size)):
                 raise _refusal(write.path, f"leaves an object of {type(leaf).__name__} there")
-        if not tensors and write.read:
+        # A setting that the first forward fills in; the guard on it makes the next call another capture.
+        settled = write.before is None and isinstance(write.now, (str, bool, torch.dtype, torch.device))
+        if not tensors and write.read and not settled:
             raise _refusal(write.path, f"changes it from {_short(write.before)} to {_short(write.now)}")
         self.stored.append(Stored(write.path, write.module, write.keys, template, len(tensors)))
         # A result of its own, also where an input or a parameter is stored as it is.

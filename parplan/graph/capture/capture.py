@@ -6,60 +6,34 @@ that updates its statistics in place, dropout), so that generated code runs at e
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.attributes.containers import register_caches
 from parplan.graph.attributes.number_inputs import Number, as_tensors
-from parplan.graph.attributes.recording import Recorder, recorded
-from parplan.graph.axes.bags import join_bags
-from parplan.graph.axes.batched_lookup import gather_batched_lookups
+from parplan.graph.attributes.recording import Recorder
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import canonicalise
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
+from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
-from parplan.graph.export.assigned_buffers import assigned_buffers
-from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.functionalise import functionalise
-from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers, owner_of
 from parplan.graph.local import names_sizes
-from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.functions import known_sites
-from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls
-from parplan.graph.user_line import user_line
 
-__all__ = ["batch_of", "capture", "quiet"]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hold back warnings, log lines and prints; prints are passed on to stderr if all goes well."""
-    held, disabled = io.StringIO(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(held), contextlib.redirect_stdout(held):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-    sys.stderr.write(held.getvalue())
+__all__ = ["batch_of", "capture"]
 
 
 def capture(
@@ -87,17 +61,19 @@ def capture(
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
     """
+    register_caches()
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    call = _Call(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
+    call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
     with as_tensors(numbers) as tensors:
-        exported, recorder = _export(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        first = export_call(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        exported, recorder = first.program, first.recorder
         samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
         if check_batch and call.batch is not None:
             samples, changes, twice = _compare(call, exported, recorder)
             bound = whole_batch(exported, twice, call.batch)
         if numbers:
             _check_inputs(call, exported, recorder, tensors)
-    graph = _assemble(call, exported, recorder, samples, changes, bound)
+    graph = _assemble(call, first, samples, changes, bound)
     inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
     known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
     return replace(graph, numbers=known)
@@ -108,44 +84,9 @@ def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
     return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim), None)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The call to capture: a model, the leaves of its arguments, and the dimension of the samples."""
-
-    model: nn.Module
-    leaves: Sequence[Any]
-    in_spec: Any
-    batch: int | None
-    dim: int
-    training: bool
-    numbers: Sequence[Number] = ()
-    sites: dict[str, Site] = field(default_factory=dict)
-    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
-
-    @property
-    def alike(self) -> frozenset[int]:
-        """Leaves of the batch's size."""
-        sized = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.dim() > self.dim]
-        return frozenset(i for i, leaf in sized if leaf.shape[self.dim] == self.batch)
-
-    def resized(self, samples: frozenset[int], wanted: int | None) -> Any:
-        """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
-        made = list(self.leaves)
-        for index in self.alike:
-            leaf, shape = made[index], list(made[index].shape)
-            shape[self.dim] = wanted if index in samples and wanted is not None else shape[self.dim]
-            make = torch.empty if leaf.is_floating_point() else torch.zeros
-            try:
-                made[index] = make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-            except (RuntimeError, MemoryError) as error:
-                raise CaptureError(
-                    f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
-                    "use a smaller batch"
-                ) from error
-        return pytree.tree_unflatten(made, self.in_spec)
-
-
-def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
+def _check_inputs(
+    call: ExportRequest, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]
+) -> None:
     """Refuse numbers of which the graph still has a value of its own: with other numbers it is another graph.
 
     Raises:
@@ -154,7 +95,7 @@ def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, te
     for tensor in tensors:
         tensor.mul_(3).add_(7)
     opaque = OpaqueCalls()
-    other, _ = _export(call, call.resized(call.alike, call.batch), {}, opaque)
+    other = export_call(call, call.resized(call.alike, call.batch), {}, opaque).program
     own = {tensor.data_ptr() for tensor in tensors}
     mine, others = exported.constants, other.constants
     fixed = mine.keys() == others.keys() and all(
@@ -167,7 +108,7 @@ def _check_inputs(call: _Call, exported: ExportedProgram, recorder: Recorder, te
 
 
 def _compare(
-    call: _Call, exported: ExportedProgram, recorder: Recorder
+    call: ExportRequest, exported: ExportedProgram, recorder: Recorder
 ) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
     """Which leaves hold samples, what changes with their number, and the capture that shows it.
 
@@ -182,71 +123,16 @@ def _compare(
         for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
             opaque = OpaqueCalls()
             try:
-                other, second = _export(call, call.resized(samples, other_batch), {}, opaque)
+                other = export_call(call, call.resized(samples, other_batch), {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
-            changes = batch_changes(exported.graph_module, other.graph_module)
+            changes = batch_changes(exported.graph_module, other.program.graph_module)
             changes = changes | call.opaque.changes(exported.graph_module, opaque)
-            return samples, changes if recorder.stores_like(second) else replace(changes, results=True), other
+            if not recorder.stores_like(other.recorder):
+                changes = replace(changes, results=True)
+            return samples, changes, other.program
     return call.alike, everything_changes(exported.graph_module, reasons[0]), None
-
-
-def _export(call: _Call, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> tuple[ExportedProgram, Recorder]:
-    model, training = call.model, call.training
-    args, kwargs = given
-    modes = {module: module.training for module in model.modules()}
-    if training != model.training:
-        model.train(training)
-    try:
-        # Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant.
-        for name, module in model.named_modules():
-            averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
-            if averages and module.training:
-                raise CaptureError(
-                    f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
-                    "which parplan does not capture in training; give it a momentum, such as 0.1 "
-                    "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
-                )
-        with (
-            quiet(),
-            stand_ins(model),
-            missing_devices(),
-            packed_sequences(),
-            marked_hooks(model, sites),
-            assigned_buffers(model),
-            opaque.intercepted(model),
-            recorded(model, call.numbers) as recorder,
-        ):
-            exported = torch.export.export(model, args, kwargs, strict=False)
-            recorder.check(exported)
-    except CaptureError:
-        raise
-    except Exception as error:
-        line = user_line(error)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
-        # A wrong call or a wrong shape raises plain Python errors or a RuntimeError.
-        in_tracing = (
-            type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
-        )
-        hint = _UNTRACEABLE if in_tracing else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
-        raise CaptureError(text + (f"  at {line}\n" if line else "") + hint) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    gather_batched_lookups(exported.graph)
-    join_bags(exported.graph)
-    unsort_experts(exported.graph)
-    return exported, recorder
-
-
-_UNTRACEABLE = (
-    "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
-    "(use torch.where, or move them out of the model)"
-)
-_DICT = "; a dict among them is one argument: keyword arguments go into kwargs={...}"
-_UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
 
 
 @dataclass(frozen=True)
@@ -277,22 +163,21 @@ def _inputs(program: ExportedProgram) -> _Inputs:
 
 
 def _assemble(
-    call: _Call,
-    exported: ExportedProgram,
-    recorder: Recorder,
+    call: ExportRequest,
+    first: Exported,
     sample_leaves: frozenset[int],
     changes: BatchChanges,
     bound: WholeBatch,
 ) -> LayerGraph:
-    model = call.model
+    model, exported, recorder = call.model, first.program, first.recorder
     call.opaque.settle(exported)
     with known_sites(call.opaque.sites):
         functional = functionalise(exported)
     call.opaque.mark(functional.program.graph)
     program = functional.program
     inputs = _inputs(program)
-    first = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
-    tied = {placeholder: first[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
+    own_name = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
+    tied = {placeholder: own_name[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
     graph = canonicalise(functional, tied)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
     moved = split_batch_reductions(graph.graph, samples)
@@ -352,6 +237,7 @@ def _assemble(
         late=functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),
+        containers=first.containers,
         fixed_batch=fixed,
     )
 

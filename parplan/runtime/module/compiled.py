@@ -217,7 +217,13 @@ class Compiled(Wrapped):
         assert program.staged is not None  # else there are no moments
         axes = sample_axes(graph, self._dim)
         step = StagedStep(
-            executor, lambda r: self._nested(graph, program, r), targets, call.batch or 1, axes, loss_fn, optimizer
+            executor,
+            lambda r: self._nested(graph, program, r, call),
+            targets,
+            call.batch or 1,
+            axes,
+            loss_fn,
+            optimizer,
         )
         self._begins(graph)
         loss = step.run(program.staged, call.named(graph.user_inputs), found)
@@ -232,7 +238,7 @@ class Compiled(Wrapped):
         self._begins(captured.graph)
         results = run_program(executor, call.named(captured.graph.user_inputs))
         end_forward(self.module, captured.graph)
-        return self._nested(captured.graph, executor.program, results)
+        return self._nested(captured.graph, executor.program, results, call)
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
@@ -347,7 +353,7 @@ class Compiled(Wrapped):
         if self._programs.sync is not None and graph.training:
             self._programs.sync.written()
 
-    def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor]) -> Any:
+    def _nested(self, graph: LayerGraph, program: Program, results: Sequence[Tensor], call: ModelCall) -> Any:
         tensors = []
         for slot, result in zip(program.outputs, results, strict=True):
             own = program.slots[slot].per_replica and self._transport.processes > 1
@@ -363,7 +369,7 @@ class Compiled(Wrapped):
         left = iter(extra)
         for one in graph.stored:
             one.put(list(islice(left, one.count)))
-        return nested
+        return graph.containers.delivered(nested, call.containers)
 
     @property
     def _slices(self) -> Sharding | None:

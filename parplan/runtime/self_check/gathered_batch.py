@@ -91,8 +91,9 @@ class Batch:
 
 
 def returned_leaves(graph: LayerGraph) -> tuple[str | Constant, ...]:
-    """The leaves of what the model returns; behind them a graph has tensors that the forward stores on modules."""
-    return graph.user_outputs[: len(graph.user_outputs) - sum(one.count for one in graph.stored)]
+    """The leaves of what the model returns; behind them a graph has tensors that the forward stores elsewhere."""
+    stored = graph.containers.appended + sum(one.count for one in graph.stored)
+    return graph.user_outputs[: len(graph.user_outputs) - stored]
 
 
 def gather_batch(transport: Transport, own: ModelCall, sizes: Sequence[int], groups: Grid | None) -> Batch:

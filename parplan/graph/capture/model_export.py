@@ -1,0 +1,176 @@
+"""torch.export of one call of a model: its program, and what the forward reads, writes and hands back beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from parplan.compat import pytree
+from parplan.errors import CaptureError
+from parplan.graph.attributes.containers import ContainerResults, returned_containers
+from parplan.graph.attributes.number_inputs import Number
+from parplan.graph.attributes.recording import Recorder, recorded
+from parplan.graph.axes.bags import join_bags
+from parplan.graph.axes.batched_lookup import gather_batched_lookups
+from parplan.graph.export.assigned_buffers import assigned_buffers
+from parplan.graph.export.plain_forms import plain_forms
+from parplan.graph.export.expert_routing import unsort_experts
+from parplan.graph.export.stand_ins import missing_devices, stand_ins
+from parplan.graph.packed_sequences import packed_sequences
+from parplan.graph.user_code.module_hooks import Site, marked_hooks
+from parplan.graph.user_code.opaque import OpaqueCalls
+from parplan.graph.user_line import user_line
+
+__all__ = ["ExportRequest", "Exported", "export_call"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back warnings, log lines and prints; prints are passed on to stderr if all goes well."""
+    held, disabled = io.StringIO(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(held), contextlib.redirect_stdout(held):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+    sys.stderr.write(held.getvalue())
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The call to capture: a model, the leaves of its arguments, and the dimension of the samples."""
+
+    model: nn.Module
+    leaves: Sequence[Any]
+    in_spec: Any
+    batch: int | None
+    dim: int
+    training: bool
+    numbers: Sequence[Number] = ()
+    sites: dict[str, Site] = field(default_factory=dict)
+    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
+
+    @property
+    def alike(self) -> frozenset[int]:
+        """Leaves of the batch's size."""
+        sized = [(i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.dim() > self.dim]
+        return frozenset(i for i, leaf in sized if leaf.shape[self.dim] == self.batch)
+
+    def resized(self, samples: frozenset[int], wanted: int | None) -> Any:
+        """(args, kwargs) of the same shapes with `wanted` samples; memory of large tensors is never touched."""
+        made = list(self.leaves)
+        for index in self.alike:
+            leaf, shape = made[index], list(made[index].shape)
+            shape[self.dim] = wanted if index in samples and wanted is not None else shape[self.dim]
+            make = torch.empty if leaf.is_floating_point() else torch.zeros
+            try:
+                made[index] = make(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+            except (RuntimeError, MemoryError) as error:
+                raise CaptureError(
+                    f"there is no room for an input of shape {shape} to capture with: {str(error).splitlines()[0]}; "
+                    "use a smaller batch"
+                ) from error
+        return pytree.tree_unflatten(made, self.in_spec)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported call.
+
+    Args:
+        program: as torch.export gives it, with lookups in step with the samples rewritten.
+        recorder: attributes that the forward reads and writes.
+        containers: caches among the arguments that it returns or changes.
+    """
+
+    program: ExportedProgram
+    recorder: Recorder
+    containers: ContainerResults
+
+
+def export_call(call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> Exported:
+    """Export `call` with the arguments `given`, a resized copy of its own.
+
+    Raises:
+        CaptureError: the model cannot be exported; the text names the line.
+    """
+    model, training = call.model, call.training
+    args, kwargs = given
+    modes = {module: module.training for module in model.modules()}
+    if training != model.training:
+        model.train(training)
+    try:
+        # Statistics over all batches so far weigh each batch by how many there were, which no graph has as a constant.
+        for name, module in model.named_modules():
+            averages = isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats
+            if averages and module.training:
+                raise CaptureError(
+                    f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
+                    "which parplan does not capture in training; give it a momentum, such as 0.1 "
+                    "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
+                )
+        with (
+            quiet(),
+            stand_ins(model),
+            missing_devices(),
+            packed_sequences(),
+            marked_hooks(model, sites),
+            assigned_buffers(model),
+            opaque.intercepted(model),
+            returned_containers(model) as containers,
+            recorded(model, call.numbers) as recorder,
+        ):
+            exported = torch.export.export(model, args, kwargs, strict=False)
+            recorder.check(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        line = user_line(error)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
+        kind = _UNKNOWN_TYPE.search(str(error))
+        # A wrong call or a wrong shape raises plain Python errors or a RuntimeError.
+        in_tracing = (
+            type(error).__module__.startswith("torch") or "export" in str(error) or "fake" in str(error).lower()
+        )
+        hint = _UNTRACEABLE if in_tracing else _UNFIT + (_DICT if any(isinstance(a, dict) for a in args) else "")
+        if kind is not None:
+            hint = _UNREGISTERED.format(kind=kind[1] or kind[2])
+        raise CaptureError(text + (f"  at {line}\n" if line else "") + hint) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    plain_forms(exported.graph)
+    gather_batched_lookups(exported.graph)
+    join_bags(exported.graph)
+    unsort_experts(exported.graph)
+    return Exported(exported, recorder, containers())
+
+
+_UNTRACEABLE = (
+    "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
+    "(use torch.where, or move them out of the model)"
+)
+# An object among the arguments or the results of which pytree does not know that it holds tensors.
+_UNKNOWN_TYPE = re.compile(r"Found <class '([^']+)'> in output|nsupported input type <class '([^']+)'>")
+_UNREGISTERED = (
+    "  {kind} is a class whose tensors torch.export cannot find; if it is a dataclass register it once, "
+    "torch.export.register_dataclass({kind}), any other class with torch.utils._pytree.register_pytree_node; "
+    "or use a tuple or a dict in its place"
+)
+_DICT = "; a dict among them is one argument: keyword arguments go into kwargs={...}"
+_UNFIT = "  the forward itself fails on the example inputs; check their number, names, shapes and types"
