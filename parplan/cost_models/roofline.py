@@ -63,7 +63,8 @@ def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> PartKey:
 
 def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy, passes: int = 1) -> LocalLayer:
     """The largest part any device has of `layer`: the first shard, with ceil(batch / replicas / passes) samples."""
-    return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / (strategy.replicas * passes)))
+    parts = strategy.replicas * passes if layer.batch is not None else 1  # what needs all samples runs once
+    return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,31 +6,33 @@ batch into a number) is invisible in one capture, and would silently change the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import fx
-
-from parplan.graph.layers import Owner, owner_of
 
 __all__ = ["BatchChanges", "batch_changes", "everything_changes"]
 
 
 @dataclass(frozen=True)
 class BatchChanges:
-    """The parts of a captured graph that change with the batch size.
+    """The parts of a captured graph that change with the batch size, by the names of nodes.
 
     Args:
-        all: calls of modules with an argument that changes.
+        all: ops with an argument that changes.
         unexplained: those of them where the argument is not simply the shape of the result.
-        resized: nodes whose result has another shape.
+        grown: by value, the dimensions whose size is in proportion to the batch.
+        irregular: values with a size that changes otherwise.
         results: whether the model returns a number that changes (`x.shape[0]`).
         one_batch: the error of the capture at another batch size, where the model could be captured at one only.
     """
 
-    all: frozenset[Owner] = frozenset()
-    unexplained: frozenset[Owner] = frozenset()
-    resized: frozenset[str] = frozenset()
+    all: frozenset[str] = frozenset()
+    unexplained: frozenset[str] = frozenset()
+    grown: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    irregular: frozenset[str] = frozenset()
     results: bool = False
     one_batch: str = ""
 
@@ -39,33 +41,53 @@ class BatchChanges:
         return BatchChanges(
             self.all | other.all,
             self.unexplained | other.unexplained,
-            self.resized | other.resized,
+            {**self.grown, **other.grown},
+            self.irregular | other.irregular,
             self.results or other.results,
             self.one_batch or other.one_batch,
         )
 
 
-def everything_changes(graph: fx.GraphModule, one_batch: str = "") -> BatchChanges:
-    """Changes of a model that cannot be captured at another batch size (`one_batch`: why), or not to the same ops."""
-    everything = frozenset(owner_of(node) for node in _calls(graph))
-    return BatchChanges(everything, everything, results=True, one_batch=one_batch)
+def everything_changes(module: fx.GraphModule, one_batch: str = "") -> BatchChanges:
+    """The changes of a model that cannot be captured, or has other ops, at another batch size."""
+    every = frozenset(node.name for node in _calls(module))
+    return BatchChanges(every, every, one_batch=one_batch)
 
 
-def batch_changes(one: fx.GraphModule, other: fx.GraphModule) -> BatchChanges:
-    """Compare two captures of one model at different batch sizes, node by node."""
+def batch_changes(one: fx.GraphModule, other: fx.GraphModule, ratio: Fraction | int = 2) -> BatchChanges:
+    """Compare a graph captured at different batch sizes, node by node.
+
+    Args:
+        ratio: the second batch size by the first.
+    """
     first, second = _calls(one), _calls(other)
     if [node.target for node in first] != [node.target for node in second]:
         return everything_changes(one)
+    grown: dict[str, tuple[int, ...]] = {}
+    irregular = set[str]()
     pairs = list(zip(first, second, strict=True))
+    for node, twin in [*zip(_placeholders(one), _placeholders(other), strict=False), *pairs]:
+        shape, other_shape = _shape(node), _shape(twin)
+        if shape is None or other_shape is None or shape == other_shape:
+            continue
+        dims = [dim for dim, sizes in enumerate(zip(shape, other_shape, strict=False)) if sizes[0] != sizes[1]]
+        if len(shape) == len(other_shape) and all(shape[dim] * ratio == other_shape[dim] for dim in dims):
+            grown[node.name] = tuple(dims)
+        else:
+            irregular.add(node.name)
     changed = [node for node, twin in pairs if _text(node) != _text(twin)]
     unexplained = [node for node, twin in pairs if _text(node, sizes=False) != _text(twin, sizes=False)]
-    resized = [node.name for node, twin in pairs if _shape(node) != _shape(twin)]
     return BatchChanges(
-        all=frozenset(map(owner_of, changed)),
-        unexplained=frozenset(map(owner_of, unexplained)),
-        resized=frozenset(resized),
+        all=frozenset(node.name for node in changed),
+        unexplained=frozenset(node.name for node in unexplained),
+        grown=grown,
+        irregular=frozenset(irregular),
         results=_text(one.graph.output_node()) != _text(other.graph.output_node()),
     )
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _shape(node: fx.Node) -> list[int] | None:

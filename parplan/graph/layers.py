@@ -7,7 +7,7 @@ nodes of a topological order are always convex, so no layer can wait for itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -53,32 +53,36 @@ def build_layers(
     parameters: frozenset[str],
     buffers: frozenset[str],
     batch_dims: Mapping[str, int],
-    batch_bound: frozenset[Owner] = frozenset(),
+    batch_bound: frozenset[str] = frozenset(),
+    grown: Collection[str] = (),
 ) -> LayerSet:
     """The layers of `graph`.
 
     Args:
         leaves: dotted paths of modules without children.
         parameters, buffers: placeholders that are not user inputs.
-        batch_dims: dimension of the samples, by user input.
-        batch_bound: calls whose constants depend on the batch size: they see the batch whole.
+        batch_dims: dimension of the samples, by user input or by value that the model makes of the batch's size.
+        batch_bound: ops whose constants depend on the batch size: they see the batch whole.
+        grown: values whose size depends on the batch.
     """
     names: Counter[str] = Counter()
     layers: dict[str, Layer] = {}
     sizes = [shape_of(node)[batch_dims[node.name]] for node in graph.nodes if node.name in batch_dims]
     batch_size = sizes[0] if sizes else 1
     samples, reached, made, merged = dict(batch_dims), set(batch_dims), set[str](), False
-    for run in _runs(graph, leaves, parameters):
+    for run in _runs(graph, leaves, parameters, batch_bound):
         layer, inside = _layer(run, names, parameters, buffers, samples, batch_bound, batch_size)
         merged = merged or inside
         is_reached = not reached.isdisjoint(layer.inputs)
-        layer = replace(layer, reached=is_reached, constant=not is_reached and is_repeatable(layer.nodes))
+        sized = any(node.name in grown for node in layer.nodes)
+        constant = not is_reached and not sized and is_repeatable(layer.nodes)
+        layer = replace(layer, reached=is_reached, constant=constant)
         # Values that had lost their samples (to an op that says nothing of them) and meet others here that have them.
         dims = layer.batch.dims if layer.batch is not None else {}
         lost = made - samples.keys()
         samples |= {value: dims[value] for value in layer.inputs if value in lost and value in dims}
         made.update(layer.outputs)
-        reached |= set(layer.outputs) if is_reached else set()
+        reached |= {value for value in layer.outputs if is_reached or value in samples}
         layers[layer.name] = layer
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
     digraph = nx.DiGraph()
@@ -92,7 +96,7 @@ def build_layers(
     return LayerSet(layers, digraph, producer, samples, merged)
 
 
-def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -> Iterable[_Run]:
+def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str], bound: frozenset[str]) -> Iterable[_Run]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     owners = {node: owner_of(node) for node in calls} | _between_experts(calls, parameters)
     for owner, group in groupby(calls, key=owners.__getitem__):
@@ -106,7 +110,7 @@ def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str]) -
         if owner.kind not in _OWN_KINDS and owner.path in leaves and one_layer:
             yield _Run(owner, True, nodes)
         else:
-            for part in _functional_parts(nodes, parameters):
+            for part in _functional_parts(nodes, parameters, bound):
                 # A loss module without its reduction over the batch keeps its name.
                 yield _Run(owner, owner.path in leaves and any(map(is_loss_op, part)), part)
 
@@ -171,11 +175,14 @@ def owner_of(node: fx.Node) -> Owner:
 _OWN_KINDS = ("hooks", "function")
 
 
-def _functional_parts(nodes: Sequence[fx.Node], parameters: frozenset[str]) -> list[tuple[fx.Node, ...]]:
-    """Runs of functional ops: an op with weights and a loss stand alone, the rest by what is connected."""
+def _functional_parts(
+    nodes: Sequence[fx.Node], parameters: frozenset[str], bound: frozenset[str]
+) -> list[tuple[fx.Node, ...]]:
+    """Runs of functional ops: an op with weights, a loss and what is bound to the batch stand alone, the rest by what
+    is connected."""
     parts: list[tuple[fx.Node, ...]] = []
     own = [node for node in nodes if BOUNDARY not in node.meta]
-    for alone, group in groupby(own, key=lambda node: _stands_alone(node, parameters)):
+    for alone, group in groupby(own, key=lambda node: node.name in bound or _stands_alone(node, parameters)):
         members = list(group)
         if alone:
             for node in members:
@@ -230,7 +237,7 @@ def _layer(
     parameters: frozenset[str],
     buffers: frozenset[str],
     samples: dict[str, int],
-    batch_bound: frozenset[Owner],
+    batch_bound: frozenset[str],
     batch_size: int,
 ) -> tuple[Layer, bool]:
     """A layer, and whether samples are merged behind another axis in what leaves it."""
@@ -246,7 +253,7 @@ def _layer(
     axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
     samples.update(axes.batch_dims)
     kind = "experts" if any(axis.name == "experts" for axis in axes.others) else kind
-    spread = axes.batch is not None and run.owner not in batch_bound and not why_whole(run.nodes)
+    spread = axes.batch is not None and batch_bound.isdisjoint(inside) and not why_whole(run.nodes)
     base = run.owner.path + run.owner.call
     if not run.leaf:
         first = next(node for node in run.nodes if BOUNDARY not in node.meta)

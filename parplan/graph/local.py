@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from parplan.compat import schema_of
 from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS, run_bags, run_offset_bags
+from parplan.graph.axes.call import range_of
 from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
 from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
 from parplan.graph.axes.table import Call, overload
@@ -25,7 +26,7 @@ from parplan.graph.packed_sequences import RNN_PACKED, run_packed
 from parplan.graph.user_code.functions import CUSTOM_FUNCTION, function_of
 from parplan.plan import Strategy
 
-__all__ = ["LocalLayer", "Marks", "local_args", "local_module", "local_shape", "names_sizes"]
+__all__ = ["LocalLayer", "Marks", "is_resized", "local_args", "local_module", "local_shape"]
 
 aten = torch.ops.aten
 
@@ -81,9 +82,9 @@ def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, 
     """Shape this device sees of `value`: an input, parameter, buffer, intermediate or output."""
     shape = list(graph.values[value].shape)
     batch, axis = local.layer.batch, local.axis
-    if batch is not None and value in batch.dims and graph.batch:
-        dim = batch.dims[value]
-        shape[dim] = shape[dim] * local.batch // graph.batch
+    grown = (graph.grown or {}).get(value, ()) if batch is None else (batch.dims[value],) if value in batch.dims else ()
+    for dim in grown if graph.batch else ():
+        shape[dim] = shape[dim] * local.batch // (graph.batch or 1)
     if axis is not None and value in axis.dims and value not in axis.partial:
         shape[axis.dims[value]] //= local.strategy.shards
     return tuple(shape)
@@ -240,6 +241,18 @@ def _groups_at(position: int) -> Fix:
     return fix
 
 
+def _counts(node: fx.Node) -> bool:
+    """Whether a node is `arange(n)`."""
+    start, end, step = range_of(node) or (1, 1, 1)
+    return (start, step) == (0, 1) and isinstance(end, int)
+
+
+def _range(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+    """A range over all samples goes on doing so."""
+    place = 0 if node.target is aten.arange.default else 1
+    return [*args[:place], *local(node.name), *args[place + 1 :]] if _counts(node) else args
+
+
 def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
     """A slice that takes all of a dimension goes on doing so; other dimensions are never cut."""
     dim = args[1] if len(args) > 1 else 0
@@ -266,8 +279,10 @@ _SIZED: dict[Any, Fix] = {
     **_overloads(_size_at(2), "randint.low"),
     **_overloads(_unflatten, "unflatten.int"),
 }
+_RANGES: dict[Any, Fix] = _overloads(_range, "arange arange.start arange.start_step")
+_RESIZED: dict[Any, Fix] = {**_SIZED, **_RANGES}
 _FIXES: dict[Any, Fix] = {
-    **_SIZED,
+    **_RESIZED,
     **_overloads(_groups_at(1), "group_norm"),
     **_overloads(_groups_at(6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
     **_overloads(_slice, "slice.Tensor"),
@@ -276,6 +291,6 @@ _FIXES: dict[Any, Fix] = {
 # fmt: on
 
 
-def names_sizes(node: fx.Node) -> bool:
-    """Whether all sizes of its result are among a node's arguments, with none left open (-1)."""
-    return node.target in _SIZED and not any(isinstance(sizes, (list, tuple)) and -1 in sizes for sizes in node.args)
+def is_resized(node: fx.Node) -> bool:
+    """Whether the code of a layer that sees all samples has a node's sizes put right for another number of them."""
+    return node.target in _RESIZED and (node.target not in _RANGES or _counts(node))

@@ -7,11 +7,11 @@ with the samples; the ops stay those of the capture, so the graph is for cost mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from parplan.errors import CaptureError
-from parplan.graph.kinds import is_batch_reduction
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Axis, LayerGraph
 
 __all__ = ["at_batch"]
 
@@ -29,23 +29,27 @@ def at_batch(graph: LayerGraph, batch: int) -> LayerGraph:
         raise CaptureError(f"{graph.model}: a batch of {batch}; it takes at least 1 sample")
     if batch == graph.batch:
         return graph
-    if graph.fixed_batch:
+    if graph.fixed_batch or graph.grown is None:
         raise CaptureError(f"{graph.model} has constants that depend on the batch; capture it at {batch}")
-    # Where samples lie in every value that has them, those between the ops of a layer included.
-    dims, layers = dict(graph.batch_dims), dict(graph.layers)
-    for name, layer in graph.layers.items():
-        if layer.batch is not None:
-            dims.update(layer.batch.dims)
-            units = _scaled(graph, layer.batch.units, batch, f"{name} divides into {layer.batch.units}")
-            layers[name] = replace(layer, batch=replace(layer.batch, units=units))
-        elif any(v in graph.batch_dims for v in layer.inputs) and not any(map(is_batch_reduction, layer.nodes)):
-            raise CaptureError(f"{graph.model}: {name} works on all samples at once; capture it at {batch}")
+    grown = graph.grown
     values = dict(graph.values)
-    for name, dim in ((name, dim) for name, dim in dims.items() if name in values):
+    for name, dims in ((name, dims) for name, dims in grown.items() if name in values):
         shape = list(values[name].shape)
-        shape[dim] = _scaled(graph, shape[dim], batch, f"{name} has {shape[dim]} in dimension {dim}")
+        for dim in dims:
+            shape[dim] = _scaled(graph, shape[dim], batch, f"{name} has {shape[dim]} in dimension {dim}")
         values[name] = replace(values[name], shape=tuple(shape))
+    layers = {}
+    for name, layer in graph.layers.items():
+        spread = None if layer.batch is None else _axis(graph, layer.batch, grown, batch, name)
+        axes = tuple(_axis(graph, axis, grown, batch, name) for axis in layer.axes)
+        layers[name] = replace(layer, batch=spread, axes=axes)
     return replace(graph, batch=batch, values=values, layers=layers)
+
+
+def _axis(graph: LayerGraph, axis: Axis, grown: Mapping[str, tuple[int, ...]], batch: int, layer: str) -> Axis:
+    if axis is not graph.layers[layer].batch and not any(dim in grown.get(name, ()) for name, dim in axis.dims.items()):
+        return axis
+    return replace(axis, units=_scaled(graph, axis.units, batch, f"{layer} divides into {axis.units}"))
 
 
 def _scaled(graph: LayerGraph, size: int, batch: int, what: str) -> int:

@@ -74,10 +74,10 @@ class SlotAssigner:
             return Slot(value, value, layout, (replicas,), rows, spec.dtype, spec.requires_grad, per_replica=True)
         dim = self._graph.batch_dims.get(value)
         shape = list(spec.shape)
-        if dim is not None and self._graph.batch:
-            shape[dim] = self._per_sample(value) * (
-                self._step_setting.batch if turn is None else self._passes[turn].batch
-            )
+        for grown in (dim,) if dim is not None else (self._graph.grown or {}).get(value, ()):
+            captured = self._graph.batch or 1
+            here = self._step_setting.batch if turn is None else self._passes[turn].batch
+            shape[grown] = shape[grown] // captured * here if self._graph.batch else shape[grown]
         name, rows = _home(value, turn), self._rows(value, layout, turn)
         return Slot(name, value, layout, tuple(shape), rows, spec.dtype, spec.requires_grad, turn=turn)
 

@@ -6,6 +6,7 @@ token that is no padding). As an index op it mixes samples: any row may be read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ def gather_batched_lookups(graph: fx.Graph) -> None:
             continue
         for step, looked in (places, places[::-1]):
             size, count, lookup = shape_of(source)[step], indices[step], indices[looked]
-            # Row `i` of the lookup is for row `i` of the source: [size, 1, ...] beside [size, looked up, ...].
-            shape, integers = shape_of(lookup), lookup.meta["val"].dtype in (torch.int64, torch.int32)
-            fits = integers and shape_of(count) == (size, *(1,) * (len(shape) - 1)) and shape[:1] == (size,)
+            shape = torch.broadcast_shapes(shape_of(count), shape_of(lookup))
+            # Row `i` of the lookup is for row `i` of the source, along the one dimension in which the range lies.
+            own = (*(1,) * (len(shape) - len(shape_of(count))), *shape_of(count))
+            along = [dim for dim, length in enumerate(own) if length != 1]
+            fits = lookup.meta["val"].dtype in (torch.int64, torch.int32) and [own[dim] for dim in along] == [size]
             positions = count  # 0, 1, ... size - 1, maybe with further dimensions of size 1
             while positions.target in _VIEWS:
                 positions = positions.all_input_nodes[0]
-            if range_of(positions) == (0, size, 1) and fits and (step < looked or len(shape_of(lookup)) == 1):
+            if range_of(positions) == (0, size, 1) and fits:
                 with graph.inserting_before(node):
-                    result = _gathered(graph, node, source, lookup, step, looked)
+                    result = _Gather(graph, node, source, lookup).result(step, looked, shape, along[0])
                 node.replace_all_uses_with(result)
                 graph.erase_node(node)
                 while count.op == "call_function" and not count.users:
@@ -47,23 +50,56 @@ def gather_batched_lookups(graph: fx.Graph) -> None:
                 break
 
 
-def _gathered(graph: fx.Graph, node: fx.Node, source: fx.Node, lookup: fx.Node, step: int, looked: int) -> fx.Node:
-    """`source` looked up along dimension `looked`, in step with dimension `step`."""
+@dataclass(frozen=True)
+class _Gather:
+    """The nodes of one lookup as a gather."""
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
+    graph: fx.Graph
+    node: fx.Node
+    source: fx.Node
+    lookup: fx.Node
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
         values, named = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
-        made.meta = {**node.meta, "val": target(*values, **named)}
+        made.meta = {**self.node.meta, "val": target(*values, **named)}
         return made
 
-    shape = shape_of(source)
-    if lookup.meta["val"].dtype is not torch.int64:
-        lookup = call(aten._to_copy.default, lookup, dtype=torch.int64)
-    negative, from_end = call(aten.lt.Scalar, lookup, 0), call(aten.add.Scalar, lookup, shape[looked])
-    lookup = call(aten.where.self, negative, from_end, lookup)
-    each = lookup.meta["val"].numel() // shape[step]
-    sizes = {step: shape[step], looked: each}
-    aligned = call(aten.reshape.default, lookup, [sizes.get(dim, 1) for dim in range(len(shape))])
-    index = call(aten.expand.default, aligned, [sizes.get(dim, size) for dim, size in enumerate(shape)])
-    found = call(aten.gather.default, source, looked, index)
-    return call(aten.reshape.default, found, list(shape_of(node)))
+    def result(self, step: int, looked: int, looked_up: tuple[int, ...], along: int) -> fx.Node:
+        """`source` looked up along dimension `looked`, in step with dimension `step`.
+
+        Args:
+            looked_up: shape of the indices, broadcast.
+            along: its dimension that is in step.
+        """
+        shape, rank, lookup = shape_of(self.source), len(looked_up), self.lookup
+        if lookup.meta["val"].dtype is not torch.int64:
+            lookup = self._call(aten._to_copy.default, lookup, dtype=torch.int64)
+        negative, from_end = (
+            self._call(aten.lt.Scalar, lookup, 0),
+            self._call(aten.add.Scalar, lookup, shape[looked]),
+        )
+        lookup = self._call(aten.where.self, negative, from_end, lookup)
+        others = [dim for dim in range(rank) if dim != along]
+        if shape_of(lookup) != looked_up:
+            lookup = self._call(aten.expand.default, lookup, list(looked_up))
+        if along:
+            lookup = self._call(aten.permute.default, lookup, [along, *others])
+        each = lookup.meta["val"].numel() // shape[step]
+        sizes = {step: shape[step], looked: each}
+        aligned = self._call(aten.reshape.default, lookup, [sizes.get(dim, 1) for dim in range(len(shape))])
+        index = self._call(aten.expand.default, aligned, [sizes.get(dim, size) for dim, size in enumerate(shape)])
+        found = self._call(aten.gather.default, self.source, looked, index)
+        # The two dimensions are those of the indices now, in the order in which source has them.
+        first = min(step, looked)
+        order = [along, *others] if step < looked else [*others, along]
+        found = self._call(
+            aten.reshape.default, found,
+            [*shape[:first], *(looked_up[dim] for dim in order), *shape[first + 2 :]],
+        )  # fmt: skip
+        if order == sorted(order):
+            return found
+        moved = [first + order.index(dim) for dim in range(rank)]
+        return self._call(
+            aten.permute.default, found, [*range(first), *moved, *range(first + rank, len(shape) + rank - 2)]
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.capture.batch_reductions import split_batch_reductions
-from parplan.graph.capture.canonical import canonicalise
+from parplan.graph.capture.canonical import Canonical, canonicalise
+from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
-from parplan.graph.export.functionalise import functionalise
-from parplan.graph.layer_graph import LayerGraph, TensorSpec
-from parplan.graph.layers import build_layers, owner_of
-from parplan.graph.local import names_sizes
+from parplan.graph.export.functionalise import Functional, functionalise
+from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
+from parplan.graph.layers import build_layers
+from parplan.graph.local import is_resized
 from parplan.graph.user_code.functions import known_sites
 from parplan.graph.user_code.opaque import OpaqueCalls
 
@@ -66,14 +68,14 @@ def capture(
     call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
     with as_tensors(numbers) as tensors:
         first = export_call(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
-        exported, recorder = first.program, first.recorder
-        samples, changes, bound = call.alike, BatchChanges(), WholeBatch()
+        twin = _Twin(call.alike, call.opaque)
+        bound = WholeBatch()
         if check_batch and call.batch is not None:
-            samples, changes, twice = _compare(call, exported, recorder)
-            bound = whole_batch(exported, twice, call.batch)
+            twin = _at_another_batch(call, first.program)
+            bound = whole_batch(first.program, twin.export.program if twin.export is not None else None, call.batch)
         if numbers:
-            _check_inputs(call, exported, recorder, tensors)
-    graph = _assemble(call, first, samples, changes, bound)
+            _check_inputs(call, first.program, first.recorder, tensors)
+    graph = _assemble(call, first, twin, bound)
     inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
     known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
     return replace(graph, numbers=known)
@@ -107,10 +109,26 @@ def _check_inputs(
         raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
 
 
-def _compare(
-    call: ExportRequest, exported: ExportedProgram, recorder: Recorder
-) -> tuple[frozenset[int], BatchChanges, ExportedProgram | None]:
-    """Which leaves hold samples, what changes with their number, and the capture that shows it.
+@dataclass(frozen=True)
+class _Twin:
+    """The same call exported with another number of samples.
+
+    Args:
+        samples: leaves that hold samples.
+        opaque: its calls of the user's code.
+        export: None where there is none; `errors` says why.
+        batch: its samples.
+    """
+
+    samples: frozenset[int]
+    opaque: OpaqueCalls
+    export: Exported | None = None
+    batch: int = 0
+    errors: tuple[str, ...] = ()
+
+
+def _at_another_batch(call: ExportRequest, exported: ExportedProgram) -> _Twin:
+    """The capture that shows which leaves hold samples, and what changes with their number.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
     samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
@@ -123,16 +141,12 @@ def _compare(
         for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
             opaque = OpaqueCalls()
             try:
-                other = export_call(call, call.resized(samples, other_batch), {}, opaque)
+                made = export_call(call, call.resized(samples, other_batch), {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
-            changes = batch_changes(exported.graph_module, other.program.graph_module)
-            changes = changes | call.opaque.changes(exported.graph_module, opaque)
-            if not recorder.stores_like(other.recorder):
-                changes = replace(changes, results=True)
-            return samples, changes, other.program
-    return call.alike, everything_changes(exported.graph_module, reasons[0]), None
+            return _Twin(samples, opaque, made, other_batch)
+    return _Twin(call.alike, call.opaque, errors=tuple(reasons))
 
 
 @dataclass(frozen=True)
@@ -162,25 +176,46 @@ def _inputs(program: ExportedProgram) -> _Inputs:
     return found
 
 
-def _assemble(
-    call: ExportRequest,
-    first: Exported,
-    sample_leaves: frozenset[int],
-    changes: BatchChanges,
-    bound: WholeBatch,
-) -> LayerGraph:
-    model, exported, recorder = call.model, first.program, first.recorder
-    call.opaque.settle(exported)
-    with known_sites(call.opaque.sites):
+def _canonical(
+    model: nn.Module, exported: ExportedProgram, opaque: OpaqueCalls
+) -> tuple[Functional, Canonical, _Inputs]:
+    opaque.settle(exported)
+    with known_sites(opaque.sites):
         functional = functionalise(exported)
-    call.opaque.mark(functional.program.graph)
-    program = functional.program
-    inputs = _inputs(program)
+    opaque.mark(functional.program.graph)
+    inputs = _inputs(functional.program)
     own_name = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
     tied = {placeholder: own_name[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
-    graph = canonicalise(functional, tied)
-    samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in sample_leaves}
+    return functional, canonicalise(functional, tied), inputs
+
+
+def _changes(
+    call: ExportRequest, first: Exported, twin: _Twin, program: ExportedProgram, own: Canonical
+) -> BatchChanges:
+    """Changes with the number of samples, of the canonical graph."""
+    module = program.graph_module
+    if twin.export is None:
+        return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges()
+    functional, other, _ = _canonical(call.model, twin.export.program, twin.opaque)
+    ratio = Fraction(twin.batch, call.batch or 1)
+    changes = batch_changes(module, functional.program.graph_module, ratio)
+    changes = changes | call.opaque.changes(module, twin.opaque)
+    constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
+    same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
+    return changes if same else replace(changes, results=True)
+
+
+def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBatch) -> LayerGraph:
+    model, recorder = call.model, first.recorder
+    functional, graph, inputs = _canonical(model, first.program, call.opaque)
+    program = functional.program
+    changes = _changes(call, first, twin, program, graph)
+    samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
+    changes = compute_rows_once(graph.graph, changes, frozenset(samples))
+    known = {node.name for node in graph.graph.nodes}
     moved = split_batch_reductions(graph.graph, samples)
+    made = {name: (place.dim,) for name, place in sample_places(graph.graph, samples).items() if name not in known}
+    changes = replace(changes, grown={**changes.grown, **made})
     graph.outputs = tuple(moved.get(one, one) if isinstance(one, str) else one for one in graph.outputs)
     graph.buffer_updates = {buffer: moved.get(value, value) for buffer, value in graph.buffer_updates.items()}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
@@ -189,7 +224,9 @@ def _assemble(
     leaf_paths = frozenset(
         n for n, m in model.named_modules() if n and (isinstance(m, whole) or not list(m.children()))
     )
-    given = (leaf_paths, frozenset(graph.parameters), state, samples, changes.unexplained)
+    sources = sample_sources(graph.graph, changes, frozenset(samples))
+    counted = counted_samples(graph.graph, changes, frozenset(samples))
+    given = (leaf_paths, frozenset(graph.parameters), state, samples | sources, changes.unexplained, changes.grown)
     built, flattened = build_layers(graph.graph, *given), dict[str, int]()
     if built.merged:
         kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
@@ -197,17 +234,17 @@ def _assemble(
         flattened = dict(replaced.values())
         graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
         built = build_layers(graph.graph, *given)
-    fixed = changes.results
+    fixed = changes.results or bool(changes.irregular)
     for layer in built.layers.values():  # whose code holds only for the captured batch
-        if layer.batch is None:
-            # `flatten` names no sizes, what it becomes without in-place changes does.
-            named = layer.reached and any(map(names_sizes, layer.nodes))
-            paired = any(a.dims.get(value) == dim for a in layer.axes for value, dim in built.batch_dims.items())
-            fixed = fixed or named or paired or owner_of(layer.nodes[0]) in changes.all
-        else:
-            # A value that grows with the batch although no sample reaches it keeps its captured size.
-            dims = layer.batch.dims
-            fixed = fixed or any(node.name in changes.resized and node.name not in dims for node in layer.nodes)
+        dims = layer.batch.dims if layer.batch is not None else {}
+        places = built.batch_dims.items() if layer.batch is None else ()
+        fixed = fixed or any(axis.dims.get(value) == dim for axis in layer.axes for value, dim in places)
+        for node in layer.nodes:
+            if layer.batch is None:
+                fixed = fixed or (node.name in changes.all and not is_resized(node))
+            else:
+                # A value that grows with the batch although no sample reaches it keeps its captured size.
+                fixed = fixed or (node.name in changes.grown and node.name not in dims)
     users = zip(inputs.users, call.leaves, strict=True)
     trainable = {name for name, path in graph.parameters.items() if model.get_parameter(path).requires_grad}
     trainable |= {name for name, leaf in users if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad}
@@ -233,12 +270,13 @@ def _assemble(
         one_batch=changes.one_batch,
         flattened=flattened,
         sample_indices=bound.indices,
-        unplaced=unplaced(graph.outputs, bound.grown, built, flattened),
+        unplaced=unplaced(graph.outputs, bound.grown, built, flattened, counted),
         late=functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),
         containers=first.containers,
         fixed_batch=fixed,
+        grown=changes.grown if twin.export is not None else None,
     )
 
 

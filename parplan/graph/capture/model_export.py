@@ -25,8 +25,8 @@ from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.axes.bags import join_bags
 from parplan.graph.axes.batched_lookup import gather_batched_lookups
 from parplan.graph.export.assigned_buffers import assigned_buffers
-from parplan.graph.export.plain_forms import plain_forms
 from parplan.graph.export.expert_routing import unsort_experts
+from parplan.graph.export.plain_forms import plain_forms
 from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks

@@ -6,7 +6,7 @@ no process that brought its own samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,20 @@ def unplaced(
     grown: Mapping[int, frozenset[int]],
     built: LayerSet,
     flattened: Mapping[str, int],
+    counted: Collection[str] = (),
 ) -> tuple[Unplaced, ...]:
-    """Results that grow with the batch otherwise than along one dimension which is known to hold the samples."""
+    """Results that grow with the batch otherwise than along one dimension which is known to hold the samples.
+
+    Args:
+        counted: values that count the samples of the whole batch, which are not those of one process.
+    """
     found = []
     for number, value in enumerate(results):
         dims = grown.get(number)
         if not dims or not isinstance(value, str):
             continue
         dim = flattened.get(value, built.batch_dims.get(value))
-        if dims != {dim} or value not in built.batch_dims:
+        if dims != {dim} or value not in built.batch_dims or value in counted:
             maker = built.producer.get(value, value)
             above = nx.ancestors(built.digraph, maker) | {maker} if maker in built.layers else set()
             lost = [name for name in built.layers if name in above and built.layers[name].batch is None]

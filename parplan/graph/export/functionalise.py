@@ -4,7 +4,7 @@ torch.export keeps `relu_`, `add_` and no_grad regions as they were written. Its
 (`run_decompositions`) handles every case by tracing once more, which costs more than the export itself
 (measured: 3.7 s against 1.1 s for ResNet-50). Networks whose in-place ops change values that nobody
 else views are rewritten here node by node; all others go the long way, and so do those with ops that are made of others
-and have no row in the axis table.
+and have no row in the axis table, where these cannot be put in their place.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.compat import is_composite, overload_name, schema_of
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
@@ -54,10 +55,11 @@ def functionalise(exported: ExportedProgram) -> Functional:
     late = written_late(exported)
     counters, graph = _counters(exported), exported.graph
     known = not any(node.op == "get_attr" for node in graph.nodes)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.op == "call_function" and node not in (counters or ()) and node.target is not operator.getitem:
             plain = out_of_place(node.target) if is_inplace(node) else node.target
-            known = known and (row_of(plain) is not None or not is_composite(plain))
+            simple = row_of(plain) is not None or not is_composite(plain)
+            known = known and (simple or (not is_inplace(node) and _inlined(exported, node)))
     if counters is not None and known and _views_follow(graph, counters):
         return Functional(exported, _rewrite(exported.graph, counters), late)
     with warnings.catch_warnings():
@@ -125,6 +127,40 @@ def _spell_out(graph: fx.Graph) -> None:
         elif node.target is aten.squeeze.default:
             sizes = node.args[0].meta["val"].shape
             node.target, node.args = aten.squeeze.dims, (node.args[0], [d for d, size in enumerate(sizes) if size == 1])
+
+
+def _inlined(exported: ExportedProgram, node: fx.Node) -> bool:
+    """Put the ops that a compound op is made of in its place; False where that takes tracing the whole once more."""
+    graph, op, tensors = exported.graph, node.target, node.all_input_nodes
+    if (
+        not isinstance(op, torch._ops.OpOverload)
+        or not is_tensor(node)
+        or not all(map(is_tensor, tensors))
+        or not tensors
+    ):
+        return False
+
+    def call(*values: Tensor) -> Any:
+        given = dict(zip(tensors, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        return op(*args, **kwargs)
+
+    with tensors[0].meta["val"].fake_mode:
+        made = make_fx(call)(*(tensor.meta["val"] for tensor in tensors)).graph
+    placeholders = [placeholder for placeholder in made.nodes if placeholder.op == "placeholder"]
+    inside = [inner for inner in made.nodes if inner.op not in ("placeholder", "output")]
+    if any(inner.op != "call_function" or is_inplace(inner) or row_of(inner.target) is None for inner in inside):
+        return False
+    copies = dict(zip(placeholders, tensors, strict=True))
+    with graph.inserting_before(node):
+        result: Any = graph.graph_copy(made, copies)
+    for inner, copy in copies.items():
+        if inner.op == "call_function":
+            copy.meta = {**node.meta, "val": inner.meta["val"]}
+    node.replace_all_uses_with(result)
+    rename_output(exported, node.name, result.name)
+    graph.erase_node(node)
+    return True
 
 
 def _reveal_aliases(graph: fx.Graph) -> None:

@@ -26,7 +26,6 @@ from parplan.errors import CaptureError
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.batch_changes import BatchChanges
 from parplan.graph.export.functionalise import rename_output
-from parplan.graph.layers import Owner, owner_of
 from parplan.graph.sites import set_site
 from parplan.graph.user_code.function_probe import probe
 from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, custom_function, known_sites
@@ -180,7 +179,7 @@ class OpaqueCalls:
 
     def changes(self, graph: fx.GraphModule, other: OpaqueCalls) -> BatchChanges:
         """The calls that change with the batch size, by comparison with the same calls in another capture."""
-        found = set[Owner]()
+        found = set[str]()
         for node in _opaque(graph):
             one, twin = self.sites[str(node.args[-1])], other.sites.get(str(node.args[-1]))
             if not isinstance(one, FunctionSite):
@@ -188,7 +187,7 @@ class OpaqueCalls:
             # Another capture calls it with the same arguments, but for tensors.
             same = isinstance(twin, FunctionSite) and one.inputs.matches(twin.inputs)
             if not isinstance(twin, FunctionSite) or not same or not one.outputs.matches(twin.outputs):
-                found.add(owner_of(node))
+                found.add(node.name)
                 one.followed.bar(f"an argument of {one.name} changes with the number of samples")
             else:
                 one.followed.compare(twin.followed, one.name)

@@ -29,7 +29,7 @@ from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.transport.base import Transport
 
-__all__ = ["Captures", "Planner", "bound_to_batch"]
+__all__ = ["Captures", "Planner"]
 
 Planner = Callable[[LayerGraph], Plan]
 
@@ -147,7 +147,7 @@ class Captures:
             call, training, batch
         )
         known = self.programs.know(graph, plan)
-        if bound_to_batch(graph):
+        if graph.fixed_batch:
             self._bound.add(kind)
             self._captured[kind, batch].insert(0, known)
         else:
@@ -222,7 +222,7 @@ class Captures:
         if known is not None and known.reads.hold:
             return known
         graph = self._traced_at(call, training, 2 if batch == 1 else batch)
-        if batch == 1 and bound_to_batch(graph):
+        if batch == 1 and graph.fixed_batch:
             return self._traced_at(call, training, batch)
         return graph
 
@@ -236,18 +236,6 @@ class Captures:
         if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)
         return graph
-
-
-def bound_to_batch(graph: LayerGraph) -> bool:
-    """Whether a graph holds for one number of samples only."""
-    loose = [
-        value
-        for layer in graph.layers.values()
-        if layer.batch is None and layer.reached
-        for value in layer.outputs
-        if value not in graph.batch_dims and graph.values[value].shape
-    ]
-    return graph.fixed_batch or bool(loose)
 
 
 @dataclass(frozen=True)

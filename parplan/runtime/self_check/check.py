@@ -20,7 +20,7 @@ from torch import nn
 from parplan.errors import PlanError, SelfCheckError, UncheckedWarning
 from parplan.graph.packed_sequences import RNN_PACKED
 from parplan.runtime.calls import ModelCall
-from parplan.runtime.programs.captures import Captures, bound_to_batch
+from parplan.runtime.programs.captures import Captures
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.rank_agreement import Agreement
 from parplan.runtime.self_check.comparison import GroupDifference
@@ -159,7 +159,7 @@ class SelfCheck:
         few, graph, failure = call.batch, subject.captured.graph, ""
         # Results may be as long as the longest sequence, which a part of the samples may lack.
         packed = any(node.target is RNN_PACKED for layer in graph.layers.values() for node in layer.nodes)
-        if call.batch is not None and self._mode != "always" and not packed and not bound_to_batch(graph):
+        if call.batch is not None and self._mode != "always" and not packed and not graph.fixed_batch:
             # The capture serves any number of samples: a few for every replica are compared. In one process replicas
             # then have unequal parts where they have them of all samples.
             replicas = max((strategy.replicas for strategy in subject.captured.strategies.values()), default=1)
