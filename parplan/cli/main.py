@@ -243,7 +243,8 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
             return api.analyze_profile(options.profile_graph, batch=options.batch, progress=progress, **keywords)
         progress.phase("load")
         auto = options.batch == "auto"
-        target = replace(TargetOptions(**chosen(TargetOptions, options)), batch=None if auto else options.batch).load()
+        named = replace(TargetOptions(**chosen(TargetOptions, options)), batch=None if auto else options.batch)
+        target = named.load(meta=not options.measure)
         if plan is not None:
             keywords["pins"] = ()
         else:

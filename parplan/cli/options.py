@@ -34,6 +34,8 @@ TARGET is one of
   model.py:name         a model, a class, or a function that returns a model
   package.module:name   the same from a module that can be imported from here
   layers.cfg            a cuda-convnet2 layer file; its gpu= lines are pins
+  transformers:gpt2     a model type, an architecture or ./config.json: built
+  timm:resnet50         from its configuration, weights are never downloaded
 The inputs are `example_inputs` of the same file: a tensor, a tuple of
 arguments, a dict of keyword arguments, or a function that returns one;
 `--input` replaces them."""
@@ -63,6 +65,7 @@ examples:
   parplan analyze model.py --gpus 4 --plan edited.json   price a plan of yours
   parplan analyze model.py --gpus 4 --pin 'fc6=shards:4' decide a layer yourself
   parplan analyze model.py --gpus 4 --json - | jq .predicted.step_s
+  parplan analyze transformers:llama --seq 2048 --batch 8 --dtype bf16 --gpus 8
   parplan analyze --profile-graph layers.profile --gpus 16   no model at all"""
 
 VERIFY = f"""\
@@ -156,11 +159,15 @@ class TargetOptions:
         None, "of a cuda-convnet2 layer file (default: layer-params-X.cfg beside layers-X.cfg)", **FILE
     )
 
-    def load(self) -> Target:
-        """Load the model and its inputs."""
+    seq: int | None = option(None, "tokens per sample of a transformers model", type=whole_number, metavar="N")
+    dtype: str | None = option(None, "of a library model's weights, such as bf16 (default: fp32)", metavar="TYPE")
+
+    def load(self, meta: bool = False) -> Target:
+        """Load the model and its inputs; with `meta` a library's model has no weights."""
         from parplan.target import load
 
-        return load(self.target or "", self.input, self.batch, self.layer_params)
+        sizes: dict[str, Any] = {"sequence": self.seq, "dtype": self.dtype}
+        return load(self.target or "", self.input, self.batch, self.layer_params, meta=meta, **sizes)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from parplan.pins import Pin
 from parplan.target.candidates import build, choose
 from parplan.target.inputs import from_example, from_options, with_batch
 from parplan.target.layer_file import layer_file, layer_file_inputs
+from parplan.target.model_library import LIBRARIES, library_model
 from parplan.target.trouble import trouble
 
 __all__ = ["Target", "load"]
@@ -73,16 +74,27 @@ class _Place:
         return self.file.resolve().parent if self.file else Path.cwd()
 
 
-def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, layer_params: str | None = None) -> Target:
+def load(
+    target: str,
+    inputs: Sequence[str] = (),
+    batch: int | None = None,
+    layer_params: str | None = None,
+    *,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    meta: bool = False,
+) -> Target:
     """The model and the example inputs that a command line names.
 
     Args:
         target: `model.py` (its `model` or `build()`, else the only candidate), `model.py:name` or
             `package.module:name`; a name is a model, a class or a function that needs no arguments. Or a
-            cuda-convnet2 layer file, `layers.cfg`.
+            cuda-convnet2 layer file, `layers.cfg`, or a library's model, `transformers:gpt2`.
         inputs: `256x3x224x224`, `8x128:int64`, `mask=8x128:bool`; they replace the file's `example_inputs`.
         batch: samples in dimension 0 of every example tensor that has the examples' batch there.
         layer_params: the layer-parameter file of a layer file, where it is not the one beside it.
+        sequence, dtype: tokens per sample, and the type of the weights, of a library's model.
+        meta: build a library's model without weights.
 
     Raises:
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
@@ -93,6 +105,17 @@ def load(target: str, inputs: Sequence[str] = (), batch: int | None = None, laye
         return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
     if layer_params is not None:
         raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
+    if target.partition(":")[0] in LIBRARIES:
+        known = library_model(target, batch, sequence, dtype, meta)
+        found_inputs = from_options(inputs) or known.inputs
+        return Target(
+            type(known.module).__name__, known.module, found_inputs.args, found_inputs.kwargs, notes=known.notes
+        )
+    for name, value in (("--seq", sequence), ("--dtype", dtype)):
+        if value is not None:
+            raise TargetError(
+                f"{name} {value} is for a library's model, transformers:gpt2; the inputs of {target} say it"
+            )
     place = _place(target)
     given = from_options(inputs)
     with _quiet_import(place):

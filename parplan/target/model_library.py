@@ -1,0 +1,232 @@
+"""Targets without a file: `transformers:gpt2`, `transformers:./config.json`, `timm:vit_base_patch16_224`.
+
+A model is built from its configuration, on torch's meta device where it is only planned for: no weights are downloaded
+and none are allocated. A model type or an architecture by name stands for the defaults of the library's own
+configuration class, which are said in a note; a config.json says everything itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.errors import TargetError
+from parplan.target.inputs import DTYPES, Inputs
+from parplan.target.trouble import trouble
+
+__all__ = ["LIBRARIES", "LibraryModel", "library_model"]
+
+LIBRARIES = ("transformers", "timm")
+
+BATCH = 8
+SEQUENCE = 512
+# Heads in order of preference, as transformers names the mappings from configurations to classes.
+_HEADS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_MAPPING",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LibraryModel:
+    """A model of a library with inputs of one training step, and notes on what was assumed."""
+
+    module: nn.Module
+    inputs: Inputs
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Sizes and the type that a command line asks for; None for those it does not name."""
+
+    target: str
+    batch: int
+    sequence: int | None
+    dtype: torch.dtype
+    meta: bool
+
+    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """The model, in the wanted type.
+
+        Raises:
+            TargetError: the library's code fails.
+        """
+        try:
+            with torch.device("meta") if self.meta else nullcontext():
+                return build().to(self.dtype)
+        except Exception as error:
+            raise TargetError(f"{self.target}: the library cannot build it: {trouble(error, Path.cwd())}") from error
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros of the wanted type (or of `dtype`), which index every table."""
+        return torch.zeros(shape, dtype=dtype or self.dtype, device="meta" if self.meta else "cpu")
+
+
+def library_model(
+    target: str, batch: int | None = None, sequence: int | None = None, dtype: str | None = None, meta: bool = True
+) -> LibraryModel:
+    """The model that `library:name` names.
+
+    Args:
+        target: `transformers:` with a model type (gpt2), an architecture (GPT2LMHeadModel) or a path to a config.json;
+            `timm:` with a model's name.
+        batch: samples, 8 without one.
+        sequence: tokens per sample, the configuration's longest up to 512 without one.
+        dtype: of parameters and images, such as "bf16"; the configuration's own for a config.json, else float32.
+        meta: on the meta device, without memory for weights; else with random weights.
+
+    Raises:
+        TargetError: the library is missing or fails, or does not know the name.
+    """
+    library, _, name = target.partition(":")
+    if not name:
+        raise TargetError(f"{target} names no model; write {library}:gpt2" if library == "transformers" else
+                          f"{target} names no model; write {library}:resnet50")  # fmt: skip
+    kind = None if dtype is None else DTYPES.get(_SHORT.get(dtype, dtype))
+    if dtype is not None and (kind is None or not kind.is_floating_point):
+        raise TargetError(f"--dtype {dtype}: weights are of type {', '.join(_SHORT)}")
+    try:
+        module: Any = importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise TargetError(f"{library} cannot be imported: {error}; pip install 'parplan[zoo]'") from error
+        raise TargetError(f"{target} needs {library}, which is not installed: pip install 'parplan[zoo]'") from error
+    except Exception as error:
+        raise TargetError(
+            f"{library} is installed and cannot be imported: {trouble(error, Path.cwd())}; install versions that fit "
+            f"torch {torch.__version__} (pip install 'parplan[zoo]')"
+        ) from error
+    wanted = _Wanted(target, batch or BATCH, sequence, kind or torch.float32, meta)
+    if library == "timm":
+        return _timm(module, name, wanted)
+    return _transformers(module, name, wanted, dtype is None)
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def _timm(timm: Any, name: str, wanted: _Wanted) -> LibraryModel:
+    if wanted.sequence is not None:
+        raise TargetError(f"--seq {wanted.sequence}: {wanted.target} takes images; leave it out")
+    if not timm.is_model(name.split(".")[0]):
+        raise TargetError(f"timm has no model {name}{_near(name, timm.list_models())}")
+    model = wanted.built(lambda: timm.create_model(name, pretrained=False))
+    channels, height, width = model.default_cfg["input_size"]  # type: ignore[index]
+    images = wanted.tensor(wanted.batch, channels, height, width)
+    note = f"{wanted.target}: images of {channels} x {height} x {width}, {_said(wanted)}, no loss"
+    return LibraryModel(model, Inputs((images,), {}), (note,))
+
+
+def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> LibraryModel:
+    """A model by configuration; one with a loss is given labels."""
+    config, source = _configuration(library, name, wanted.target)
+    named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if own_dtype and isinstance(named, torch.dtype):
+        wanted = _Wanted(wanted.target, wanted.batch, wanted.sequence, named, wanted.meta)
+    kind = _architecture(library, name, config)
+    if kind is None:
+        raise TargetError(f"{wanted.target}: transformers has no model for {type(config).__name__}")
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # a training step keeps no keys and values for later tokens
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    model = wanted.built(lambda: kind(config))
+    inputs, said = _inputs(model, config, wanted)
+    notes = (f"{wanted.target}: {kind.__name__} of {source}, {said}, {_said(wanted)}",)
+    return LibraryModel(model, Inputs((), inputs), notes)
+
+
+def _said(wanted: _Wanted) -> str:
+    dtype = str(wanted.dtype).removeprefix("torch.")
+    return f"batch {wanted.batch}, {dtype}; {'no weights are loaded' if wanted.meta else 'weights are random'}"
+
+
+def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
+    """The configuration, and where it is from."""
+    mapping = library.CONFIG_MAPPING
+    path = Path(name)
+    if name.endswith(".json") or path.is_dir():
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            known = fields["model_type"] in mapping
+        except OSError as error:
+            raise TargetError(f"{target}: {file} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise TargetError(f"{target}: {file} is no configuration of transformers with a model_type") from error
+        if not known:
+            near = _near(str(fields["model_type"]), mapping.keys())
+            raise TargetError(f"{target}: this transformers has no model type {fields['model_type']}{near}")
+        return _made(lambda: mapping[fields["model_type"]].from_dict(fields), target), str(file)
+    architecture = getattr(library, name, None) if name.isidentifier() else None
+    kind = getattr(architecture, "config_class", None)
+    if kind is None and name in mapping:
+        kind = mapping[name]
+    if kind is None:
+        near = _near(name, mapping.keys())
+        raise TargetError(
+            f"transformers has no model type {name}{near}; name a model type (gpt2), an architecture (GPT2LMHeadModel) "
+            "or a config.json (transformers:./config.json); names of a hub are not looked up"
+        )
+    return _made(kind, target), f"the defaults of {kind.__name__}"
+
+
+def _made(make: Callable[[], Any], target: str) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        raise TargetError(f"{target}: the configuration is refused: {trouble(error, Path.cwd())}") from error
+
+
+def _architecture(library: Any, name: str, config: Any) -> Any:
+    """The class: the one named, the configuration's own, or the first head there is for it."""
+    for wanted in (name, *(getattr(config, "architectures", None) or ())):
+        found = getattr(library, wanted, None) if wanted.isidentifier() else None
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return found
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    for mapping in (getattr(auto, head) for head in _HEADS if hasattr(auto, head)):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def _inputs(model: Any, config: Any, wanted: _Wanted) -> tuple[dict[str, Tensor], str]:
+    """Keyword arguments of one training step, and their sizes in words."""
+    loss = "labels" in inspect.signature(model.forward).parameters
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        if wanted.sequence is not None:
+            raise TargetError(f"--seq {wanted.sequence}: {wanted.target} takes images; leave it out")
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        images = {"pixel_values": wanted.tensor(wanted.batch, channels, height, width)}
+        if loss:
+            images["labels"] = wanted.tensor(wanted.batch, dtype=torch.int64)
+        return images, f"images of {channels} x {height} x {width}{', labels' if loss else ''}"
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    length = wanted.sequence or min(SEQUENCE, longest or SEQUENCE)
+    if longest and length > longest:
+        raise TargetError(f"--seq {length}: {wanted.target} has {longest} positions; use {longest} or fewer")
+    tokens = {"input_ids": wanted.tensor(wanted.batch, length, dtype=torch.int64)}
+    if loss:
+        tokens["labels"] = wanted.tensor(wanted.batch, length, dtype=torch.int64)
+    return tokens, f"{length:,} tokens a sample{', labels' if loss else ''}"
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
