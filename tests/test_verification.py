@@ -76,6 +76,62 @@ def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) ->
     assert found.passed, found.rows
 
 
+class Casts(nn.Module):
+    """A norm that casts to float32, between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(12, 12), nn.Linear(12, 6), nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 12) to (N, 6)."""
+        y = self.first(x).float()
+        y = (y * y.square().mean(-1, keepdim=True).rsqrt() * (1 + self.scale.float())).to(x.dtype)
+        result: Tensor = self.last(y)
+        return result
+
+
+class StochasticDepth(nn.Module):
+    """Branches that are left out at random, by draws of three kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 12) to the same."""
+        keep = torch.floor(0.9 + torch.rand(len(x), 1, dtype=x.dtype))
+        x = x + self.fc(x) / 0.9 * keep
+        x = x + self.fc(x) * x.new_empty(len(x), 1).bernoulli_(0.8).div_(0.8)
+        result: Tensor = x + torch.randn_like(x) * nn.functional.dropout(x, 0.5)
+        return result
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_draws_are_the_same_for_every_plan(devices: int) -> None:
+    found = parplan.verify(StochasticDepth(), torch.randn(12, 12), devices=devices)
+    assert found.passed, found.rows
+    assert {row.tolerance for row in found.rows} == {1e-9}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_float32_parts_are_compared_as_float32_sums(devices: int) -> None:
+    found = parplan.verify(Casts(), torch.randn(12, 12), devices=devices)
+    assert found.passed, found.rows
+    allowed = {row.group: row.tolerance for row in found.rows}
+    eps = torch.finfo(torch.float32).eps
+    assert allowed == dict.fromkeys(allowed, pytest.approx(eps * math.sqrt(found.batch * 12), rel=1e-3))
+
+
+def test_a_float32_part_hides_no_error() -> None:
+    eps = torch.finfo(torch.float32).eps
+    wanted = {"a": torch.tensor([1.0]), "b": torch.tensor([1e-3])}
+    for wrong in (1.0 + 1e-3, 2.0):
+        row = _compared("gradients", wanted, {"a": torch.tensor([wrong]), "b": torch.tensor([1e-3])}, eps * 12)
+        assert not row.passed
+    assert _compared("gradients", wanted, {"a": torch.tensor([1.0 + eps]), "b": torch.tensor([1e-3])}, eps * 12).passed
+
+
 @pytest.mark.parametrize("make", [Spectrum, Masked])
 def test_gradients_of_unusual_results_are_there_to_be_compared(make: type[nn.Module]) -> None:
     model = make()._apply(double)

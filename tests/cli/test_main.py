@@ -21,6 +21,7 @@ from parplan.errors import CaptureError, ClusterError, InfeasiblePlan, RuleError
 from parplan.plan import Plan
 from parplan.planner.decision import Seconds
 from parplan.report.analysis import Analysis
+from parplan.verification import VerificationRow
 from tests.report.decisions import alexnet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,23 +315,12 @@ def test_verbose_says_where(model: str, calls: Calls, capsys: pytest.CaptureFixt
 
 
 @dataclass(frozen=True)
-class Row:
-    """One group of tensors."""
-
-    group: str
-    count: int
-    max_relative_difference: float
-    worst: str = "weight"
-
-
-@dataclass(frozen=True)
 class Found:
     """A verification."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[VerificationRow, ...]
     passed: bool
     batch: int = 8
-    tolerance: float = 1e-9
     plan: Plan = alexnet().plan
     notes: tuple[str, ...] = ()
 
@@ -339,7 +329,7 @@ class Found:
 def test_verify(
     model: str, calls: Calls, capsys: pytest.CaptureFixture[str], difference: float, passed: bool, code: int
 ) -> None:
-    calls.result = lambda: Found((Row("gradients", 2, difference),), passed)
+    calls.result = lambda: Found((VerificationRow("gradients", 2, difference, "weight"),), passed)
     assert main(["verify", model, "--devices", "3", "--batch", "12", "--seed", "7"]) == code
     out = capsys.readouterr().out
     assert ("PASSED" in out, "FAILED" in out) == (passed, not passed)
