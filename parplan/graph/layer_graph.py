@@ -140,6 +140,8 @@ class LayerGraph:
         buffer_updates: placeholder of a buffer -> value assigned to it after the step
             (running statistics of batch norm are updated in place by the layer itself and not listed).
         counters: placeholders of integer buffers that grow by a constant each training step -> step.
+        checkpoints: lines of the forward that call torch.utils.checkpoint, and how often: what they would compute again
+            is kept instead.
         late: placeholders of buffers that are written after everything that the backward needs.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
@@ -177,6 +179,7 @@ class LayerGraph:
     fixed_batch: bool = False
     grown: Mapping[str, tuple[int, ...]] | None = None
     one_batch: str = ""
+    checkpoints: Mapping[str, int] = field(default_factory=dict)
     late: frozenset[str] = frozenset()
     reads: Guards = field(default_factory=Guards)
     numbers: Mapping[str, Number] = field(default_factory=dict)

@@ -220,6 +220,13 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
     if counts := uneven_replicas(plan, graph):
         parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
         notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
+    if graph.checkpoints:
+        calls = f"{sum(graph.checkpoints.values())} call" + ("s" if sum(graph.checkpoints.values()) > 1 else "")
+        line = next(filter(None, graph.checkpoints), "")
+        notes.append(
+            f"{calls} of torch.utils.checkpoint in the forward{f' ({line})' if line else ''} disappear in the capture: "
+            "plans keep what they would compute again, and memory is priced without them."
+        )
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")

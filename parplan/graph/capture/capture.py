@@ -271,6 +271,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         flattened=flattened,
         sample_indices=bound.indices,
         unplaced=unplaced(graph.outputs, bound.grown, built, flattened, counted),
+        checkpoints=dict(call.opaque.checkpoints),
         late=functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),

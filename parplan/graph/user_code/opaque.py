@@ -46,10 +46,12 @@ class OpaqueCalls:
     Attributes:
         sites: what their ops stand for, by the name that is an op's last argument; named by count, so the same in every
             capture of a model.
+        checkpoints: the user's lines that call torch.utils.checkpoint, and how often; no record keeps these.
     """
 
     def __init__(self) -> None:
         self.sites: dict[str, FunctionSite | HookSite] = {}
+        self.checkpoints: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._probed: dict[Hashable, list[FunctionSite]] = defaultdict(list)
         self._model: nn.Module | None = None
@@ -65,6 +67,8 @@ class OpaqueCalls:
         self._model, plain_enter = model, saved_tensors_hooks.__enter__
 
         def enter(hooks: saved_tensors_hooks) -> Any:
+            if not self._aside and type(hooks).__module__ == _CHECKPOINT.__module__:
+                self.checkpoints[calling_line()] += 1
             if not self._aside and not is_torchs(hooks.pack_hook):
                 _refuse(
                     "the forward changes what is saved for the backward (saved_tensors_hooks)",
@@ -92,6 +96,7 @@ class OpaqueCalls:
         """Stands in for `cls.apply`."""
         if cls is _CHECKPOINT and not self._aside:
             # What a checkpoint saves is memory; without a differentiable input it gives no gradient.
+            self.checkpoints[calling_line()] += 1
             function, _, *inputs = args
             differentiable = any(isinstance(one, Tensor) and one.requires_grad for one in inputs)
             with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
