@@ -237,8 +237,8 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
     fixed = changes.results or bool(changes.irregular)
     for layer in built.layers.values():  # whose code holds only for the captured batch
         dims = layer.batch.dims if layer.batch is not None else {}
-        places = built.batch_dims.items() if layer.batch is None else ()
-        fixed = fixed or any(axis.dims.get(value) == dim for axis in layer.axes for value, dim in places)
+        paired = built.batch_dims.items() if layer.batch is None else ()
+        fixed = fixed or any(axis.dims.get(value) == dim for axis in layer.axes for value, dim in paired)
         for node in layer.nodes:
             if layer.batch is None:
                 fixed = fixed or (node.name in changes.all and not is_resized(node))
