@@ -282,3 +282,11 @@ def test_verify_leaves_the_model_alone() -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_report_names_the_type_of_the_weights() -> None:
+    found = [
+        parplan.analyze(nn.Linear(8, 8).to(dtype), torch.zeros(4, 8, dtype=dtype), gpus=2, precision="tf32")
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert [one.precision for one in found] == ["tf32", "bf16"]

@@ -32,7 +32,9 @@ from parplan.lowering.program import Program
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
-__all__ = ["BUCKET_BYTES", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
+__all__ = [
+    "BUCKET_BYTES", "PRECISIONS", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes",
+]  # fmt: skip
 
 # Gradients are summed in buckets of this size (the default of torch's DistributedDataParallel), so a layer pays the
 # latency of an all-reduce in proportion to its share of a bucket.
@@ -42,7 +44,8 @@ BUCKET_BYTES = 25 * 2**20
 # elsewhere, and of other links. Judgement, not statistics: the report prints ranges from them.
 DOUBT, LINK_SPREAD, LINK_DOUBT = 0.4, 0.2, 0.4
 
-_PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Names of the types whose products are computed as they are, whatever precision is asked for."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class RooflineCosts:
         return nbytes * self.transfers.all_reduce(grid, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
-        precision = _PRECISIONS.get(kernel.dtype, self.precision)
+        precision = PRECISIONS.get(kernel.dtype, self.precision)
         if precision not in kind.efficiencies:
             kind.efficiencies[precision] = efficiency(kind.device, precision)
         rate = rate_of(kind.device.flops_per_s, precision)

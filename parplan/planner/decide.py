@@ -13,8 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
+from parplan.cost_models.roofline import PRECISIONS
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
@@ -182,6 +185,7 @@ def _explained(
     layers = with_concurrency(layers, branches)
     layers = with_reasons(layers, case.graph, found.formulation, found.choice, plan)
     several = case.cluster.count > 1
+    weights = {case.graph.values[name].dtype for name in case.graph.parameters} or {torch.float32}
     outside = loss_outside(plan, case.graph, case.cluster, case.costs, step)
     notes = (*request.notes, *_notes(case, plan, step), *([str(outside)] if outside is not None else []))
     schemes = scheme_prices(case, plan, max(step.memory_bytes), pinned) if several else None
@@ -190,7 +194,7 @@ def _explained(
     return Decision(
         parameters=case.graph.parameter_count,
         cluster=case.cluster,
-        precision=request.precision,
+        precision=" and ".join(sorted({PRECISIONS.get(weight, request.precision) for weight in weights})),
         optimizer=request.optimizer,
         plan=plan,
         layers=layers,
