@@ -5,18 +5,46 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, product
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise, product
 from random import Random
 
-from parplan.layout import Grid, Layout, Piece, Range, Region, split_evenly
+from parplan.layout import (
+    Block,
+    Extent,
+    Grid,
+    Layout,
+    Piece,
+    Range,
+    Ranges,
+    Sections,
+    intervals,
+    region_of,
+    split_evenly,
+)
 
-__all__ = ["random_layout", "random_rows", "slow_pieces", "slow_region"]
+__all__ = ["in_sections", "random_layout", "random_rows", "slow_elements", "slow_pieces", "slow_region"]
 
 
-def slow_region(shape: Sequence[int], layout: Layout, place: int, rows: Sequence[int] | None) -> Region:
+def _section_extent(size: int, layout: Layout, column: int) -> Extent:
+    """A shard's part of every section, index by index."""
+    assert layout.sections is not None
+    unit, start, found = size // layout.sections.total, 0, list[int]()
+    for relative, most in zip(layout.sections.sizes, layout.sections.limits, strict=True):
+        length, parts = relative * unit, min(most, layout.grid.shards) if most else layout.grid.shards
+        part = column // (layout.grid.shards // parts)
+        found += range(start + part * (length // parts), start + (part + 1) * (length // parts))
+        start += length
+    cuts = [0, *(i for i in range(1, len(found)) if found[i] != found[i - 1] + 1), len(found)]
+    ranges = [Range(found[i], found[j - 1] + 1) for i, j in pairwise(cuts)]
+    return ranges[0] if len(ranges) == 1 else Ranges(tuple(ranges))
+
+
+def slow_region(shape: Sequence[int], layout: Layout, place: int, rows: Sequence[int] | None) -> Block:
     row, column = divmod(place, layout.grid.shards)
-    extents = [Range(0, size) for size in shape]
+    extents: list[Extent] = [Range(0, size) for size in shape]
     for dim, index, parts, sizes in (
         (layout.batch_dim, row, layout.grid.replicas, rows),
         (layout.shard_dim, column, layout.grid.shards, None),
@@ -24,6 +52,8 @@ def slow_region(shape: Sequence[int], layout: Layout, place: int, rows: Sequence
         if dim is not None:
             stops = list(accumulate(sizes if sizes is not None else split_evenly(shape[dim], parts), initial=0))
             extents[dim] = Range(stops[index], stops[index + 1])
+    if layout.sections is not None and layout.shard_dim is not None:
+        extents[layout.shard_dim] = _section_extent(shape[layout.shard_dim], layout, column)
     return tuple(extents)
 
 
@@ -49,9 +79,9 @@ def slow_pieces(
     """As `parplan.layout.pieces`."""
     found = []
     for turn, device in enumerate(target.grid.devices):
-        wanted = slow_region(shape, target, turn, target_rows)
+        wanted = region_of(slow_region(shape, target, turn, target_rows))
         for place, holders in _holders(source):
-            block = slow_region(shape, source, place, source_rows)
+            block = region_of(slow_region(shape, source, place, source_rows))
             common = [a.intersection(b) for a, b in zip(block, wanted, strict=True)]
             if all(len(extent) > 0 for extent in common):
                 giver = device if device in holders else holders[turn % len(holders)]
@@ -61,6 +91,26 @@ def slow_pieces(
                 ]
                 found.append(Piece(giver, device, local[0], local[1]))
     return found
+
+
+def slow_elements(shape: Sequence[int], source: Layout, target: Layout) -> Counter[tuple[int, int]]:
+    """How many elements go from which device to which, index by index; sections or not."""
+    held = {d: _indices(slow_region(shape, source, place, None)) for place, d in enumerate(source.grid.devices)}
+    found = Counter[tuple[int, int]]()
+    for turn, device in enumerate(target.grid.devices):
+        for index in _indices(slow_region(shape, target, turn, None)):
+            for term in range(source.grid.shards if source.partial else 1):
+                holders = [d for p, d in enumerate(source.grid.devices) if index in held[d] and _has(source, p, term)]
+                found[device if device in holders else holders[turn % len(holders)], device] += 1
+    return found
+
+
+def _has(layout: Layout, place: int, term: int) -> bool:
+    return not layout.partial or place % layout.grid.shards == term
+
+
+def _indices(block: Block) -> set[tuple[int, ...]]:
+    return set(product(*(chain.from_iterable(range(i.start, i.stop) for i in intervals(e)) for e in block)))
 
 
 def random_layout(random: Random, devices: int, rank: int, partial: bool, regular: bool) -> Layout:
@@ -86,6 +136,16 @@ def random_layout(random: Random, devices: int, rank: int, partial: bool, regula
     is_sum = partial and random.random() < 0.3
     shard = None if is_sum else random.choice([None, *(dim for dim in range(rank) if dim != batch)])
     return Layout(Grid(tuple(places), replicas, shards), batch, shard, is_sum)
+
+
+def in_sections(random: Random, layout: Layout) -> Layout:
+    """The layout with its shards' dimension cut in sections, some of which neighbours share; often as it is."""
+    if layout.shard_dim is None or random.random() < 0.2:
+        return layout
+    shards, count = layout.grid.shards, random.randint(1, 3)
+    shared = [most for most in range(1, shards) if shards % most == 0]
+    most = [random.choice([0, 0, *shared]) for _ in range(count)]
+    return replace(layout, sections=Sections.of([random.choice([1, 1, 2, 4]) for _ in range(count)], most))
 
 
 def random_rows(random: Random, layout: Layout, shape: Sequence[int]) -> list[int] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 from random import Random
 
 import numpy as np
@@ -13,8 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, regions, split_evenly
-from tests.slow_layout import random_layout, random_rows, slow_pieces, slow_region
+from parplan.layout import (
+    Block,
+    Grid,
+    Layout,
+    Piece,
+    Range,
+    Ranges,
+    Region,
+    Sections,
+    block_shapes,
+    in_place,
+    intervals,
+    pieces,
+    region,
+    region_of,
+    regions,
+    regions_of,
+    shape_of,
+    split_evenly,
+)  # fmt: skip
+from tests.slow_layout import in_sections, random_layout, random_rows, slow_elements, slow_pieces, slow_region
 
 Blocks = Mapping[int, NDArray[np.int64]]
 GRID = Grid((4, 2, 7, 1, 0, 5), replicas=3, shards=2)
@@ -110,7 +131,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def places(layout: Layout, shape: Sequence[int], rows: Sequence[int] | None) -> dict[int, Region]:
-    return {device: region(shape, layout, *layout.grid.position(device), rows) for device in layout.grid.devices}
+    blocks = {device: region(shape, layout, *layout.grid.position(device), rows) for device in layout.grid.devices}
+    return {device: region_of(block) for device, block in blocks.items()}
 
 
 def slices(block: Region) -> tuple[slice, ...]:
@@ -203,3 +225,91 @@ def test_pieces_and_regions_are_those_of_the_slow_way(regular: bool) -> None:
         for layout, own in zip((source, target), rows, strict=True):
             expected = {d: slow_region(shape, layout, place, own) for place, d in enumerate(layout.grid.devices)}
             assert regions(shape, layout, own) == expected
+
+
+# --- sections ---------------------------------------------------------------------------------
+
+PACKED = Sections.of((8, 2, 2))
+assert PACKED is not None
+FOUR = Grid((0, 1, 2, 3), 1, 4)
+
+
+def test_a_shard_holds_its_part_of_every_section() -> None:
+    two = Grid((0, 1), 1, 2)
+    blocks = regions((12,), Layout(two, None, 0, sections=PACKED))
+    assert blocks[0] == (Ranges((Range(0, 4), Range(8, 9), Range(10, 11))),)
+    assert blocks[1] == (Ranges((Range(4, 8), Range(9, 10), Range(11, 12))),)
+    assert block_shapes((12,), Layout(two, None, 0, sections=PACKED)).tolist() == [[6, 6]]
+
+
+def test_neighbours_share_what_there_are_not_enough_of() -> None:
+    shared = Sections.of((8, 2, 2), (0, 2, 2))
+    blocks = regions((12,), Layout(FOUR, None, 0, sections=shared))
+    assert blocks[0] == (Ranges((Range(0, 2), Range(8, 9), Range(10, 11))),)
+    assert blocks[1] == (Ranges((Range(2, 4), Range(8, 9), Range(10, 11))),)
+    heads = regions((2, 5), Layout(FOUR, None, 0, sections=Sections.of((1,), (2,))))
+    assert [heads[device][0] for device in range(4)] == [Range(0, 1), Range(0, 1), Range(1, 2), Range(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: region((10,), Layout(FOUR, None, 0, sections=PACKED), 0, 0), "no sections in proportion"),
+        (lambda: region((12,), Layout(FOUR, None, 0, sections=PACKED), 0, 0), "cannot be cut in 4"),
+        (lambda: Layout(FOUR, None, 0, sections=Sections.of((1,), (3,))), "do not divide over 4"),
+        (lambda: Layout(FOUR, None, None, sections=PACKED), "of dimension None"),
+    ],
+)
+def test_sections_that_do_not_divide_are_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def pick(whole: NDArray[np.int64], block: Block) -> NDArray[np.int64]:
+    for dim, extent in enumerate(block):
+        whole = np.concatenate([whole.take(range(i.start, i.stop), dim) for i in intervals(extent)], dim)
+    return whole
+
+
+def random_sections(seed: int) -> tuple[tuple[int, ...], Layout, Layout]:
+    random = Random(seed)
+    rank = random.randint(1, 2)
+    source, target = (random_layout(random, 6, rank, partial, random.random() < 0.5) for partial in (True, False))
+    source, target = in_sections(random, source), in_sections(random, target)
+    shape = [1] * rank
+    for layout in (source, target):
+        for dim, parts in layout.cuts.items():
+            total = layout.sections.total if layout.sections is not None and dim == layout.shard_dim else 1
+            shape[dim] = lcm(shape[dim], parts * total)
+    return tuple(shape), source, target
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_pieces_between_sections_reproduce_the_tensor(start: int) -> None:
+    for seed in range(start, start + 50):
+        shape, source, target = random_sections(seed)
+        np.random.seed(seed)
+        whole, found = whole_tensor(shape), pieces(shape, source, target)
+        terms = [whole_tensor(shape) for _ in range(source.grid.shards - 1)]
+        terms.append(whole - sum(terms, np.zeros_like(whole)))
+        blocks = {
+            device: pick(terms[source.grid.position(device)[1]] if source.partial else whole, block)
+            for device, block in regions(shape, source).items()
+        }
+        made = {device: np.zeros(shape_of(block), np.int64) for device, block in regions(shape, target).items()}
+        moves = Counter[tuple[int, int]]()
+        for piece in found:
+            made[piece.target][slices(piece.target_region)] += blocks[piece.source][slices(piece.source_region)]
+            moves[piece.source, piece.target] += piece.elements
+        for device, block in regions(shape, target).items():
+            assert made[device].tolist() == pick(whole, block).tolist(), seed
+            assert block == slow_region(shape, target, target.grid.places[device], None)
+            parts = np.zeros(shape_of(block), np.int64)
+            for outer, inner in regions_of(block):
+                parts[slices(inner)] = whole[slices(outer)]
+            assert parts.tolist() == made[device].tolist()
+        assert moves == slow_elements(shape, source, target), seed
+        assert block_shapes(shape, target).T.tolist() == [list(block.shape) for block in made.values()]
+        if not source.partial and in_place(shape, source, target):
+            assert all(blocks[device].tolist() == block.tolist() for device, block in made.items())

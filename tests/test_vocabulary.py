@@ -17,8 +17,8 @@ from tests.source_code import Identifier, Module, docstring_starts, identifiers,
 ROOT = Path(__file__).resolve().parent.parent
 
 UNCHECKED = (
-    "cost_models/communication/", "cost_models/memory/", "layout.py", "planner/batch_size.py", "planner/decide.py",
-    "planner/decision.py", "planner/explain/", "planner/request.py", "planner/search/",
+    "cost_models/communication/", "cost_models/memory/", "layout/pieces.py", "planner/batch_size.py",
+    "planner/decide.py", "planner/decision.py", "planner/explain/", "planner/request.py", "planner/search/",
 )  # fmt: skip
 """Folders and files below parplan/ that are not checked yet; planner/search/ waits for its redesign."""
 

@@ -7,6 +7,7 @@ the largest part is priced once for each kind of device that has a part, and the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -189,24 +190,25 @@ class RooflineCosts:
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.
 
-        A cut parameter is summed over the replicas of each shard, all shards at once; another over all devices.
-        Frozen parameters cost nothing.
+        A cut parameter is summed over the replicas of each shard, and the shards that share the part, all parts at
+        once; another over all devices. Frozen parameters cost nothing.
         """
         axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
         part = part_of(self.graph, layer, strategy)
-        cut_bytes, whole_bytes = 0, 0
+        by_copies: dict[int, int] = defaultdict(int)  # shards that hold the same part -> bytes
         for name in layer.parameters:
             spec = self.graph.values[name]
             if not spec.requires_grad:
                 continue
             nbytes = TensorSpec(local_shape(self.graph, part, name), spec.dtype).nbytes
-            if axis is not None and name in axis.dims:
-                cut_bytes += nbytes
-            else:
-                whole_bytes += nbytes
-        grid = strategy.grid
-        by_column = self._all_reduce_s(grid, cut_bytes)
-        return by_column + self._all_reduce_s(Grid(grid.devices, len(grid.devices), 1), whole_bytes)
+            is_cut = axis is not None and name in axis.dims
+            by_copies[axis.sharers(name, strategy.shards) if axis and is_cut else strategy.shards] += nbytes
+        total_s, rows = 0.0, [strategy.grid.row(row) for row in range(strategy.replicas)]
+        for copies, nbytes in by_copies.items():
+            devices = tuple(device for row in rows for copy in range(copies) for device in row[copy::copies])
+            grid = Grid(devices, strategy.replicas * copies, strategy.shards // copies)
+            total_s += self._all_reduce_s(strategy.grid if copies == 1 else grid, nbytes)
+        return total_s
 
     def _all_reduce_s(self, grid: Grid, nbytes: int) -> float:
         """A layer's share of a message."""

@@ -7,23 +7,27 @@ tensor once. The batch axis is the one that the samples of the layer's inputs li
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations, pairwise
 from math import gcd
 
+import torch
 from networkx.utils import UnionFind
 from torch import fx
 
-from parplan.graph.axes.linear_ops import routed_terms
-from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
+from parplan.graph.axes.linear_ops import carried_terms, routed_terms
+from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Section
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import Axis
+from parplan.graph.layer_graph import Axis, Repeats
+from parplan.layout import Sections
 
-__all__ = ["JointAxis", "LayerAxes", "joint_axes", "layer_axes"]
+__all__ = ["JointAxis", "LayerAxes", "Wanted", "axis_units", "joint_axes", "layer_axes", "sections_of"]
+
+MAX_SECTIONS = 64  # of a tensor between layers: finer strides would move in too many pieces
 
 
 @dataclass
@@ -39,11 +43,48 @@ class JointAxis:
     units: int = 0
     crossed: set[str] = field(default_factory=set)  # tensors that have it twice
     routed: set[str] = field(default_factory=set)  # lists of experts that rows are looked up by
+    sections: dict[str, set[Section]] = field(default_factory=dict)
+    wanted: bool = False  # by a layer that reads a value in sections
+    reader: str = ""  # name of the axis in a layer that reads a value cut along it
+    places: list[Place] = field(default_factory=list)
+    limits: dict[str, dict[Section | None, int]] = field(default_factory=dict)  # parts that neighbours share
+    repeats: dict[str, Repeats] = field(default_factory=dict)
 
     @property
     def open(self) -> bool:
         """Whether nothing in the layer is in the way of cutting it."""
         return Cut.BLOCKED not in self.cuts and not self.crossed
+
+    def plain(self, tensor: str) -> bool:
+        """Whether it is all of a dimension of `tensor`, neither behind another axis nor in sections."""
+        return self.outer.get(tensor) == 1 and tensor not in self.sections
+
+    def add(self, place: Place) -> None:
+        """Another place that belongs to it."""
+        self.places.append(place)
+        before = self.dims.get(place.tensor, place.dim), self.outer.get(place.tensor, place.outer)
+        is_known, in_sections = place.tensor in self.dims, place.tensor in self.sections
+        if before != (place.dim, place.outer) or (is_known and in_sections != (place.section is not None)):
+            self.crossed.add(place.tensor)
+        self.dims[place.tensor], self.outer[place.tensor] = place.dim, place.outer
+        if place.section is not None:
+            self.sections.setdefault(place.tensor, set()).add(place.section)
+
+    def take(self, other: JointAxis, limit: int = 0) -> None:
+        """Make another axis a part of it, of which neighbours share what more than `limit` shards would cut."""
+        self.cuts |= other.cuts
+        self.partial |= other.partial
+        self.first_only |= other.first_only
+        self.names += other.names
+        self.crossed |= other.crossed
+        self.wanted |= other.wanted
+        self.repeats |= other.repeats
+        self.routed |= other.routed
+        self.units = gcd(self.units, 0 if limit else other.units)
+        for place in other.places:
+            self.add(place)
+            if limit:
+                self.limits.setdefault(place.tensor, {})[place.section] = limit
 
 
 @dataclass(frozen=True)
@@ -60,18 +101,21 @@ class LayerAxes:
     merged: bool
 
 
-def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
-    """All axes of the ops in `nodes`, joined where they meet."""
-    calls = [node for node in nodes if op_name(node) != "getitem"]
-    axes = _with_merged({node.name: list(axes_of(node)) for node in calls}, _sizes(nodes))
+def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] | None = None) -> list[JointAxis]:
+    """All axes of the ops in `nodes`, joined where they meet; `wanted`: how readers cut dimensions of values."""
+    calls, sizes = [node for node in nodes if op_name(node) != "getitem"], _sizes(nodes)
+    demands = [(one, _wanted_places(value, one, sizes)) for value, own in (wanted or {}).items() for one in own]
+    axes = _with_merged({n.name: list(axes_of(n)) for n in calls}, sizes, [p for _, own in demands for p in own])
     union = UnionFind()  # of the places that belong to one axis
-    for op_axes in axes.values():
-        for axis in op_axes:
-            union.union(*axis.places())
+    groups = [own for op_axes in axes.values() for axis in op_axes for own in (axis.places(), axis.shared_places())]
+    for places in (*groups, *(own for one, own in demands if not one.limits)):
+        union.union(*places)
+    for place in (place for one, own in demands if one.limits for place in own):
+        union[place]
     routed = [axis for op_axes in axes.values() for axis in op_axes if axis.routed_by]
-    for one, other in combinations(routed, 2):
-        if one.routed_by == other.routed_by:  # one list of experts for several tensors of experts
-            union.union(one.places()[0], other.places()[0])
+    for first, second in combinations(routed, 2):
+        if first.routed_by == second.routed_by:  # one list of experts for several tensors of experts
+            union.union(first.places()[0], second.places()[0])
     joint: dict[Place, JointAxis] = defaultdict(JointAxis)
     for node in calls:
         for axis in axes[node.name]:
@@ -84,34 +128,136 @@ def joint_axes(nodes: Sequence[fx.Node]) -> list[JointAxis]:
                 known.names.append(axis.name)
             known.units = gcd(known.units, axis.units)
             known.routed |= {axis.routed_by} if axis.routed_by else set()
+    for place in _unmentioned(calls, axes, union):
+        joint[union[place]].cuts.add(Cut.BLOCKED)
+    for place in union:
+        joint[union[place]].add(place)
+    found = _sharing(axes, union, joint, sizes)
+    for one, places in demands:
+        if one.limits:
+            found.append(_limited(one, [joint[union[place]] for place in places]))
+            continue
+        for known in found:
+            if places[0] in known.places:
+                known.wanted, known.reader = one.sections is not None, one.name
+    for known in found:
+        for tensor, sections in known.sections.items():
+            ends = [0, *(end for s in sorted(sections, key=lambda s: s.start) for end in (s.start, s.stop))]
+            covered = ends[1::2] == ends[:-1:2] and ends[-1] == sizes[tensor][known.dims[tensor]]
+            known.crossed |= set() if covered else {tensor}
+        # Beside shared sections chunks are of other sizes, and neighbours would have to draw alike for these alone.
+        chunks = {n.all_input_nodes[0].name for n in calls if op_name(n) in ("chunk", "split")}
+        drawn = {n.name for n in calls if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
+        known.crossed |= (chunks | drawn) & known.limits.keys() & known.sections.keys()
+    return [axis for axis in found if axis.dims]
+
+
+def _unmentioned(calls: Sequence[fx.Node], axes: Mapping[str, Sequence[OpAxis]], union: UnionFind) -> list[Place]:
+    """Places in the tensors of a call that its row says nothing about: they stay whole."""
+    special: dict[str, set[Place]] = defaultdict(set)
+    for place in union:
+        if not place.plain:
+            special[place.tensor].add(place)
+    found: list[Place] = []
     for node in calls:
-        # Places in a call's tensors that its row says nothing about stay whole.
         results = [user for user in node.users if op_name(user) == "getitem"] or [node]
         tensors = [t for t in (*node.all_input_nodes, *results) if is_tensor(t)]
-        mentioned = {place for axis in axes[node.name] for place in axis.places()}
-        leading = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
-        names = {tensor.name for tensor in tensors}
-        merged = {place for place in union if place.outer > 1 and place.tensor in names}
-        unmentioned = sorted((leading | merged) - mentioned, key=lambda place: (place.tensor, place.dim, place.outer))
-        for place in unmentioned:
-            joint[union[place]].cuts.add(Cut.BLOCKED)
-    for place in union:
-        known = joint[union[place]]
-        before = known.dims.get(place.tensor, place.dim), known.outer.get(place.tensor, place.outer)
-        if before != (place.dim, place.outer):
-            known.crossed.add(place.tensor)
-        known.dims[place.tensor], known.outer[place.tensor] = place.dim, place.outer
-    return [axis for axis in joint.values() if axis.dims]
+        known = {place for axis in axes[node.name] for place in (*axis.places(), *axis.shared_places())}
+        all_places = {Place(tensor.name, dim) for tensor in tensors for dim in range(len(shape_of(tensor)))}
+        all_places.update(place for tensor in tensors for place in special[tensor.name])
+        found += sorted(all_places - known, key=_order)
+    return found
 
 
-def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, list[OpAxis]]:
-    """Pass axes that a view merged behind others on through ops that take the merged dimension as it is."""
+def _order(place: Place) -> tuple[str, int, int, int]:
+    return place.tensor, place.dim, place.outer, place.section.start if place.section is not None else -1
+
+
+def _sharing(
+    axes: Mapping[str, Sequence[OpAxis]],
+    union: UnionFind,
+    joint: Mapping[Place, JointAxis],
+    sizes: Mapping[str, tuple[int, ...]],
+) -> list[JointAxis]:
+    """All axes, those with fewer units (heads of keys) taken into those whose neighbouring parts share them."""
+    led: dict[Place, dict[Place, dict[str, int]]] = defaultdict(dict)
+    for one in (one for op_axes in axes.values() for one in op_axes if one.shared):
+        shared = led[union[one.places()[0]]].setdefault(union[one.shared_places()[0]], {})
+        shared.update(one.repeats)
+    leaders = Counter(root for own in led.values() for root in own)
+    found = []
+    for root, axis in joint.items():
+        if root not in led:
+            found += [axis] if root not in leaders else []
+            continue
+        whole = JointAxis()
+        whole.take(axis)
+        if root in leaders or any(leaders[other] > 1 for other in led[root]):
+            whole.cuts.add(Cut.BLOCKED)
+        for other, repeats in led[root].items():
+            part = joint[other]
+            units = axis_units(part, sizes)
+            # A sum over parts that several have would count them several times: then each is in one part.
+            once = part.partial or part.first_only or part.cuts - {Cut.MAP}
+            whole.take(part, 0 if once else units)
+            if not once:
+                whole.repeats |= {tensor: Repeats(dim, units) for tensor, dim in repeats.items()}
+        found.append(whole)
+    return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A dimension of a value that a reader cuts.
+
+    Args:
+        name: the axis's in the reader.
+        sections: in which it cuts the dimension; None for one that is cut as a whole.
+        units: the reader's, where neighbours share sections.
+    """
+
+    dim: int
+    name: str
+    sections: Sections | None = None
+    units: int = 0
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Those of the sections, where neighbours share some."""
+        return self.sections.limits if self.sections is not None and any(self.sections.limits) else ()
+
+
+def _limited(wanted: Wanted, parts: Sequence[JointAxis]) -> JointAxis:
+    """The axis of sections of which neighbours share some."""
+    found = JointAxis(names=["shared-heads"], units=wanted.units)
+    for limit, part in zip(wanted.limits, parts, strict=True):
+        found.take(part, limit)
+        if part.partial or part.first_only or part.cuts - {Cut.MAP}:
+            found.cuts.add(Cut.BLOCKED)
+    return found
+
+
+def _wanted_places(value: str, wanted: Wanted, sizes: Mapping[str, tuple[int, ...]]) -> list[Place]:
+    """The places in a value that make up the sections."""
+    sections, size = wanted.sections, sizes[value][wanted.dim]
+    if sections is None or len(sections.sizes) == 1:
+        return [Place(value, wanted.dim)]
+    if len(set(sections.sizes)) == 1 and not wanted.limits:
+        return [Place(value, wanted.dim, len(sections.sizes))]
+    return [Place(value, wanted.dim, 1, Section(*ends)) for ends in pairwise(sections.bounds(size))]
+
+
+def _with_merged(
+    axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, ...]], demanded: Sequence[Place] = ()
+) -> dict[str, list[OpAxis]]:
+    """Pass axes that are behind others, or a section, on through ops that take the dimension as it is."""
     plain: dict[Place, list[tuple[str, OpAxis]]] = defaultdict(list)
     for node, op_axes in axes.items():
         for axis in op_axes:
-            for place in axis.places() if not axis.outer else ():
+            for place in axis.places() if axis.plain else ():
                 plain[place].append((node, axis))
-    waiting = [place for op_axes in axes.values() for axis in op_axes for place in axis.places() if place.outer > 1]
+    places = (place for op_axes in axes.values() for axis in op_axes for place in axis.places())
+    waiting = [place for place in (*demanded, *places) if not place.plain]
     passed: set[tuple[str, Place]] = set()
     while waiting:
         place = waiting.pop()
@@ -119,7 +265,9 @@ def _with_merged(axes: dict[str, list[OpAxis]], sizes: Mapping[str, tuple[int, .
             alike = len({sizes[tensor][dim] for tensor, dim in axis.dims.items()}) == 1 and not axis.units
             if (node, place) in passed or not alike or axis.cut not in (Cut.MAP, Cut.SUM):
                 continue
-            merged = replace(axis, outer=dict.fromkeys(axis.dims, place.outer))
+            outer = dict.fromkeys(axis.dims, place.outer) if place.outer > 1 else {}
+            sections = dict.fromkeys(axis.dims, place.section) if place.section is not None else {}
+            merged = replace(axis, outer=outer, sections=sections)
             passed |= {(node, other) for other in merged.places()}
             axes[node].append(merged)
             waiting += merged.places()
@@ -133,6 +281,8 @@ def layer_axes(
     batch_dims: Mapping[str, int],
     kind: str,
     batch_size: int = 1,
+    buffers: Sequence[str] = (),
+    wanted: Mapping[str, Sequence[Wanted]] | None = None,
 ) -> LayerAxes:
     """Axes of the layer made of `nodes`.
 
@@ -142,39 +292,48 @@ def layer_axes(
         batch_dims: where samples lie in the values it takes in.
         kind: the layer's kind, which helps to name axes.
         batch_size: samples there are. A dimension that is no multiple of it ([batch / 2, 2]) does not hold samples.
+        buffers: those of `fixed` that the layer may write, as parts that are views.
+        wanted: outputs that readers cut in sections, and how.
     """
-    joint = joint_axes(nodes)
+    joint = joint_axes(nodes, wanted)
     sizes = _sizes(nodes)
     inside = {n.name for n in nodes}
-    for axis in joint:
-        # An axis merged behind another cannot be cut where its tensor comes from or goes to other layers.
-        if any(outer > 1 and (tensor not in inside or tensor in outputs) for tensor, outer in axis.outer.items()):
-            axis.cuts.add(Cut.BLOCKED)
-    taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and op_name(n) != "getitem"}
     batches = [
         axis
         for axis in joint
-        if any(axis.dims.get(value) == dim and axis.outer[value] == 1 for value, dim in batch_dims.items())
+        if any(axis.dims.get(value) == dim and axis.plain(value) for value, dim in batch_dims.items())
     ]
+    apart = sum(len(axis.dims) for axis in batches) == len(set().union(*(axis.dims for axis in batches)))
+    samples = {**(dict(chain.from_iterable(a.dims.items() for a in batches)) if apart else {}), **batch_dims}
+    known = {tensor for axis in joint for tensor in axis.dims} - set(outputs) - set(buffers) | set(wanted or {})
+    for axis in joint:
+        steady = {t for t, dim in axis.dims.items() if t in fixed or samples.get(t, dim) != dim}
+        if not _may_cross(axis, inside - set(outputs), steady & known if axis not in batches else set(), fixed):
+            axis.cuts.add(Cut.BLOCKED)
     sampled = list(batches)
-    if len(batches) > 1 and sum(len(axis.dims) for axis in batches) == len(set().union(*(a.dims for a in batches))):
+    if len(batches) > 1 and apart:
         batches = [_together(batches)]
+    taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and op_name(n) != "getitem"}
     batch, mixed, out_dims = None, False, dict[str, int]()
     if len(batches) == 1:
-        axis, units = batches[0], _units(batches[0], sizes)
+        axis, units = batches[0], axis_units(batches[0], sizes)
         free = axis.open and not axis.partial and not any(tensor in axis.dims for tensor in fixed)
         # Of no other op than batch norm do replicas exchange statistics.
         exchanged = Cut.MIXED not in axis.cuts or any(op_name(node) == "batch_norm" for node in nodes)
         if free and exchanged and units >= 1 and units % batch_size == 0:
             batch, mixed = Axis("batch", units, dict(axis.dims)), Cut.MIXED in axis.cuts
         for tensor, dim in axis.dims.items():
-            plain = tensor in outputs and axis.outer[tensor] == 1 and tensor not in axis.crossed
+            plain = tensor in outputs and axis.plain(tensor) and tensor not in axis.crossed
             if plain and sizes[tensor][dim] % batch_size == 0:
                 out_dims[tensor] = dim
     merged = any(axis.outer.get(output, 1) > 1 for axis in batches for output in outputs)
-    others: dict[str, Axis] = {}
     for axis in joint:
-        units = _units(axis, sizes)
+        if axis.partial & taken and not axis.routed:
+            axis.partial = carried_terms(nodes, axis.partial, axis.dims.keys(), outputs)
+    others: dict[str, Axis] = {}
+    ranks: dict[str, tuple[bool, bool, int]] = {}
+    for axis in joint:
+        units = axis_units(axis, sizes)
         usable = axis.open and Cut.MIXED not in axis.cuts
         if usable and axis.routed:
             terms = routed_terms(nodes, axis.partial, axis.dims.keys()) if len(axis.routed) == 1 else None
@@ -187,10 +346,31 @@ def layer_axes(
             if any(axis.dims.get(tensor) == 0 and len(sizes[tensor]) == 3 for tensor in fixed):
                 axis.names.append("experts")  # one matrix for each
             named = _named(axis, units, kind, sizes, outputs)
-            # Of two axes with one name the larger is kept.
-            if named is not None and (named.name not in others or named.units > others[named.name].units):
-                others[named.name] = named
+            if named is None:
+                continue
+            # Of two axes with one name that is kept which a reader wants in sections, else one without, or the larger.
+            crossing = (tensor for tensor in axis.dims if tensor not in inside or tensor in outputs)
+            rank = axis.wanted, all(axis.plain(tensor) for tensor in crossing), units
+            if named.name not in ranks or rank > ranks[named.name]:
+                others[named.name], ranks[named.name] = named, rank
     return LayerAxes(batch, mixed, tuple(others.values()), out_dims, merged)
+
+
+def _may_cross(axis: JointAxis, inner: Set[str], able: Set[str], fixed: Sequence[str]) -> bool:
+    """Whether an axis is cut in the same way where its tensors come from and go to as in the layer.
+
+    Args:
+        inner: tensors that stay in the layer.
+        able: tensors that may be in sections between layers: those that take them know of them, their sizes do not
+            depend on the batch, and nobody writes parts of them in place.
+    """
+    crossing = axis.dims.keys() - inner
+    in_sections = {tensor for tensor in crossing if not axis.plain(tensor)}
+    few = all(max(axis.outer[t], len(axis.sections.get(t, ()))) <= MAX_SECTIONS for t in in_sections)
+    # Blocks of a parameter are equal or apart: sections that are shared, beside others, would overlap.
+    overlap = axis.limits.keys() & axis.sections.keys() & set(fixed)
+    written = (axis.limits.keys() & set(fixed)) - able
+    return in_sections <= able and few and not overlap and not written and crossing.isdisjoint(axis.repeats)
 
 
 def _together(axes: Sequence[JointAxis]) -> JointAxis:
@@ -199,6 +379,7 @@ def _together(axes: Sequence[JointAxis]) -> JointAxis:
     for axis in axes:
         made.dims |= axis.dims
         made.outer |= axis.outer
+        made.sections |= axis.sections
         made.cuts |= axis.cuts
         made.partial |= axis.partial
         made.crossed |= axis.crossed
@@ -211,8 +392,36 @@ def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: shape_of(tensor) for tensor in tensors}
 
 
-def _units(axis: JointAxis, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    return reduce(gcd, (sizes[tensor][dim] // axis.outer[tensor] for tensor, dim in axis.dims.items()), axis.units)
+def axis_units(axis: JointAxis, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    """Greatest common divisor of its sizes, of every section, and of the limits of ops: shards must divide it.
+
+    Where neighbours share parts, the greatest number of which every divisor divides each limit, or is a multiple of it.
+    """
+    lengths = []
+    for tensor, dim in axis.dims.items():
+        limits = axis.limits.get(tensor, {})
+        sections = axis.sections.get(tensor, (None,))
+        whole = sizes[tensor][dim] // axis.outer[tensor]
+        lengths += [s.stop - s.start if s is not None else whole for s in sections if not limits.get(s)]
+    units = reduce(gcd, lengths, axis.units)
+    shared = {limit for limits in axis.limits.values() for limit in limits.values()}
+    if not shared:
+        return units
+    divisors = [number for number in range(1, units + 1) if units % number == 0]
+    fitting = {n for n in divisors if all(n % limit == 0 or limit % n == 0 for limit in shared)}
+    return max(n for n in divisors if all(d in fitting for d in divisors if n % d == 0))
+
+
+def sections_of(axis: JointAxis) -> dict[str, Sections]:
+    """How the dimensions of its tensors are cut in sections, for those that are."""
+    found: dict[str, Sections | None] = {}
+    for tensor, outer in axis.outer.items():
+        limits, sections = axis.limits.get(tensor, {}), sorted(axis.sections.get(tensor, ()), key=lambda s: s.start)
+        if sections:
+            found[tensor] = Sections.of([s.stop - s.start for s in sections], [limits.get(s, 0) for s in sections])
+        else:
+            found[tensor] = Sections.of((1,) * outer, (limits.get(None, 0),) * outer)
+    return {tensor: sections for tensor, sections in found.items() if sections is not None}
 
 
 _BY_RANK = {2: ("", "features"), 3: ("", "sequence", "features"), 4: ("", "channels"), 5: ("", "channels")}
@@ -228,6 +437,8 @@ def _named(
         by_rank = _BY_RANK.get(len(sizes[tensor]), ())
         name = by_rank[axis.dims[tensor]] if axis.dims[tensor] < len(by_rank) else ""
         name = "heads" if name == "channels" and kind == "attention" else name
+        name = axis.reader or name if name in ("", "channels") else name
     if name in ("", "batch"):
         return None
-    return Axis(name, units, dict(axis.dims), frozenset(axis.partial), frozenset(axis.first_only))
+    sets = frozenset(axis.partial), frozenset(axis.first_only)
+    return Axis(name, units, dict(axis.dims), *sets, sections_of(axis), dict(axis.repeats))

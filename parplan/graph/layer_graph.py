@@ -21,10 +21,10 @@ from parplan.graph.attributes.guards import Guards
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored
 from parplan.graph.axes.sample_indices import SampleIndex
-from parplan.layout import Layout
+from parplan.layout import Layout, Sections
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "Repeats", "TensorSpec", "Unplaced"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,14 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """A dimension along which each of `limit` parts is repeated: of more shards, each has a share of repetitions."""
+
+    dim: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class Axis:
     """A named direction in which a layer may be cut.
 
@@ -60,6 +68,9 @@ class Axis:
             outputs; by fx name) the dimension that is cut. Tensors not listed are needed whole.
         partial: outputs that become a term of a sum when this axis is cut.
         first_only: operands only the first shard may use, so that they count once (a bias).
+        sections: for tensors whose dimension packs several ([q | k | v]), or has fewer parts than there may be shards
+            (heads of keys), how; each section is cut by itself.
+        repeats: intermediates that repeat what neighbouring shards share, where.
     """
 
     name: str
@@ -67,6 +78,13 @@ class Axis:
     dims: Mapping[str, int]
     partial: frozenset[str] = frozenset()
     first_only: frozenset[str] = frozenset()
+    sections: Mapping[str, Sections] = field(default_factory=dict)
+    repeats: Mapping[str, Repeats] = field(default_factory=dict)
+
+    def sharers(self, tensor: str, shards: int) -> int:
+        """How many neighbouring shards hold the same part of a tensor that has the axis, of all its sections."""
+        sections = self.sections.get(tensor)
+        return shards // max(sections.parts(shards)) if sections is not None else 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,9 @@ class Layer:
         batch_dim = self.batch.dims.get(value) if self.batch and strategy.replicas > 1 else None
         partial = axis is not None and value in axis.partial
         shard_dim = axis.dims.get(value) if axis and not partial else None
-        return Layout(strategy.grid, batch_dim, shard_dim, partial)
+        sections = axis.sections.get(value) if axis and shard_dim is not None else None
+        sections = sections.over(strategy.shards) if sections is not None else None
+        return Layout(strategy.grid, batch_dim, shard_dim, partial, sections)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ nodes of a topological order are always convex, so no layer can wait for itself.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,9 +16,10 @@ from torch import fx
 
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import is_batch_reduction, is_loss_op, kind_of, op_name
-from parplan.graph.layer_axes import layer_axes
+from parplan.graph.layer_axes import Wanted, layer_axes
 from parplan.graph.layer_graph import Layer
 from parplan.graph.sites import is_repeatable, site_of, why_whole
+from parplan.layout import Sections
 
 __all__ = ["BOUNDARY", "LayerSet", "Owner", "build_layers", "owner_of"]
 
@@ -84,6 +85,7 @@ def build_layers(
         made.update(layer.outputs)
         reached |= {value for value in layer.outputs if is_reached or value in samples}
         layers[layer.name] = layer
+    layers = _as_read(layers, samples, batch_size)
     producer = {value: name for name, layer in layers.items() for value in layer.outputs}
     digraph = nx.DiGraph()
     digraph.add_nodes_from(layers)
@@ -94,6 +96,32 @@ def build_layers(
                 known = digraph.edges[source, name]["values"] if digraph.has_edge(source, name) else ()
                 digraph.add_edge(source, name, values=(*known, value))
     return LayerSet(layers, digraph, producer, samples, merged)
+
+
+def _as_read(layers: Mapping[str, Layer], samples: Mapping[str, int], batch_size: int) -> dict[str, Layer]:
+    """The layers, cut as their readers cut what they make: in their sections ([q | k | v]), and by their heads."""
+    wanted: dict[str, list[Wanted]] = defaultdict(list)
+    found: dict[str, Layer] = {}
+    for name, layer in reversed(list(layers.items())):
+        own = {value: wanted[value] for value in layer.outputs if wanted[value]}
+        if own and (layer.axes or layer.kind not in ("loss", *_OWN_KINDS)):
+            fixed, known = (*layer.parameters, *layer.buffers), {v: samples[v] for v in layer.inputs if v in samples}
+            axes = layer_axes(
+                layer.nodes, layer.outputs, fixed, known, layer.kind, batch_size, layer.buffers, own
+            )  # fmt: skip
+            layer = replace(layer, axes=axes.others)
+        found[name] = layer
+        for axis in layer.axes:
+            for value in (value for value in layer.inputs if value in axis.dims):
+                dim, sections, others = axis.dims[value], axis.sections.get(value), wanted[value]
+                plain = Sections.of(sections.sizes) if sections is not None else None
+                if (plain is not None or axis.name == "heads") and (dim, plain) not in (
+                    (o.dim, o.sections) for o in others
+                ):
+                    others.append(Wanted(dim, axis.name, plain))
+                if sections is not None and any(sections.limits):
+                    others.append(Wanted(dim, axis.name, sections, axis.units))
+    return {name: found[name] for name in layers}
 
 
 def _runs(graph: fx.Graph, leaves: frozenset[str], parameters: frozenset[str], bound: frozenset[str]) -> Iterable[_Run]:
@@ -250,7 +278,7 @@ def _layer(
     own = tuple(name for name in outside if name in parameters)
     state = tuple(name for name in outside if name in buffers)
     kind = kind_of(run.nodes)
-    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size)
+    axes = layer_axes(run.nodes, outputs, (*own, *state), samples, kind, batch_size, state)
     samples.update(axes.batch_dims)
     kind = "experts" if any(axis.name == "experts" for axis in axes.others) else kind
     spread = axes.batch is not None and batch_bound.isdisjoint(inside) and not why_whole(run.nodes)

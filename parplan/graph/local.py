@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +87,12 @@ def local_shape(graph: LayerGraph, local: LocalLayer, value: str) -> tuple[int, 
     for dim in grown if graph.batch else ():
         shape[dim] = shape[dim] * local.batch // (graph.batch or 1)
     if axis is not None and value in axis.dims and value not in axis.partial:
-        shape[axis.dims[value]] //= local.strategy.shards
+        dim, shards, sections = axis.dims[value], local.strategy.shards, axis.sections.get(value)
+        limited = sections is not None and any(sections.limits)
+        shape[dim] = sections.local_bounds(shape[dim], shards)[-1] if sections and limited else shape[dim] // shards
+    if axis is not None and value in axis.repeats:
+        repeats = axis.repeats[value]
+        shape[repeats.dim] //= local.strategy.shards // min(local.strategy.shards, repeats.limit)
     return tuple(shape)
 
 
@@ -202,7 +208,31 @@ def _copy(
 
 
 Sizes = Callable[[str], tuple[int, ...]]
-Fix = Callable[[fx.Node, list[Any], Sizes, Sizes], list[Any]]
+
+
+@dataclass(frozen=True)
+class _LocalSizes:
+    """Sizes of the tensors of one device's part of a layer."""
+
+    graph: LayerGraph
+    part: LocalLayer
+
+    def __call__(self, name: str) -> tuple[int, ...]:
+        return local_shape(self.graph, self.part, name)
+
+    def index(self, name: str, dim: int, index: int) -> int:
+        """The index of a boundary of sections in the part."""
+        axis, size, own = self.part.axis, self.graph.values[name].shape[dim], self(name)[dim]
+        sections = axis.sections.get(name) if axis is not None and axis.dims.get(name) == dim else None
+        if sections is not None and index in sections.bounds(size):
+            return sections.local_bounds(size, self.part.strategy.shards)[sections.bounds(size).index(index)]
+        found, rest = divmod(index * own, size) if own != size else (index, 0)
+        if rest:
+            raise ValueError(f"{name}: index {index} of {size} is no boundary of sections in a part of {own}")
+        return found
+
+
+Fix = Callable[[fx.Node, list[Any], Sizes, _LocalSizes], list[Any]]
 
 
 def local_args(graph: LayerGraph, part: LocalLayer, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
@@ -210,7 +240,7 @@ def local_args(graph: LayerGraph, part: LocalLayer, node: fx.Node) -> tuple[list
     fix = _FIXES.get(node.target)
     args = list(node.args)
     if fix is not None:
-        args = fix(node, args, lambda name: graph.values[name].shape, lambda name: local_shape(graph, part, name))
+        args = fix(node, args, lambda name: graph.values[name].shape, _LocalSizes(graph, part))
     return args, dict(node.kwargs)
 
 
@@ -253,11 +283,43 @@ def _range(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[A
     return [*args[:place], *local(node.name), *args[place + 1 :]] if _counts(node) else args
 
 
-def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
-    """A slice that takes all of a dimension goes on doing so; other dimensions are never cut."""
-    dim = args[1] if len(args) > 1 else 0
-    full = whole(args[0].name)[dim] == whole(node.name)[dim]
-    return [*args[:2], 0, local(node.name)[dim], *args[4:]] if full and len(args) > 3 else args
+def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> list[Any]:
+    """A slice that takes all of a dimension, or a section that is cut by itself, goes on doing so."""
+    dim, source = args[1] if len(args) > 1 else 0, args[0].name
+    size, length = whole(source)[dim], local(node.name)[dim]
+    if size == whole(node.name)[dim]:
+        return [*args[:2], 0, length, *args[4:]] if len(args) > 3 else args
+    if size == local(source)[dim] or len(args) < 3:
+        return args
+    start = min(args[2] or 0, size)
+    start = local.index(source, dim % len(whole(source)), start + size if start < 0 else start)
+    return [*args[:2], start, start + length, *args[4:]]
+
+
+def _narrow(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> list[Any]:
+    source, dim = args[0].name, args[1] % len(whole(args[0].name))
+    start = args[2] + whole(source)[dim] if args[2] < 0 else args[2]
+    return [*args[:2], local.index(source, dim, start), local(node.name)[dim]]
+
+
+def _split(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> list[Any]:
+    """Parts of a dimension each of which is cut by itself."""
+    source = args[0].name
+    dim = args[2] % len(whole(source)) if len(args) > 2 else 0
+    if local(source)[dim] == whole(source)[dim]:
+        return args
+    if not isinstance(args[1], (list, tuple)):
+        return [args[0], local.index(source, dim, args[1]), *args[2:]]
+    ends = [local.index(source, dim, end) for end in accumulate(args[1], initial=0)]
+    return [args[0], [after - before for before, after in pairwise(ends)], *args[2:]]
+
+
+def _repeat(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
+    """As often as there are shares of what neighbouring shards repeat."""
+    if len(args) < 3 or args[2] is None:
+        return args
+    own, made = local(args[0].name)[args[2]], local(node.name)[args[2]]
+    return [args[0], made // own, *args[2:]] if own else args
 
 
 def _repeats(node: fx.Node, args: list[Any], whole: Sizes, local: Sizes) -> list[Any]:
@@ -286,6 +348,9 @@ _FIXES: dict[Any, Fix] = {
     **_overloads(_groups_at(1), "group_norm"),
     **_overloads(_groups_at(6), "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"),
     **_overloads(_slice, "slice.Tensor"),
+    **_overloads(_narrow, "narrow"),
+    **_overloads(_repeat, "repeat_interleave.self_int"),
+    **_overloads(_split, "split.Tensor split_with_sizes"),
     **_overloads(_repeats, "repeat"),
 }
 # fmt: on

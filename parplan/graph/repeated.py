@@ -201,7 +201,10 @@ def _signature(graph: LayerGraph, layer: Layer) -> str:
 
     def axis(own: Axis) -> tuple[object, ...]:
         dims = sorted((role(name), dim) for name, dim in own.dims.items())
-        return own.name, own.units, dims, sorted(map(role, own.partial)), sorted(map(role, own.first_only))
+        sections = sorted((role(name), part.sizes, part.limits) for name, part in own.sections.items())
+        repeats = sorted((role(name), part.dim, part.limit) for name, part in own.repeats.items())
+        sets = sorted(map(role, own.partial)), sorted(map(role, own.first_only))
+        return own.name, own.units, dims, *sets, sections, repeats
 
     ops = [
         (str(node.target), repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: role(one.name))))

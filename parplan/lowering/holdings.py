@@ -8,21 +8,21 @@ memory is predicted by it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, combinations
+from itertools import chain
 from math import prod
 
 import torch
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Layout, Range, Region, regions
+from parplan.layout import Block, Layout, disjoint, regions, whole_block
 from parplan.plan import Strategy
 
 __all__ = [
-    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "disjoint",
-    "holdings", "used_blocks", "within",
+    "ALONE_BYTES", "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "Holdings", "bucket_heads", "buckets", "holdings",
+    "used_blocks",
 ]  # fmt: skip
 
 # As DistributedDataParallel: a small first bucket starts reducing early.
@@ -32,22 +32,17 @@ BUCKET_BYTES = 25 << 20
 ALONE_BYTES = 8 << 20
 
 Strategies = Mapping[str, Strategy]
-Holdings = dict[str, Mapping[int, Region]]
+Holdings = dict[str, Mapping[int, Block]]
 
 
-def used_blocks(graph: LayerGraph, strategies: Strategies, layer: str, state: str) -> Mapping[int, Region]:
+def used_blocks(graph: LayerGraph, strategies: Strategies, layer: str, state: str) -> Mapping[int, Block]:
     """The block of a parameter or buffer that `layer` uses on each of its devices."""
     return _blocks(graph.values[state].shape, graph.layers[layer].layout(state, strategies[layer]))
 
 
 @lru_cache(maxsize=1000)
-def _blocks(shape: tuple[int, ...], layout: Layout) -> Mapping[int, Region]:
+def _blocks(shape: tuple[int, ...], layout: Layout) -> Mapping[int, Block]:
     return dict(sorted(regions(shape, layout).items()))
-
-
-def within(block: Region, held: Region) -> Region:
-    """`block` counted from the start of `held`."""
-    return tuple(extent.shifted(-outer.start) for extent, outer in zip(block, held, strict=True))
 
 
 def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
@@ -61,20 +56,14 @@ def holdings(graph: LayerGraph, strategies: Strategies) -> Holdings:
         used = [used_blocks(graph, strategies, name, parameter) for name in layers]
         held[parameter] = used[0]
         if any(own is not used[0] for own in used):
-            by_device: dict[int, set[Region]] = defaultdict(set)
+            by_device: dict[int, set[Block]] = defaultdict(set)
             for device, block in chain.from_iterable(own.items() for own in used):
                 by_device[device].add(block)
             agree = all(len(blocks) == 1 for blocks in by_device.values())
             apart = agree and disjoint(set().union(*by_device.values()))
-            whole = tuple(Range(0, size) for size in graph.values[parameter].shape)
+            whole = whole_block(graph.values[parameter].shape)
             held[parameter] = {d: next(iter(own)) if apart else whole for d, own in sorted(by_device.items())}
     return held
-
-
-def disjoint(blocks: Iterable[Region]) -> bool:
-    """Whether no two of `blocks` overlap."""
-    pairs = combinations(blocks, 2)
-    return all(any(len(x.intersection(y)) == 0 for x, y in zip(a, b, strict=True)) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -138,8 +127,8 @@ def buckets(
     return (*filled, *rest)
 
 
-def _groups(held: Mapping[int, Region]) -> tuple[tuple[int, ...], ...]:
-    same: dict[Region, list[int]] = {}
+def _groups(held: Mapping[int, Block]) -> tuple[tuple[int, ...], ...]:
+    same: dict[Block, list[int]] = {}
     for device, block in held.items():
         same.setdefault(block, []).append(device)
     return tuple(tuple(devices) for devices in same.values())

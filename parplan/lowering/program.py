@@ -17,8 +17,8 @@ from math import prod
 import torch
 
 from parplan.fields import ranges
-from parplan.layout import Grid, Layout, Piece, Range, Region, pieces, region, regions
-from parplan.lowering.holdings import Bucket, disjoint
+from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, region, regions, shape_of
+from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Strategy
 
 __all__ = [
@@ -28,11 +28,6 @@ __all__ = [
 
 Messages = Mapping[int, tuple[Piece, ...]]
 """The pieces of one flat message to (or from) every other device, in the order in which they lie in it."""
-
-
-def shape_of(block: Region) -> tuple[int, ...]:
-    """Shape of a block."""
-    return tuple(len(extent) for extent in block)
 
 
 @dataclass(frozen=True)
@@ -129,14 +124,14 @@ class Slot:
         """The devices that hold a part."""
         return self.layout.grid.devices
 
-    def region(self, device: int) -> Region:
+    def block(self, device: int) -> Block:
         """The block that `device` holds."""
         row, column = self.layout.grid.position(device)
         return region(self.shape, self.layout, row, column, self.rows)
 
     def local_shape(self, device: int) -> tuple[int, ...]:
         """Shape of the part that `device` holds."""
-        return shape_of(self.region(device))
+        return shape_of(self.block(device))
 
     @property
     def local_shapes(self) -> Mapping[int, tuple[int, ...]]:
@@ -165,7 +160,7 @@ class State:
     """A parameter or buffer that a compute step uses: the block of what each device holds of it."""
 
     name: str
-    blocks: Mapping[int, Region] = field(hash=False)
+    blocks: Mapping[int, Block] = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -377,7 +372,7 @@ class Program:
     outputs: tuple[str, ...]
     updates: Mapping[str, str]
     buckets: tuple[Bucket, ...]
-    holdings: Mapping[str, Mapping[int, Region]]
+    holdings: Mapping[str, Mapping[int, Block]]
     strategies: Mapping[str, Strategy]
     devices: int
     staged: Staged | None = None
@@ -417,5 +412,6 @@ def _layout_text(layout: Layout) -> str:
     words = [_grid_text(layout.grid)]
     words += [f"rows:{layout.batch_dim}"] if layout.batch_dim is not None else []
     words += [f"columns:{layout.shard_dim}"] if layout.shard_dim is not None else []
+    words += [layout.sections.text()] if layout.sections is not None else []
     words += ["terms"] if layout.partial else []
     return " ".join(words)

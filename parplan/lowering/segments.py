@@ -9,8 +9,8 @@ import torch
 
 from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
-from parplan.layout import Grid, Layout, Region
-from parplan.lowering.holdings import Holdings, used_blocks, within
+from parplan.layout import Block, Grid, Layout, within
+from parplan.lowering.holdings import Holdings, used_blocks
 from parplan.lowering.passes import Pass
 from parplan.lowering.per_replica_scalars import Spread
 from parplan.lowering.placement import SlotAssigner
@@ -92,7 +92,7 @@ class Segments:
         shared = {*layer.parameters, *layer.buffers} & {*other.parameters, *other.buffers}
         return all(self._used(layer.name, state) == self._used(other_name, state) for state in shared)
 
-    def _used(self, layer: str, state: str) -> Mapping[int, Region]:
+    def _used(self, layer: str, state: str) -> Mapping[int, Block]:
         return used_blocks(self._graph, self._spread.strategies, layer, state)
 
     def _read(self, layer: Layer, strategy: Strategy, segment: _Segment) -> None:
@@ -171,7 +171,7 @@ class Segments:
 
     def _state(self, name: str, user: str, held: Holdings) -> State:
         used, outer = self._used(user, name), held.get(name, {})
-        made: dict[tuple[int, int], Region] = {}  # most devices' blocks are few objects
+        made: dict[tuple[int, int], Block] = {}  # most devices' blocks are few objects
         blocks = {}
         for device, block in used.items():
             whole = outer.get(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Axis, Constant, Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_module
-from parplan.layout import split_evenly
+from parplan.layout import Grid, Layout, intervals, region, split_evenly
 from parplan.plan import Strategy
+from parplan.runtime.transport.base import block_values
 
 __all__ = ["Ran", "assert_same_numbers", "halves", "run_by_hand", "whole"]
 
@@ -82,8 +85,12 @@ def _cut(graph: LayerGraph, part: LocalLayer, value: Tensor, name: str, start: i
         samples = value.shape[batch.dims[name]] // (graph.batch or 1)
         value = value.narrow(batch.dims[name], start * samples, part.batch * samples)
     if axis is not None and name in axis.dims:
-        value = value.chunk(part.strategy.shards, axis.dims[name])[column]
+        value = block_values(value, region(value.shape, _columns(axis, name, part.strategy.shards), 0, column))
     return value
+
+
+def _columns(axis: Axis, name: str, shards: int) -> Layout:
+    return Layout(Grid(tuple(range(shards)), 1, shards), None, axis.dims[name], sections=axis.sections.get(name))
 
 
 def _join(parts: Sequence[Tensor], axis: Axis | None, name: str) -> Tensor:
@@ -91,7 +98,31 @@ def _join(parts: Sequence[Tensor], axis: Axis | None, name: str) -> Tensor:
         return parts[0]
     if name in axis.partial:
         return torch.stack(list(parts)).sum(0)
-    return torch.cat(list(parts), axis.dims[name]) if name in axis.dims else parts[0]
+    if name not in axis.dims:
+        return parts[0]
+    if name not in axis.sections:
+        return torch.cat(list(parts), axis.dims[name])
+    # Terms of the whole: the parts that several have are each a share of what they all have.
+    dim, own, shards = axis.dims[name], axis.sections[name], len(parts)
+    unit = (
+        parts[0].shape[dim]
+        * lcm(*own.parts(shards))
+        // sum(
+            size * lcm(*own.parts(shards)) // count for size, count in zip(own.sizes, own.parts(shards), strict=True)
+        )
+    )
+    shape = [unit * own.total if at == dim else size for at, size in enumerate(parts[0].shape)]
+    found = parts[0].new_zeros(shape)
+    for column, part in enumerate(parts):
+        bounds = pairwise(own.local_bounds(shape[dim], shards))
+        shares = [part.narrow(dim, a, b - a) * n / shards for (a, b), n in zip(bounds, own.parts(shards), strict=True)]
+        index = [
+            i
+            for e in intervals(region(shape, _columns(axis, name, shards), 0, column)[dim])
+            for i in range(e.start, e.stop)
+        ]
+        found = found.index_add(dim, torch.tensor(index), torch.cat(shares, dim))
+    return found
 
 
 def assert_same_numbers(

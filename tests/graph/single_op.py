@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from math import gcd
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -15,10 +14,12 @@ from torch import Tensor, fx
 
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import is_tensor
-from parplan.graph.layer_axes import JointAxis, joint_axes
+from parplan.graph.layer_axes import JointAxis, axis_units, joint_axes, sections_of
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_module
+from parplan.layout import Grid, Layout, region
 from parplan.plan import Strategy
+from parplan.runtime.transport.base import block_values
 
 __all__ = ["OneOp", "part_results", "whole_results"]
 
@@ -28,6 +29,13 @@ class OpenAxis(Axis):
     """An axis with the size of what it is merged behind, by tensor."""
 
     outer: Mapping[str, int] = field(default_factory=dict)
+
+    def ways(self, name: str, size: int) -> list[int]:
+        """Sizes of the sections of its dimension of `size` in a tensor, each of which is cut by itself."""
+        ends = (
+            self.sections[name].bounds(size) if name in self.sections else range(0, size + 1, size // self.outer[name])
+        )
+        return [end - start for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,11 @@ class OneOp:
         return [self._axis(axis, f"axis{index}") for index, axis in enumerate(joint)]
 
     def _axis(self, joint: JointAxis, name: str) -> OpenAxis:
-        sizes = [self.graph.values[tensor].shape[dim] // joint.outer[tensor] for tensor, dim in joint.dims.items()]
-        units = reduce(gcd, sizes, joint.units)
+        shapes = {tensor: self.graph.values[tensor].shape for tensor in joint.dims}
+        units = axis_units(joint, shapes)
         sets = frozenset(joint.partial), frozenset(joint.first_only)
-        return OpenAxis(name, units, dict(joint.dims), *sets, outer=dict(joint.outer))
+        more = sections_of(joint), dict(joint.repeats)
+        return OpenAxis(name, units, dict(joint.dims), *sets, *more, outer=dict(joint.outer))
 
 
 def _copied(value: Any) -> Any:
@@ -163,10 +172,14 @@ def _fresh(value: Tensor) -> Tensor:
 def _part(leaf: Tensor, axis: OpenAxis, name: str, start: int, share: int) -> Tensor:
     if name not in axis.dims:
         return leaf
-    dim, outer = axis.dims[name], axis.outer[name]
-    unit = leaf.shape[dim] // outer // axis.units
-    spread: Tensor = leaf.unflatten(dim, (outer, -1))
-    return spread.narrow(dim + 1, unit * start, unit * share).flatten(dim, dim + 1)
+    dim, own = axis.dims[name], axis.sections.get(name)
+    if own is not None and any(own.limits):
+        shards = axis.units // share
+        layout = Layout(Grid(tuple(range(shards)), 1, shards), None, dim, sections=own)
+        return block_values(leaf, region(leaf.shape, layout, 0, start // share))
+    sections = leaf.split(axis.ways(name, leaf.shape[dim]), dim)
+    units = [section.shape[dim] // axis.units for section in sections]
+    return torch.cat([s.narrow(dim, unit * start, unit * share) for s, unit in zip(sections, units, strict=True)], dim)
 
 
 def _joined(parts: Sequence[Tensor], axis: OpenAxis, name: str) -> Tensor:
@@ -174,8 +187,10 @@ def _joined(parts: Sequence[Tensor], axis: OpenAxis, name: str) -> Tensor:
         return torch.stack(list(parts)).sum(0)
     if name not in axis.dims:
         return parts[0]
-    dim, outer = axis.dims[name], axis.outer[name]
-    return torch.cat([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+    dim, size = axis.dims[name], sum(part.shape[axis.dims[name]] for part in parts)
+    ways = axis.ways(name, size)
+    pieces = [part.split([way * part.shape[dim] // size for way in ways], dim) for part in parts]
+    return torch.cat([own[section] for section in range(len(ways)) for own in pieces], dim)
 
 
 def _gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Blocks, fold, repeated_blocks
+from parplan.layout import Sections
 
 
 class Block(nn.Module):
@@ -114,3 +116,12 @@ def test_few_layers_are_planned_one_by_one() -> None:
 
 def test_places_of_blocks() -> None:
     assert Blocks(3, 16, 5).end == 83
+
+
+def test_blocks_that_are_cut_in_other_sections_are_not_alike() -> None:
+    graph = graph_of([Block(8) for _ in range(6)])
+    up = graph.layers["blocks.3.up"]
+    packed = [replace(axis, sections=dict.fromkeys(up.outputs, Sections((1, 1), (0, 0)))) for axis in up.axes]
+    other = replace(graph, layers={**graph.layers, up.name: replace(up, axes=tuple(packed))})
+    assert [found.copies for found in repeated_blocks(graph)] == [6]
+    assert all(found.copies < 6 for found in repeated_blocks(other))

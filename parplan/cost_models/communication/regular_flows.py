@@ -54,6 +54,8 @@ class RegularFlows:
         first, second, flows = source.cuts, target.cuts, RegularFlows(source, target)
         nested = all(_nest(first[dim], second[dim]) for dim in first.keys() & second.keys())
         numbered = source.grid.first is not None and target.grid.first is not None
+        if source.sections is not None or target.sections is not None:
+            return None
         return flows if nested and numbered and _nest(flows._copies, target.grid.shards) else None
 
     def fits(self, size: int | None) -> bool:

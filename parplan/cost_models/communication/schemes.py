@@ -14,7 +14,7 @@ and an all-gather): its lane carries them about twice instead of K - 1 times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parplan.layout import Grid, Layout
 from parplan.lowering.stages import Stages
@@ -61,4 +61,4 @@ def _of_pass(layout: Layout, stages: Stages, number: int) -> Layout:
     each = grid.replicas // stages.max_replicas
     rows = [row for row in range(grid.replicas) if row // each % stages.passes == number]
     devices = tuple(device for row in rows for device in grid.row(row))
-    return Layout(Grid(devices, len(rows), grid.shards), layout.batch_dim, layout.shard_dim, layout.partial)
+    return replace(layout, grid=Grid(devices, len(rows), grid.shards))

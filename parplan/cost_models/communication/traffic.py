@@ -7,6 +7,7 @@ a time that grows with the devices; those of others are listed, and there may be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
@@ -14,7 +15,7 @@ from math import lcm, prod
 import numpy as np
 
 from parplan.cost_models.communication.regular_flows import Flow, RegularFlows
-from parplan.layout import IntArray, Layout, PieceTable, piece_table
+from parplan.layout import IntArray, Layout, piece_table
 
 __all__ = ["Traffic", "traffic"]
 
@@ -70,16 +71,15 @@ class Traffic:
         """Whether whoever sends to others sends each of them all it holds."""
         if self._regular is not None:
             return self.held == 1
-        table, (receivers, senders) = self._table, self.numbers
-        moves = receivers[table.takers] != senders[table.givers]
-        return bool((table.elements[moves] == self.held).all())
+        takers, givers, elements = self._listed
+        moves = self.numbers[0][takers] != self.numbers[1][givers]
+        return bool((elements[moves] == self.held).all())
 
     def within(self, size: int | None) -> Flow:
         """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces."""
         if self._regular is not None and self._regular.fits(size):
             return self._regular.within(size)
-        table, (receivers, senders) = self._table, self.numbers
-        takers, givers, elements = table.takers, table.givers, table.elements
+        (takers, givers, elements), (receivers, senders) = self._listed, self.numbers
         if size is not None:
             kept = receivers[takers] // size == senders[givers] // size
             takers, givers, elements = takers[kept], givers[kept], elements[kept]
@@ -90,8 +90,15 @@ class Traffic:
         return RegularFlows.of(self.source, self.target)
 
     @cached_property
-    def _table(self) -> PieceTable:
-        return piece_table(self.shape, self.source, self.target)
+    def _listed(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Receiver, sender and elements of every message: the pieces between the same two (of sections) are one."""
+        table = piece_table(self.shape, self.source, self.target)
+        if self.source.sections is None and self.target.sections is None:
+            return table.takers, table.givers, table.elements
+        pairs, message = np.unique(np.stack([table.takers, table.givers]), axis=1, return_inverse=True)
+        elements = np.zeros(pairs.shape[1], dtype=np.int64)
+        np.add.at(elements, message.reshape(-1), table.elements)
+        return pairs[0], pairs[1], elements
 
     @cached_property
     def numbers(self) -> tuple[IntArray, IntArray]:
@@ -114,10 +121,20 @@ def traffic(source: Layout, target: Layout) -> Traffic:
     """What must move for a tensor to go from layout `source` to `target`, which must not be partial."""
     if target.partial:
         raise ValueError("nothing is ever sent to become a partial sum")
+    source, target = source.against(target), target.against(source)
     first, second = source.cuts, target.cuts
     shape = [1] * (1 + max((*first, *second), default=-1))
     for dim in {**first, **second}:
-        shape[dim] = lcm(first.get(dim, 1), second.get(dim, 1))
-    total, parts = prod(shape), prod(second.values())
-    copies = parts < len(target.grid.devices)
-    return Traffic(source, target, tuple(shape), total // prod(first.values()), total // parts, total, copies)
+        sections = [end.sections.total for end in (source, target) if end.sections is not None and dim == end.shard_dim]
+        shape[dim] = lcm(first.get(dim, 1), second.get(dim, 1)) * lcm(*sections)
+    held, wanted, total = _block(source, shape), _block(target, shape), prod(shape)
+    return Traffic(source, target, tuple(shape), held, wanted, total, wanted * len(target.grid.devices) > total)
+
+
+def _block(layout: Layout, shape: Sequence[int]) -> int:
+    """Elements of each device's block of a tensor that `layout` divides evenly."""
+    elements, dim, shards = prod(shape), layout.shard_dim, layout.grid.shards
+    if layout.sections is None or dim is None:
+        return elements // prod(layout.cuts.values())
+    rows = layout.cuts[layout.batch_dim] if layout.batch_dim is not None else 1
+    return elements // rows // shape[dim] * layout.sections.local_bounds(shape[dim], shards)[-1]

@@ -117,6 +117,7 @@ class Transfers:
         return self._rings[grid.key].seconds(nbytes)
 
     def _price(self, source: Layout, target: Layout) -> _Price:
+        source, target = source.against(target), target.against(source)
         key = _class(source, target, self.topology)
         if (known := self._prices.get(key)) is not None:
             return known
@@ -160,16 +161,17 @@ def _class(source: Layout, target: Layout, topology: Topology) -> Hashable:
     """A key of pairs that cost the same: cut alike, along whichever dimensions, on neighbours that lie alike."""
     cuts = (source.batch_dim, source.shard_dim, target.batch_dim, target.shard_dim)
     alike = tuple(None if dim is None else cuts.index(dim) for dim in cuts)
+    sections = source.sections, target.sections
     first, other = source.grid.first, target.grid.first
     if first is None or other is None:
-        return source.grid, target.grid, alike, source.partial
+        return source.grid, target.grid, alike, source.partial, sections
     shapes = (source.grid.replicas, source.grid.shards, target.grid.replicas, target.grid.shards)
     begin = min(first, other)
     if begin > 0:  # moved down by whole domains of the level that joins them all
         last = max(first + len(source.grid.devices), other + len(target.grid.devices)) - 1
         domains = (level.domain for level in topology.levels if begin // level.link.size == last // level.link.size)
         begin -= begin % next(domains, 1)
-    return alike, source.partial, first - begin, other - begin, *shapes
+    return alike, source.partial, sections, first - begin, other - begin, *shapes
 
 
 def _kind(source: Layout, moved: Traffic) -> str:

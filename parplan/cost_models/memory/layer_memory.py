@@ -125,7 +125,9 @@ class MemoryModel:
         back, end = self.moments.backward(index), self.moments.end
         # Copies of the gradients that several devices sum, as one process per device makes them.
         cut = local.axis.dims.keys() if local.axis is not None else set(layer.parameters)
-        summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut]
+        shards, axis = local.strategy.shards, local.axis
+        shared = {n for n in cut if axis is not None and axis.sharers(n, shards) > 1}
+        summed = [n for n in self._trained(local) if local.strategy.replicas > 1 or n not in cut or n in shared]
         messages_bytes = sum(nbytes for name in summed if (nbytes := self._taken(local, [name])) < ALONE_BYTES)
         alone = layer.outputs if local.shares_statistics else ()
         return [

@@ -57,9 +57,12 @@ def _messages(
     lengths = np.repeat(np.array(shape, dtype=np.int64)[:, None], len(table.takers), axis=1)
     lengths[list(table.dims)] = table.stop - table.start
     foreign = np.array(source.grid.devices)[table.givers] != np.array(target.grid.devices)[table.takers]
+    # Several pieces for one device are put together to one message.
+    _, pair, count = np.unique(table.givers * wanted.shape[1] + table.takers, return_inverse=True, return_counts=True)
+    joined: NDArray[np.bool_] = count[pair] > 1
     return (
-        _listed(lengths, foreign, table.givers, held, table.takers, wanted),
-        _listed(lengths, foreign, table.takers, wanted, table.givers, held),
+        _listed(lengths, foreign, joined, table.givers, held, table.takers, wanted),
+        _listed(lengths, foreign, joined, table.takers, wanted, table.givers, held),
     )
 
 
@@ -73,13 +76,14 @@ def _alike(every: Flow, own: Flow, piece: IntArray, block: IntArray) -> Messages
 def _listed(
     lengths: IntArray,
     foreign: NDArray[np.bool_],
+    joined: NDArray[np.bool_],
     senders: IntArray,
     held: IntArray,
     receivers: IntArray,
     wanted: IntArray,
 ) -> Messages:
     """Messages of these pieces, which `senders` take from blocks of the shapes in `held`."""
-    gaps, elements = foreign & _has_gaps(lengths, held[:, senders]), lengths.prod(axis=0)
+    gaps, elements = foreign & (joined | _has_gaps(lengths, held[:, senders])), lengths.prod(axis=0)
     received, copied = np.zeros(wanted.shape[1], dtype=np.int64), np.zeros(held.shape[1], dtype=np.int64)
     np.add.at(received, receivers, elements * foreign)
     np.add.at(copied, senders, elements * gaps)

@@ -61,10 +61,14 @@ def leading(kept: int) -> Row:
 
 
 def repeated(call: Call) -> tuple[OpAxis, ...]:
-    """Every element several times along `dim`: parts of the operand give the same parts of the result."""
+    """Every element several times along `dim`: neighbouring parts of the result may repeat the same element."""
     if call["dim"] is None or call["output_size"] is not None:
         return ()
-    return same_dims(call, range(len(shape_of(call.tensors()[0]))))
+    source, out, rank = call.tensors()[0].name, call.outputs[0], len(call.out_shape)
+    repeated = call.dim(int(call["dim"]), rank)
+    axes = same_dims(call, (dim for dim in range(rank) if dim != repeated))
+    shared = {source: repeated} if shape_of(call.tensors()[0])[repeated] > 1 else {}
+    return (*axes, OpAxis({out: repeated}, shared=shared))
 
 
 def reduction(cut: Cut) -> Row:

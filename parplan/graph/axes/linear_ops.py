@@ -15,7 +15,7 @@ from torch import fx
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 
-__all__ = ["Dependence", "dependence", "routed_terms"]
+__all__ = ["Dependence", "carried_terms", "dependence", "routed_terms"]
 
 aten = torch.ops.aten
 
@@ -144,3 +144,16 @@ def _keeps_rows(node: fx.Node, operands: Iterable[fx.Node]) -> bool:
         axis.cut is Cut.MAP and not axis.outer and all(axis.dims.get(name) == 0 for name in names)
         for axis in axes_of(node)
     )
+
+
+def carried_terms(nodes: Sequence[fx.Node], partial: Set[str], cut: Set[str], outputs: Sequence[str]) -> set[str]:
+    """Values behind linear ops (views) that are terms of a sum as `partial` are; these where another op reads them.
+
+    Args:
+        cut: values that have the axis, which are no terms.
+        outputs: of the layer; they stay terms, also where an op reads them.
+    """
+    found = dependence(nodes, [node for node in nodes if node.name in partial])
+    carried = {node.name for node in found.linear} - partial
+    inner = {source.name for node in nodes for source in node.all_input_nodes}
+    return set(partial if found.other or not cut.isdisjoint(carried) else (partial | carried) - (inner - set(outputs)))

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
-__all__ = ["Cut", "OpAxis", "Place", "parse_row", "read_row"]
+__all__ = ["Cut", "OpAxis", "Place", "Section", "parse_row", "read_row"]
 
 
 class Cut(Enum):
@@ -27,12 +28,26 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
+class Section:
+    """A section of a dimension that packs several tensors ([q | k | v]): indices from `start` to `stop`."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where an axis lies in one tensor: the dimension, and the size of what it is merged behind in it."""
+    """Where an axis lies in one tensor: the dimension, the size of what it is merged behind in it, and its section."""
 
     tensor: str
     dim: int
     outer: int = 1
+    section: Section | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the axis is all of the dimension."""
+        return self.outer == 1 and self.section is None
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,10 @@ class OpAxis:
         first_only: operands that only the first part may use.
         outer: for a tensor in whose dimension the axis is merged behind another, the size of what is in
             front (samples in [tokens * samples] have tokens); 1 where not listed.
+        sections: for a tensor in whose dimension the axis is one section, which.
+        shared: operands with fewer units of the axis (heads of keys) -> their dimension: of more parts than units,
+            neighbours use the same one.
+        repeats: operands that repeat each unit of `shared` -> the dimension of the repetitions.
         routed_by: integers by which every row of the result is looked up along the axis (the expert of each token);
             rows that another part looks up are zeros.
     """
@@ -57,11 +76,27 @@ class OpAxis:
     units: int = 0
     first_only: frozenset[str] = frozenset()
     outer: Mapping[str, int] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)
+    shared: Mapping[str, int] = field(default_factory=dict)
+    repeats: Mapping[str, int] = field(default_factory=dict)
     routed_by: str = ""
 
     def places(self) -> list[Place]:
         """Where the axis lies in each of its tensors."""
-        return [Place(tensor, dim, self.outer.get(tensor, 1)) for tensor, dim in self.dims.items()]
+        return self._places
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        return [Place(t, dim, self.outer.get(t, 1), self.sections.get(t)) for t, dim in self.dims.items()]
+
+    def shared_places(self) -> list[Place]:
+        """The dimensions whose parts neighbours may share."""
+        return [Place(tensor, dim) for tensor, dim in self.shared.items()]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is all of a dimension in each of its tensors."""
+        return not self.outer and not self.sections and not self.shared
 
 
 _MARKS = {"+": Cut.SUM, "!": Cut.BLOCKED, "*": Cut.MIXED}

@@ -51,8 +51,8 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.reduction(Cut.BLOCKED),
      """all.dim amax amin any.dim argmax argmin linalg_vector_norm logsumexp max.dim mean.dim min.dim
      norm.ScalarOpt_dim prod.dim_int std.correction var.correction var_mean.correction"""),
-    (rows.all_but("dim"), "_log_softmax _softmax chunk cumsum log_softmax.int softmax.int sort split.Tensor topk"),
-    (rows.all_but("dim"), "argsort argsort.stable cumprod sort.stable split_with_sizes"),
+    (rows.all_but("dim"), "_log_softmax _softmax cumsum log_softmax.int softmax.int sort topk"),
+    (rows.all_but("dim"), "argsort argsort.stable cumprod sort.stable"),
     (rows.all_but("dim"),
      """fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_irfft
      fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn _fft_c2c _fft_c2r _fft_r2c"""),
@@ -69,7 +69,6 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.all_but("dims"), "flip roll"),
     (rows.differences, "diff"),
     (rows.leading(2), "tril triu"),
-    (rows.all_but("dim"), "glu"),
     (rows.repeated, "repeat_interleave.self_int"),
     (weight_rows.prelu, "prelu"),
     (weight_rows.cell, "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell"),
@@ -123,6 +122,8 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.select_scattered, "select_scatter"),
     (view_rows.tiled, "repeat"),
     (view_rows.slices, "narrow slice.Tensor"),
+    (view_rows.parts, "chunk split.Tensor split_with_sizes"),
+    (view_rows.gated, "glu"),
     (view_rows.expand, "expand"),
     (view_rows.pad, "constant_pad_nd pad"),
     (view_rows.filled, "empty.memory_format full new_empty new_full new_ones new_zeros ones rand randn zeros"),

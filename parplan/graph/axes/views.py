@@ -18,7 +18,7 @@ from torch import fx
 
 from parplan.graph.axes.call import Call, shape_of
 from parplan.graph.axes.elementwise import same_dims
-from parplan.graph.axes.row_syntax import Cut, OpAxis
+from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Section
 from parplan.graph.kinds import op_name
 
 
@@ -28,14 +28,47 @@ def reshape(call: Call) -> tuple[OpAxis, ...]:
     # `squeeze(dim)` leaves a dimension alone for its size, which a part of it need not have.
     kept = call.dims("dim", len(shape_of(source))) if op_name(call.node) == "squeeze" else set()
     pairs = [pair for group in _groups(shape_of(source), call.out_shape) for pair in group.pairs()]
-    return tuple(
-        OpAxis(
-            {source.name: own.dim, out: new.dim},
-            outer={name: size for name, size in {source.name: own.outer, out: new.outer}.items() if size > 1},
-        )
-        for own, new in pairs
-        if own.dim not in kept
-    )
+    repeated = _repeated(source)
+    axes = []
+    for own, new in pairs:
+        outer = {name: size for name, size in {source.name: own.outer, out: new.outer}.items() if size > 1}
+        merged = repeated is not None and own.dim == repeated.dim - 1 and call.out_shape[new.dim] == repeated.merged
+        if repeated is not None and merged and not outer:
+            repeats = dict.fromkeys(repeated.tensors, repeated.dim)
+            axes.append(OpAxis({out: new.dim}, shared={source.name: own.dim}, repeats=repeats))
+        elif own.dim not in kept:
+            axes.append(OpAxis({source.name: own.dim, out: new.dim}, outer=outer))
+    return tuple(axes)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A dimension behind another one, all along which `expand` repeats what there is once.
+
+    Args:
+        merged: size of both together.
+        tensors: that have it, and no reader but the next one of them, or the reshape that merges both.
+    """
+
+    dim: int
+    merged: int
+    tensors: tuple[str, ...]
+
+
+def _repeated(node: fx.Node) -> _Repeated | None:
+    """The repetition of every head of keys for the heads of queries that share it, just before both are merged."""
+    names = [node.name]
+    while op_name(node) in ("clone", "contiguous") and len(node.users) == 1:
+        node = node.all_input_nodes[0]
+        names.append(node.name)
+    if op_name(node) != "expand" or len(node.users) > 1:
+        return None
+    before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
+    grown = [dim for dim in range(1, len(after)) if len(before) == len(after) and before[dim] == 1 < after[dim]]
+    if len(grown) != 1:
+        return None
+    (dim,) = grown
+    return _Repeated(dim, after[dim - 1] * after[dim], tuple(names))
 
 
 @dataclass(frozen=True)
@@ -326,12 +359,67 @@ def tiled(call: Call) -> tuple[OpAxis, ...]:
 
 
 def slices(call: Call) -> tuple[OpAxis, ...]:
-    """Every dimension but the sliced one; that one too where all of it is taken (`x[:, 1:]` takes all of dim 0)."""
-    shape = shape_of(call.tensors()[0])
-    sliced = call.dim(int(call["dim"] or 0), len(shape))
-    # `step` is an argument of slice, not of narrow, whose length is not put right.
-    closed = {sliced} if call["step"] != 1 or shape[sliced] != call.out_shape[sliced] else set()
-    return same_dims(call, (dim for dim in range(len(shape)) if dim not in closed))
+    """Every dimension; the sliced one as a section of the operand's, unless all of it is taken.
+
+    Sections that other slices of the same operand take are not touched here, and may be cut as well.
+    """
+    source, shape = call.tensors()[0], shape_of(call.tensors()[0])
+    own = _sliced(call)
+    if own is None:
+        sliced = call.dim(int(call["dim"] or 0), len(shape))
+        return same_dims(call, (dim for dim in range(len(shape)) if dim != sliced))
+    if own.section is None:
+        return same_dims(call, range(len(shape)))
+    axes = same_dims(call, (dim for dim in range(len(shape)) if dim != own.dim))
+    beside = [_sliced(Call(user)) for user in source.users if user is not call.node and user.target in _SLICES]
+    others = {
+        other.section
+        for other in beside
+        if other is not None and other.dim == own.dim and other.section is not None
+        if other.section.stop <= own.section.start or other.section.start >= own.section.stop
+    }
+    untouched = [OpAxis({source.name: own.dim}, sections={source.name: section}) for section in others]
+    dims = dict.fromkeys((source.name, call.outputs[0]), own.dim)
+    return (*axes, OpAxis(dims, sections={source.name: own.section}), *untouched)
+
+
+_SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
+
+
+def _sliced(call: Call) -> Place | None:
+    """The section that a slice takes; None for one in steps, of nothing, or of unknown bounds."""
+    shape = call.shape("self")
+    dim = call.dim(int(call["dim"] or 0), len(shape))
+    size, length = shape[dim], call.out_shape[dim]
+    start = call["start"] or 0
+    known = all(isinstance(value, int) for value in (size, length, start)) and length > 0
+    if call["step"] not in (1, None) or not known:
+        return None
+    start = min(start + size if start < 0 else start, size)
+    section = Section(start, start + length) if length != size else None
+    return Place(call.tensors()[0].name, dim, section=section)
+
+
+def parts(call: Call) -> tuple[OpAxis, ...]:
+    """`split` and `chunk`: every dimension; the one that is split has a section for each part."""
+    source, rank = call.tensors()[0], len(shape_of(call.tensors()[0]))
+    split = call.dim(int(call["dim"] or 0), rank)
+    axes = same_dims(call, (dim for dim in range(rank) if dim != split))
+    ends = list(accumulate((part.shape[split] for part in call.node.meta["val"]), initial=0))
+    found = [
+        OpAxis({source.name: split, name: split}, sections={source.name: Section(ends[index], ends[index + 1])})
+        for index, name in call.results.items()
+        if name != call.node.name
+    ]
+    return (*axes, *found)
+
+
+def gated(call: Call) -> tuple[OpAxis, ...]:
+    """`glu`: every dimension; along `dim` the operand is two halves, value and gate."""
+    source, out, rank = call.tensors()[0], call.outputs[0], len(call.out_shape)
+    halved = call.dim(int(call["dim"]), rank)
+    axes = same_dims(call, (dim for dim in range(rank) if dim != halved))
+    return (*axes, OpAxis({source.name: halved, out: halved}, outer={source.name: 2}))
 
 
 def expand(call: Call) -> tuple[OpAxis, ...]:

@@ -175,18 +175,22 @@ def cell(call: Call) -> tuple[OpAxis, ...]:
 
 
 def attention(call: Call) -> tuple[OpAxis, ...]:
-    """Scaled dot-product attention [..., heads, sequence, width]; heads of keys count whole."""
+    """Scaled dot-product attention [..., heads, sequence, width]; several heads of queries may share one of keys."""
     operands = ("query", "key", "value")
     rank = len(call.out_shape)
     if any(len(call.shape(argument)) != rank for argument in operands):
         return ()
     mask = call.name("attn_mask")
     mask_shape = call.shape("attn_mask") if mask else ()
+    sizes = {str(call.name(argument)): call.shape(argument) for argument in operands}
     axes = []
     for dim in range(rank - 2):
-        dims = {str(call.name(argument)): dim for argument in operands} | {call.outputs[0]: dim}
+        dims = dict.fromkeys((*sizes, call.outputs[0]), dim)
+        groups = [name for name, shape in sizes.items() if shape[dim] != call.out_shape[dim]]
+        shared = {name: dims.pop(name) for name in groups} if call["enable_gqa"] and dim == rank - 3 else {}
+        shared = {name: own for name, own in shared.items() if sizes[name][own] > 1}  # one for all is used whole
         own = dim - (rank - len(mask_shape))
         if mask and own >= 0 and mask_shape[own] > 1:
             dims[mask] = own
-        axes.append(OpAxis(dims, name="heads" if dim == rank - 3 and rank == 4 else ""))
+        axes.append(OpAxis(dims, name="heads" if dim == rank - 3 and rank == 4 else "", shared=shared))
     return tuple(axes)

@@ -48,7 +48,7 @@ def sample_places(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, Plac
 
 def _outer(axis: OpAxis, place: Place, sizes: Mapping[str, tuple[int, ...]]) -> int | None:
     """The size of what samples are merged behind in the results of an op along `axis`; None where it has none there."""
-    if axis.dims.get(place.tensor) != place.dim or axis.cut not in (Cut.MAP, Cut.MIXED):
+    if axis.dims.get(place.tensor) != place.dim or axis.cut not in (Cut.MAP, Cut.MIXED) or axis.sections:
         return None
     if axis.outer.get(place.tensor, 1) == place.outer:
         return 1

@@ -202,6 +202,7 @@ class _Reader:
                 found[-1].crossed |= {t for t, dim in axis.dims.items() if found[-1].dims.get(t, dim) != dim}
                 found[-1].dims.update(axis.dims)
                 found[-1].outer.update(axis.outer)
+                found[-1].sections.update(axis.sections)
                 found[-1].cuts |= axis.cuts
                 found[-1].partial |= axis.partial
                 found[-1].first_only |= axis.first_only
@@ -211,7 +212,9 @@ class _Reader:
 
     def _is_free(self, axis: JointAxis) -> bool:
         """Whether parts of an axis give the same numbers: of what they compute, and of all gradients."""
+        # The user's own code takes its sections at indices of the whole tensor, on parts too.
         plain = axis.open and axis.cuts <= {Cut.MAP, Cut.SUM} and not (axis.first_only or axis.routed)
+        plain = plain and not axis.sections and not axis.limits
         fixed = any(node.op == "get_attr" and node.name in axis.dims for node in self._traced.graph.nodes)
         if not plain or fixed or not any(self._has(axis, node) for node in self._inputs):
             return False

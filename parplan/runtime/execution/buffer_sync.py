@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Grid, Region
+from parplan.layout import Grid, Region, region_of
 from parplan.lowering.program import Compute, Program, State
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.segment_cache import written_buffers
@@ -67,7 +67,7 @@ class BufferSync:
                 ranks = step.grid.column(column)
                 self._transport.group(ranks)
                 own = [state for state in step.states if state.name in written and rank in ranks]
-                found = (_ReplicatedBlock(graph.buffers[s.name], s.blocks[rank], ranks) for s in own)
+                found = (_ReplicatedBlock(graph.buffers[s.name], region_of(s.blocks[rank]), ranks) for s in own)
                 self._blocks |= dict.fromkeys(found)
         self.forget()
 
@@ -125,7 +125,9 @@ class BufferBroadcast:
                 self._states[id(step)] = shared
             if step.grid.shards > 1 or len(step.grid.devices) < transport.processes:
                 alone = [state for state in found if len(places[state.name]) == 1]
-                ends = (_WrittenBlock(s.name, s.blocks[rank], rank) for s in alone for rank in step.grid.row(0))
+                ends = (
+                    _WrittenBlock(s.name, region_of(s.blocks[rank]), rank) for s in alone for rank in step.grid.row(0)
+                )
                 self._at_end |= dict.fromkeys(ends)
 
     @torch.no_grad()
@@ -136,7 +138,7 @@ class BufferBroadcast:
             for source in step.grid.row(0):
                 with self._transport.on(rank):
                     # As batch norm itself does, without a trace in autograd: the backward's saved values are others.
-                    held = block(self._store.original(state.name).data, state.blocks[source])
+                    held = block(self._store.original(state.name).data, region_of(state.blocks[source]))
                     moving = held.contiguous()
                     self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
                     if rank != source:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parplan.layout import Range, Region
+from parplan.layout import Block, located, whole_block
 from parplan.lowering.holdings import Bucket
 from parplan.lowering.program import State
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.timeline import Recorder
-from parplan.runtime.transport.base import Pending, Transport, block
+from parplan.runtime.transport.base import Pending, Transport, add_block
 
 __all__ = ["Gradients"]
 
@@ -26,7 +26,7 @@ __all__ = ["Gradients"]
 class _Term:
     """A gradient of a block of what a device holds; if it is our `own`, nobody else reads its memory."""
 
-    block: Region
+    block: Block
     gradient: Tensor
     own: bool
 
@@ -104,7 +104,7 @@ class Gradients:
         original = self._store.original(name)
         total = torch.zeros(shape, dtype=original.dtype, device=self._transport.physical(device))
         for term in terms:
-            block(total, term.block).add_(term.gradient)
+            add_block(total, term.block, term.gradient)
         return total
 
     def arrive(self) -> None:
@@ -117,8 +117,7 @@ class Gradients:
                     with self._transport.on(entry.device):
                         torch._foreach_copy_(totals, [p.view_as(t) for p, t in zip(parts, totals, strict=True)])
                 for name, total in zip(entry.parameters, totals, strict=True):
-                    whole = tuple(Range(0, size) for size in total.shape)
-                    self._terms[name][entry.device] = [_Term(whole, total, True)]
+                    self._terms[name][entry.device] = [_Term(whole_block(total.shape), total, True)]
             self._sums.clear()
 
     def totals(
@@ -145,7 +144,7 @@ class Gradients:
             return terms[0].gradient.to(original.device, copy=own and not terms[0].own)
         total = torch.zeros_like(original, memory_format=torch.contiguous_format)
         for device, held in by_device.items():
-            here = block(total, self._store.place(name, device))
+            place = self._store.place(name, device)
             for term in held:
-                block(here, term.block).add_(term.gradient.to(original.device))
+                add_block(total, located(term.block, place), term.gradient.to(original.device))
         return total

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Range, Region
-from parplan.lowering.program import Compute, Program, State, shape_of
+from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
+from parplan.lowering.program import Compute, Program, State
 from parplan.runtime.compat import Version, version
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
-from parplan.runtime.transport.base import Transport, block
+from parplan.runtime.transport.base import Transport, block, block_values
 from parplan.runtime.transport.streams import sent
 
 __all__ = ["Copies", "Store"]
@@ -54,7 +54,7 @@ class _Where:
 
     path: str
     place: torch.device
-    block: Region
+    block: Block
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Store:
         blocks = state.blocks[device]
         if not self._sharded and state.name in self._holdings:
             held = self._holdings[state.name][device]
-            blocks = tuple(inner.shifted(outer.start) for inner, outer in zip(blocks, held, strict=True))
+            blocks = located(blocks, held)
         # A constant belongs to its graph alone.
         path = self._paths.get(state.name, f"{id(self._buffers.get(state.name))} of this graph")
         return _Wanted(state.name, _Where(path, self._transport.physical(device), blocks), shape_of(blocks))
@@ -163,18 +163,23 @@ class Store:
         """The block that a compute step uses on `device`: a view, or a copy in the device's memory."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name).detach()
-        if original.device != wanted.where.place:
+        if self._is_copied(wanted):
             copy = self._copies.get(wanted.where)
             assert copy is not None  # refresh() came first
             return copy.tensor
-        return original if original.shape == wanted.shape else block(original, wanted.where.block)
+        return original if original.shape == wanted.shape else block(original, region_of(wanted.where.block))
+
+    def _is_copied(self, wanted: _Wanted) -> bool:
+        """Whether a device works on a copy: in another memory, or of a block with sections, which is no view."""
+        sections = any(isinstance(extent, Ranges) for extent in wanted.where.block)
+        return sections or self.original(wanted.name).device != wanted.where.place
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
         """Make and bring up to date all copies, one message per memory and type; before any device starts."""
         pairs = [(device, wanted) for (_, device), wanted in self._wanted.items()]
-        copied = [(d, wanted) for d, wanted in pairs if self.original(wanted.name).device != wanted.where.place]
+        copied = [(d, wanted) for d, wanted in pairs if self._is_copied(wanted)]
         # Copies that travel in one message, by source, target and type.
         stale: dict[tuple[torch.device, torch.device, torch.dtype], dict[_Wanted, None]] = defaultdict(dict)
         unwritten: dict[_Wanted, _Copy] = {}
@@ -189,7 +194,7 @@ class Store:
             original = self.original(wanted.name)
             stale[original.device, wanted.where.place, original.dtype][wanted] = None
         for (_, target, _), group in stale.items():
-            blocks = [block(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
+            blocks = [block_values(self.original(wanted.name).detach(), wanted.where.block) for wanted in group]
             flat = sent(torch.cat([tensor.reshape(-1) for tensor in blocks]), target)
             parts = flat.split([tensor.numel() for tensor in blocks])
             for wanted, tensor, part in zip(group, blocks, parts, strict=True):
@@ -209,7 +214,7 @@ class Store:
             if copy.checksum is None:
                 copy.checksum = _checksum(copy.tensor)
             original = self.original(wanted.name).detach()
-            originals[original.device].append(_checksum(block(original, wanted.where.block)))
+            originals[original.device].append(_checksum(block_values(original, wanted.where.block)))
         # One reading of each device's numbers, however many copies there are.
         by_device = {device: iter(torch.stack(sums).tolist()) for device, sums in originals.items()}
         held = [copy.checksum for copy in copies.values() if copy.checksum is not None]
@@ -224,18 +229,18 @@ class Store:
         """Copy a buffer that `device` wrote to the module, or tell its copies that it was written there."""
         wanted = self._wanted[id(state), device]
         original = self.original(state.name)
-        if original.device != wanted.where.place:
+        if self._is_copied(wanted):
             copy = self._copies.get(wanted.where)
             assert copy is not None  # `get` gave it to the step that wrote it
-            block(original, wanted.where.block).copy_(copy.tensor)
+            block(original, region_of(wanted.where.block)).copy_(copy.tensor)
             self._copies[wanted.where] = _Copy(copy.tensor, version(original), users=copy.users)
         else:
             increment_version(original)
 
-    def place(self, name: str, device: int) -> Region:
+    def place(self, name: str, device: int) -> Block:
         """The extent, in the module's own tensor, of the block that `device` holds of a parameter."""
         held = self._holdings[name][device]
-        return tuple(Range(0, size) for size in self.shapes[name][device]) if self._sharded else held
+        return whole_block(self.shapes[name][device]) if self._sharded else held
 
 
 def _checksum(tensor: Tensor) -> Tensor:

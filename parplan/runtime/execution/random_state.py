@@ -76,6 +76,9 @@ class SeededOps:
                 own_row = row if _by_row(part.layer, part.strategy, node) else 0
                 axis = part.layer.axis(part.strategy.axis) if part.strategy.shards > 1 else None
                 own_column = part.column if axis is not None and not _results(node).isdisjoint(axis.dims) else 0
+                shared = [axis.sections[name].limits for name in _results(node) & axis.sections.keys()] if axis else []
+                if any(map(any, shared)):  # of one section: what neighbours share they draw alike
+                    own_column = own_column * min(*shared[0], part.strategy.shards) // part.strategy.shards
                 place = (self._index[node.name] * self._limit + own_row) * self._limit + own_column
                 made.target = self._seeded(made.target, place)
         code.recompile()

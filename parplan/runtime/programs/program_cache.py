@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Grid, Region
+from parplan.layout import Block, Grid
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
 from parplan.lowering.program import Compute, Program
@@ -120,17 +120,17 @@ class Programs:
         self.device_count = len(self._memories)
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
-        self._held: Mapping[str, Mapping[int, Region]] = {}
+        self._held: Mapping[str, Mapping[int, Block]] = {}
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
         self.copies: Copies = {}
 
-    def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Region]]:
+    def fresh_buffers(self, graph: LayerGraph, program: Program) -> dict[str, dict[int, Block]]:
         """Blocks of the buffers that norms write in a program, by dotted name and the devices that are up to date.
 
         All replicas have the same global statistics; of local ones the first replica's are the model's.
         """
-        found: dict[str, dict[int, Region]] = {}
+        found: dict[str, dict[int, Block]] = {}
         for step in program.forward:
             written = written_buffers(graph, step)
             if isinstance(step, Compute) and written:

@@ -33,7 +33,7 @@ from parplan.runtime.self_check.double_copy import double_casts
 from parplan.runtime.self_check.gathered_batch import Batch, returned_leaves
 from parplan.runtime.self_check.step_comparison import CheckedModel, StepDifference
 from parplan.runtime.self_check.suspects import suspects
-from parplan.runtime.transport.base import block
+from parplan.runtime.transport.base import block_values
 
 __all__ = ["FirstDifference", "first_difference"]
 
@@ -214,7 +214,7 @@ def _lost_by_plan(
         if value is None or slot.turn is not None or slot.layout.partial or tuple(value.shape) != tuple(slot.shape):
             continue
         for device, tensor in one.held.items():
-            if _differs(block(value, slot.region(device)), tensor):
+            if _differs(block_values(value, slot.block(device)), tensor):
                 name = graph.producer[slot.value]
                 if isinstance(step, Compute):
                     others = f" (it runs with {', '.join(n for n in step.layers if n != name)})"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.graph.user_line import failing_module, user_line
-from parplan.lowering.program import shape_of
+from parplan.layout import shape_of
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.programs.program_cache import Captured, Programs
 from parplan.runtime.self_check.checked_step import StepValues, executed_step, isolated, plain_step, with_callers_modes
@@ -23,7 +23,7 @@ from parplan.runtime.self_check.comparison import GroupDifference, compare_group
 from parplan.runtime.self_check.double_copy import double_casts
 from parplan.runtime.self_check.gathered_batch import Batch
 from parplan.runtime.sharded_state.sharded_tensor import local_tensor
-from parplan.runtime.transport.base import Transport, block
+from parplan.runtime.transport.base import Transport, block_values
 
 __all__ = ["GROSS", "CheckedModel", "PlainFailure", "StepDifference"]
 
@@ -180,10 +180,10 @@ class CheckedModel:
             region, own = held.get(path), planned.gradients[path]
             if path in held and region is None:
                 continue
-            wanted[path] = block(gradient, region) if gradient is not None and region is not None else gradient
+            wanted[path] = block_values(gradient, region) if gradient is not None and region is not None else gradient
             own = local_tensor(own) if own is not None else None
             cut = own is None or region is None or tuple(own.shape) == shape_of(region)
-            given[path] = own if cut or own is None or region is None else block(own, region)
+            given[path] = own if cut or own is None or region is None else block_values(own, region)
         positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
         compared = [name for name, position in positions.items() if not batch.shares_input(position)]
         wholes = {name: plain.input_gradients[name] for name in compared}
@@ -198,11 +198,11 @@ class CheckedModel:
         buffers = [name for name in plain.buffers if name not in fresh or rank in fresh[name]]
         expected = StepValues(
             batch.own_results(graph, plain.results), wanted, wanted_inputs,
-            {name: block(plain.buffers[name], regions[name] or ()) for name in buffers},
+            {name: block_values(plain.buffers[name], regions[name] or ()) for name in buffers},
         )  # fmt: skip
         found = StepValues(
             planned.results, given, given_inputs,
-            {name: block(planned.buffers[name], regions[name] or ()) for name in buffers},
+            {name: block_values(planned.buffers[name], regions[name] or ()) for name in buffers},
         )  # fmt: skip
         return expected, found
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.layout import Range, Region
-from parplan.lowering.program import shape_of
+from parplan.layout import Block, Range, intervals, regions_of, shape_of
 from parplan.runtime.compat import group_timeout
 from parplan.runtime.transport.base import Transport, block
 
@@ -100,11 +99,11 @@ class TaggedCollectives:
         """The whole tensor, where all ranks are known to run this."""
         whole = own.new_empty(placement.shape)
         for part in placement.parts:
-            target = block(whole, part.block)
             mine = self.rank == part.ranks[0]
             moving = own.detach().contiguous() if mine else own.new_empty(shape_of(part.block))
             self._transport.broadcast(tag, moving, part.ranks[0], range(self.processes))
-            target.copy_(moving)
+            for outer, inner in regions_of(part.block):
+                block(whole, outer).copy_(block(moving, inner))
         return whole
 
     def share(self, tag: str, tensor: Tensor) -> Tensor:
@@ -129,7 +128,7 @@ class TaggedCollectives:
 class HeldBlock:
     """A block of a tensor and the ranks that hold it, the first of which speaks for all."""
 
-    block: Region
+    block: Block
     ranks: tuple[int, ...]
 
 
@@ -149,7 +148,7 @@ class Placement:
 
     name: str
     shape: tuple[int, ...]
-    blocks: Mapping[int, Region]
+    blocks: Mapping[int, Block]
     collectives: TaggedCollectives = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -163,13 +162,13 @@ class Placement:
     @cached_property
     def parts(self) -> tuple[HeldBlock, ...]:
         """The distinct blocks."""
-        found: dict[Region, list[int]] = {}
+        found: dict[Block, list[int]] = {}
         for rank, region in sorted(self.blocks.items()):
             found.setdefault(region, []).append(rank)
         return tuple(HeldBlock(region, tuple(ranks)) for region, ranks in found.items())
 
     @cached_property
-    def own(self) -> Region:
+    def own(self) -> Block:
         """This rank's block; empty where it holds nothing."""
         return self.blocks.get(self.collectives.rank, tuple(Range(0, 0) for _ in self.shape))
 
@@ -193,12 +192,13 @@ class Placement:
         return self is other or (self.shape == other.shape and self.blocks == other.blocks)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """A view of this rank's block of a whole tensor, or of one that broadcasts to it."""
+        """This rank's block of a whole tensor, or of one that broadcasts to it; of sections a copy."""
         if not self.shape:
             return tensor if self.collectives.rank in self.blocks else tensor.reshape(1)[:0]
         first = len(self.shape) - tensor.dim()
         for dim in range(tensor.dim()):
             size, extent = self.shape[first + dim], self.own[first + dim]
             if tensor.shape[dim] == size and len(extent) != size:
-                tensor = tensor.narrow(dim, extent.start, len(extent))
+                parts = [tensor.narrow(dim, part.start, len(part)) for part in intervals(extent)]
+                tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return tensor

@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
-from parplan.layout import Region
-from parplan.lowering.program import shape_of
+from parplan.layout import Block, shape_of
 from parplan.runtime.compat import become, state_by_block, without_weak_references
 from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
 from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
@@ -105,12 +104,12 @@ class Sharding:
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[str, Mapping[int, Region]],
+        parameters: Mapping[str, Mapping[int, Block]],
         transport: Transport,
     ) -> None:
         self._module = module
         self._transport = transport
-        self.fresh: dict[str, dict[int, Region]] = {}
+        self.fresh: dict[str, dict[int, Block]] = {}
         # The first name of every parameter name, for tied parameters.
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -205,7 +204,7 @@ class Sharding:
         fresh = {name: self._gathered(name, state[name], held) for name, held in self.fresh.items() if name in state}
         return {**gathered(state), **fresh}
 
-    def _gathered(self, name: str, own: Tensor, held: Mapping[int, Region]) -> Tensor:
+    def _gathered(self, name: str, own: Tensor, held: Mapping[int, Block]) -> Tensor:
         """A buffer, of which every rank has the whole shape and some have values of now."""
         if len(held) == self._transport.processes and all(shape_of(b) == tuple(own.shape) for b in held.values()):
             return own

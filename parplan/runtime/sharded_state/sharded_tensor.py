@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import RuntimeFailure
+from parplan.layout import intervals, regions_of, shape_of
 from parplan.runtime.compat import (
     as_subclass_with_dispatch,
     local_ops_only,
@@ -24,6 +25,7 @@ from parplan.runtime.compat import (
     writes,
 )
 from parplan.runtime.sharded_state.block_placement import Placement
+from parplan.runtime.transport.base import block
 
 __all__ = ["Gathered", "ShardedTensor", "ShardedView", "local_tensor"]
 
@@ -81,7 +83,8 @@ class ShardedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values, as gathering them needs all ranks."""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        ranges = ", ".join(f"{extent.start}:{extent.stop}" for extent in self.placement.own)
+        extents = (intervals(extent) for extent in self.placement.own)
+        ranges = ", ".join("+".join(f"{part.start}:{part.stop}" for part in parts) for parts in extents)
         return (
             f"{type(self).__name__}({self.placement.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"rank {self.placement.collectives.rank} holds [{ranges}]{grad})"
@@ -117,7 +120,7 @@ class ShardedTensor(torch.Tensor):
     # the same block name it alike, and one of them writes it. Loading reads what of saved blocks lies within it --
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """The one item to write for this rank's block; none where it holds nothing."""
+        """The items to write for this rank's block, one for each of its regions; none where it holds nothing."""
         # Not at the top: it imports all of torch's parallel modules.
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -133,24 +136,23 @@ class ShardedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The extent of this rank's block; empty where it holds nothing."""
+        """The extents of the regions of this rank's block; empty where it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        own = self.placement.own
-        if not self.local.numel():
-            return []
-        return [ChunkStorageMetadata(torch.Size(e.start for e in own), torch.Size(len(e) for e in own))]
+        regions = [outer for outer, _ in regions_of(self.placement.own)] if self.local.numel() else []
+        return [ChunkStorageMetadata(torch.Size(e.start for e in own), torch.Size(shape_of(own))) for own in regions]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """This rank's block, to read from or write to.
+        """A region of this rank's block, to read from or write to.
 
         Raises:
             ValueError: the index is that of another rank's.
         """
-        starts = [extent.start for extent in self.placement.own]
-        if list(index.offset or ()) != starts:
-            raise ValueError(f"{index.fqn}: this rank holds the block at {starts}, not {index.offset}")
-        return self.local
+        regions = {tuple(e.start for e in outer): inner for outer, inner in regions_of(self.placement.own)}
+        inner = regions.get(tuple(index.offset or ()))
+        if inner is None:
+            raise ValueError(f"{index.fqn}: this rank holds the blocks at {[*regions]}, not {index.offset}")
+        return block(self.local, inner)
 
     @property
     def data(self) -> Tensor:

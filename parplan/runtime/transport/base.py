@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parplan.layout import Piece, Region
+from parplan.layout import Block, Piece, Ranges, Region, regions_of
 from parplan.lowering.program import Assembly, Exchange
 
-__all__ = ["Held", "Pending", "Transport", "assemble", "block"]
+__all__ = ["Held", "Pending", "Transport", "add_block", "assemble", "block", "block_values"]
 
 Held = dict[int, Tensor]  # logical device -> the part of one tensor that it holds
 
@@ -127,6 +127,22 @@ def block(tensor: Tensor, region: Region) -> Tensor:
         if len(extent) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, extent.start, len(extent))
     return tensor
+
+
+def block_values(tensor: Tensor, held: Block) -> Tensor:
+    """The values of a block, to be read: a view where it is one region, a copy where it has sections."""
+    for dim, extent in enumerate(held):
+        if isinstance(extent, Ranges):
+            tensor = torch.cat([tensor.narrow(dim, part.start, len(part)) for part in extent.parts], dim)
+        elif len(extent) != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, extent.start, len(extent))
+    return tensor
+
+
+def add_block(tensor: Tensor, held: Block, values: Tensor) -> None:
+    """Add the values of a block where it lies in `tensor`."""
+    for outer, inner in regions_of(held):
+        block(tensor, outer).add_(block(values, inner))
 
 
 def assemble(plan: Assembly, fetch: Callable[[Piece], Tensor], like: Tensor) -> Tensor:

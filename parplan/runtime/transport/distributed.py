@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.layout import Piece
-from parplan.lowering.program import Assembly, Exchange, shape_of
+from parplan.layout import Piece, shape_of
+from parplan.lowering.program import Assembly, Exchange
 from parplan.runtime.transport.base import Held, Transport, assemble, block
 
 __all__ = ["DistributedTransport", "Flat", "explained"]

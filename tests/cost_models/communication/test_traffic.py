@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from math import lcm, prod
 from random import Random
 
 import pytest
@@ -19,7 +20,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import device_preset
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout, Piece
-from tests.slow_layout import random_layout, slow_pieces
+from tests.slow_layout import in_sections, random_layout, slow_elements, slow_pieces
 
 SIZES = (None, 1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -44,6 +45,33 @@ def check_flows(moved: Traffic, listed: list[Piece], size: int | None) -> None:
     assert flow.messages_in.tolist() == [counted["messages in"][device] for device in moved.receivers]
     assert flow.sent.tolist() == [counted["out"][device] for device in moved.senders]
     assert flow.messages_out.tolist() == [counted["messages out"][device] for device in moved.senders]
+
+
+@pytest.mark.parametrize("start", range(0, 300, 50))
+def test_flows_between_sections_are_the_elements_added_up(start: int) -> None:
+    for seed in range(start, start + 50):
+        random = Random(seed)
+        source, target = (random_layout(random, 6, 2, partial, random.random() < 0.6) for partial in (True, False))
+        source, target = in_sections(random, source), in_sections(random, target)
+        shape = [1, 1]
+        for layout in (source, target):
+            for dim, parts in layout.cuts.items():
+                total = layout.sections.total if layout.sections is not None and dim == layout.shard_dim else 1
+                shape[dim] = lcm(shape[dim], parts * total)
+        listed, moved = slow_elements(shape, source, target), traffic(source, target)
+        for size in (None, 1, 2, 3, 4):
+            flow, inside = (
+                moved.within(size),
+                {p: n for p, n in listed.items() if not size or p[0] // size == p[1] // size},
+            )
+            for index, devices, elements, messages in (
+                (0, moved.senders, flow.sent, flow.messages_out),
+                (1, moved.receivers, flow.received, flow.messages_in),
+            ):
+                found = [Fraction(int(count), moved.total) for count in elements]
+                pairs = [[n for pair, n in inside.items() if pair[index] == device] for device in devices]
+                assert found == [Fraction(sum(own), prod(shape)) for own in pairs], seed
+                assert messages.tolist() == [len(own) for own in pairs], seed
 
 
 @pytest.mark.parametrize("start", range(0, 400, 50))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.layout import Grid, Layout, Piece, Range, pieces, region
-from parplan.lowering.program import Exchange, shape_of
-from parplan.runtime.transport.base import block
+from parplan.layout import Grid, Layout, Piece, Range, Sections, pieces, region, shape_of
+from parplan.lowering.program import Exchange
+from parplan.runtime.transport.base import block_values
 from parplan.runtime.transport.local import LocalTransport
 
 WHOLE = torch.arange(6 * 12, dtype=torch.float64).reshape(6, 12)
@@ -21,11 +21,13 @@ LAYOUTS = {
     "both": Layout(Grid((0, 1, 2, 3), 2, 2), 0, 1),
     "three": Layout(Grid((1, 3, 0), 3, 1), 0),
     "copies": Layout(Grid((0, 1, 2, 3), 4, 1), None),
+    "sections": Layout(Grid((1, 0), 1, 2), None, 1, sections=Sections.of((8, 2, 2))),
+    "shared": Layout(Grid((0, 1, 2, 3), 1, 4), None, 1, sections=Sections.of((8, 4), (0, 2))),
 }
 
 
 def part(layout: Layout, device: int) -> Tensor:
-    return block(WHOLE, region(WHOLE.shape, layout, *layout.grid.position(device)))
+    return block_values(WHOLE, region(WHOLE.shape, layout, *layout.grid.position(device)))
 
 
 def transport() -> LocalTransport:

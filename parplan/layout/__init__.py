@@ -1,0 +1,38 @@
+"""How one tensor lies over devices, and what must move to change that."""
+
+from parplan.layout.grids import Grid, Layout, Sections
+from parplan.layout.pieces import (
+    IntArray,
+    Piece,
+    PieceTable,
+    block_shapes,
+    in_place,
+    own_places,
+    piece_table,
+    pieces,
+    region,
+    regions,
+    split_evenly,
+)
+from parplan.layout.ranges import (
+    Block,
+    Extent,
+    Range,
+    Ranges,
+    Region,
+    disjoint,
+    extent_of,
+    intervals,
+    located,
+    region_of,
+    regions_of,
+    shape_of,
+    whole_block,
+    within,
+)
+
+__all__ = [
+    "Block", "Extent", "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Ranges", "Region", "Sections",
+    "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located", "own_places", "piece_table", "pieces",
+    "region", "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
+]  # fmt: skip
