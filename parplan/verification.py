@@ -100,9 +100,9 @@ def verify_plan(
         elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # those that drop inside of one function
             module.dropout = 0.0
     samples = batch_of(pytree.tree_leaves((args, kwargs))) or 0
-    draws = ConstantDraws()
+    seeded = ConstantDraws()
     try:
-        with _NoDropout(), draws, GroupedInDouble():
+        with _NoDropout(), seeded, GroupedInDouble():
             reference = _run(plain, plain, args, kwargs, seed)
     except Exception as error:
         line, layer = user_line(error), failing_module(error, plain)
@@ -113,7 +113,7 @@ def verify_plan(
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
     with GroupedInDouble():
         compiled.prepare(*args, **kwargs)  # no draw is replaced in what is captured
-    with draws, GroupedInDouble():
+    with seeded, GroupedInDouble():
         found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
     assert compiled.graph is not None
@@ -124,7 +124,7 @@ def verify_plan(
         if expected
     )
     notes = tuple(
-        f"{name} draws random numbers that cannot be fixed, so results may differ." for name in sorted(draws.unknown)
+        f"{name} draws random numbers that cannot be fixed, so results may differ." for name in sorted(seeded.unknown)
     )
     return Verification(compiled.plan, samples, rows, notes)
 
