@@ -52,6 +52,12 @@ class Fold:
     alike: tuple[tuple[str, str, str], ...] = ()
 
     @cached_property
+    def first(self) -> Mapping[str, str]:
+        """By layer of a repeated block, its copy in the first one."""
+        first = {name: group[0] for group in self.alike for name in group}
+        return {name: first[kept] for name, kept in self.kept.items() if kept in first}
+
+    @cached_property
     def last(self) -> Mapping[str, str]:
         """By the middle copy of a layer, the last one."""
         return {middle: last for _, middle, last in self.alike}

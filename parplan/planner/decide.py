@@ -113,7 +113,15 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
 
 
 def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
-    """The search over shapes and its plan; equal blocks are planned one by one where no plan with them alike fits."""
+    """The search over shapes and its plan.
+
+    Equal blocks are planned one by one where pins do not treat them alike, or no plan with them alike fits.
+    """
+    first = case.fold.first if case.fold is not None else {}
+    for pinned in (pins.whole, *(part.pinned for part in pins.parts)):
+        for said in (pinned.allowed, pinned.periods):
+            if any(said.get(layer) != said.get(one) for layer, one in first.items()):
+                case = replace(case, fold=None)
     search = ShapeSearch(case, pins)
     try:
         found = search.best(pins.whole)

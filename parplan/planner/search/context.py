@@ -100,7 +100,7 @@ class Case:
 
         many = cluster.count > SIMULATED or fold(graph) is not None
         player = StepSimulator(graph, cluster, costs, predicted if many else None)
-        free = request.plan is None and not request.pins and request.rules != "strict"
+        free = request.plan is None and request.rules != "strict"
         deadline = Deadline(request.time_limit_s)
         return Case(graph, cluster, costs, request, deadline, player, progress, fold=fold(graph) if free else None)
 

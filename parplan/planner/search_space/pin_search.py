@@ -143,7 +143,7 @@ def candidates(
     blocks = pinned_blocks(cluster, questions.whole.pins, everywhere)
     batch = graph.batch or 1
     names = graph.layers if fold is None else dict.fromkeys(fold.kept.values())
-    first = {} if fold is None else {name: group[0] for group in fold.alike for name in group}
+    first = {} if fold is None else fold.first
     free: dict[str, Sequence[Strategy]] = {}
     for name in names:
         leader = first.get(name, name)

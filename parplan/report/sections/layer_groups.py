@@ -82,10 +82,11 @@ class TableLine:
 
     @property
     def pinned(self) -> str:
-        """Text on pins: that of all layers where it is the same, else how many layers are pinned."""
-        said = {layer.pinned for layer in self.layers}
-        if len(said) == 1:
-            return said.pop()
+        """Text on pins: that of all layers, or of all with weights, if it is the same; else how many are pinned."""
+        every = {layer.pinned for layer in self.layers}
+        weighted = {layer.pinned for layer in self.layers if layer.parameters}
+        if len(every) == 1 or (len(weighted) == 1 and weighted != {""}):
+            return (every if len(every) == 1 else weighted).pop()
         return f"{sum(bool(layer.pinned) for layer in self.layers)} layers pinned"
 
     @property

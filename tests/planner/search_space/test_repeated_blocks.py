@@ -19,6 +19,7 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold, fold
 from parplan.lowering.stages import stages
+from parplan.pins import Pin
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import decide, predict
 from parplan.planner.decision import Decision
@@ -198,3 +199,16 @@ def test_memory_that_is_missing_is_told_of_all_blocks() -> None:
     cluster = replace(cluster, devices=tuple(replace(one, memory_bytes=100_000) for one in cluster.devices))
     with pytest.raises(InfeasiblePlan, match=r"where the most is held by \d+ and 36 like it 1.54 MiB"):
         decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest())
+
+
+@pytest.mark.parametrize(("pattern", "alike"), [("*", True), ("40", False)])
+def test_pins_that_treat_blocks_alike_leave_them_alike(pattern: str, alike: bool) -> None:
+    body = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    graph = capture(nn.Sequential(*body), (torch.zeros(4, 64),))
+    cluster = cluster_preset("k20", 2)
+    pins = (Pin(pattern, replicas=2),)
+    found = decide(
+        graph, cluster, RooflineCosts(graph, cluster), PlanRequest(pins=pins, price_pins=False, time_limit_s=4.0)
+    )
+    assert bool(found.proof.alike) is alike
+    assert found.plan.layers["40"].replicas == 2
