@@ -356,6 +356,12 @@ _FIXES: dict[Any, Fix] = {
 # fmt: on
 
 
-def is_resized(node: fx.Node) -> bool:
-    """Whether the code of a layer that sees all samples has a node's sizes put right for another number of them."""
-    return node.target in _RESIZED and (node.target not in _RANGES or _counts(node))
+def is_resized(node: fx.Node, only_shape: bool) -> bool:
+    """Whether the code of a layer that sees all samples has a node's sizes put right for another number of them.
+
+    Args:
+        only_shape: nothing in its arguments changes with the batch but the shape of its result (a fill value may).
+    """
+    if node.target in _RANGES:
+        return _counts(node)
+    return node.target in _RESIZED and (only_shape or node.target is aten.unflatten.int)

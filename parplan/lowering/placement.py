@@ -74,7 +74,8 @@ class SlotAssigner:
             return Slot(value, value, layout, (replicas,), rows, spec.dtype, spec.requires_grad, per_replica=True)
         dim = self._graph.batch_dims.get(value)
         shape = list(spec.shape)
-        for grown in (dim,) if dim is not None else (self._graph.grown or {}).get(value, ()):
+        # All samples by all samples, say, grow along another dimension than that of the rows too.
+        for grown in {*(() if dim is None else (dim,)), *(self._graph.grown or {}).get(value, ())}:
             captured = self._graph.batch or 1
             here = self._step_setting.batch if turn is None else self._passes[turn].batch
             shape[grown] = shape[grown] // captured * here if self._graph.batch else shape[grown]

@@ -11,6 +11,7 @@ loss has replicas like any layer, and class_terms can be cut along the vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,11 +44,14 @@ _REDUCTIONS: dict[Any, int] = {
 }  # fmt: skip
 
 
-def split_batch_reductions(graph: fx.Graph, samples: Mapping[str, int]) -> dict[str, str]:
+def split_batch_reductions(
+    graph: fx.Graph, samples: Mapping[str, int], grown: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, str]:
     """Take all such reductions apart.
 
     Args:
         samples: dimension of the samples, by user input.
+        grown: dimensions that grow with the batch, by value.
 
     Returns:
         Names of what replaces values, by their old names.
@@ -59,7 +63,7 @@ def split_batch_reductions(graph: fx.Graph, samples: Mapping[str, int]) -> dict[
             continue
         call = Call(node)
         with graph.inserting_before(node):
-            made = _class_loss(call, places) if op_name(node) in _CLASS_LOSSES else _element_loss(call)
+            made = _class_loss(call, places, grown) if op_name(node) in _CLASS_LOSSES else _element_loss(call)
         if made is not None:
             _replace(graph, node, made, found)
     places = sample_places(graph, samples)
@@ -98,7 +102,7 @@ def _element_loss(call: Call) -> fx.Node | None:
     return _make(call.node, aten.mean.default if reduction == MEAN else aten.sum.default, each)
 
 
-def _class_loss(call: Call, places: Mapping[str, Place]) -> fx.Node | None:
+def _class_loss(call: Call, places: Mapping[str, Place], grown: Mapping[str, tuple[int, ...]]) -> fx.Node | None:
     """Loss and count of every row, then their reduction; None where the batch is not the first dimension."""
     scores, target, reduction = call["self"], call["target"], call["reduction"]
     shape, normalised = shape_of(scores), op_name(call.node) != "cross_entropy_loss"
@@ -106,8 +110,8 @@ def _class_loss(call: Call, places: Mapping[str, Place]) -> fx.Node | None:
     if len(shape) < 2 or place is None or place.dim != 0:
         return None
     indexed = not target.meta["val"].is_floating_point()
-    # As many classes as rows are samples themselves (a contrastive loss): their number is that of the batch.
-    listed = indexed and not normalised and shape[0] != shape[1]
+    # Classes that are samples themselves (a contrastive loss): their number is that of the batch.
+    listed = indexed and not normalised and shape[0] != shape[1] and 1 not in grown.get(scores.name, ())
     blocks = vocabulary_blocks(shape[1]) if listed else 1
     if blocks == 1 and reduction == NONE:
         return None

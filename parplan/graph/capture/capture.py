@@ -213,7 +213,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
-    moved = split_batch_reductions(graph.graph, samples)
+    moved = split_batch_reductions(graph.graph, samples, changes.grown)
     made = {name: (place.dim,) for name, place in sample_places(graph.graph, samples).items() if name not in known}
     changes = replace(changes, grown={**changes.grown, **made})
     graph.outputs = tuple(moved.get(one, one) if isinstance(one, str) else one for one in graph.outputs)
@@ -241,10 +241,11 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         fixed = fixed or any(axis.dims.get(value) == dim for axis in layer.axes for value, dim in paired)
         for node in layer.nodes:
             if layer.batch is None:
-                fixed = fixed or (node.name in changes.all and not is_resized(node))
+                only_shape = node.name not in changes.unexplained
+                fixed = fixed or (node.name in changes.all and not is_resized(node, only_shape))
             else:
-                # A value that grows with the batch although no sample reaches it keeps its captured size.
-                fixed = fixed or (node.name in changes.grown and node.name not in dims)
+                # A dimension that grows with the batch, but not with the samples of a replica, keeps its captured size.
+                fixed = fixed or not {dims.get(node.name)}.issuperset(changes.grown.get(node.name, ()))
     users = zip(inputs.users, call.leaves, strict=True)
     trainable = {name for name, path in graph.parameters.items() if model.get_parameter(path).requires_grad}
     trainable |= {name for name, leaf in users if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad}

@@ -38,7 +38,7 @@ def compute_rows_once(graph: fx.Graph, changes: BatchChanges, samples: Set[str])
     Args:
         samples: user inputs that hold samples.
     """
-    equal = _equal_rows(graph, changes.grown, _reached(graph, samples))
+    equal = _equal_rows(graph, changes, _reached(graph, samples))
     shapes = {node: shape_of(node) for node in equal}
     expansions: dict[str, tuple[int, ...]] = {}
     for node, dim in equal.items():
@@ -105,12 +105,16 @@ def _reached(graph: fx.Graph, samples: Set[str]) -> set[fx.Node]:
     return found
 
 
-def _equal_rows(graph: fx.Graph, grown: Mapping[str, tuple[int, ...]], reached: Set[fx.Node]) -> dict[fx.Node, int]:
-    """Nodes that no sample reaches and whose rows along the one dimension that grows are all the same."""
-    found: dict[fx.Node, int] = {}
+def _equal_rows(graph: fx.Graph, changes: BatchChanges, reached: Set[fx.Node]) -> dict[fx.Node, int]:
+    """Nodes that no sample reaches and whose rows along the one dimension that grows are all the same.
+
+    Where a number in an op changes with the batch (`ones(batch, 1) / batch`), one row is no row of other batches.
+    """
+    grown, found = changes.grown, dict[fx.Node, int]()
     for node in graph.nodes:
         dims = grown.get(node.name, ())
-        if node in reached or len(dims) != 1 or not isinstance(node.target, torch._ops.OpOverload):
+        bound = node in reached or node.name in changes.unexplained
+        if bound or len(dims) != 1 or not isinstance(node.target, torch._ops.OpOverload):
             continue
         operands = [operand for operand in node.all_input_nodes if operand.name in grown]
         if not all(operand in found for operand in operands) or torch.Tag.nondeterministic_seeded in node.target.tags:

@@ -176,3 +176,54 @@ def test_a_number_that_follows_the_batch_binds_no_other_op() -> None:
     whole = [[str(node.target) for node in layer.nodes] for layer in graph.layers.values() if layer.batch is None]
     assert whole == [["aten.div.Tensor"]]
     assert graph.fixed_batch
+
+
+def filled(m: Net, x: Tensor) -> Tensor:
+    """A fill value that follows the batch."""
+    return m.attend(x * torch.full((len(x), 1, 1), 1.0 / len(x), dtype=x.dtype))
+
+
+def divided(m: Net, x: Tensor) -> Tensor:
+    """Rows laid out once per sample, divided by their number."""
+    return m.attend(x * (torch.ones(len(x), 1, 1, dtype=x.dtype) / len(x)))
+
+
+def expanded_share(m: Net, x: Tensor) -> Tensor:
+    """Positions laid out once per sample, times a number that follows the batch."""
+    return m.attend(x + torch.arange(8.0, dtype=x.dtype)[None, None].expand(len(x), 1, -1) * (1.0 / len(x)))
+
+
+def hard_negatives(m: Net, x: Tensor) -> Tensor:
+    """Every sample against two documents of every sample."""
+    y = m.attend(x).mean(1)
+    documents = torch.cat([m.out(m.out(y)), y.flip(1)])
+    return F.cross_entropy(y @ documents.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("plan", ["data parallel", "model parallel", "mixed"])
+@pytest.mark.parametrize(
+    ("idiom", "batches"),
+    [
+        (filled, (4, 6, 2, 3)),
+        (divided, (4, 6, 2, 3)),
+        (expanded_share, (4, 6, 2, 3)),
+        (hard_negatives, (24, 6, 10, 16)),
+    ],
+)
+def test_numbers_that_follow_the_batch_are_those_of_the_batch(
+    idiom: Idiom, batches: tuple[int, ...], plan: str
+) -> None:
+    torch.manual_seed(0)
+    plain = Net(idiom).double()
+    model = Compiled(copy.deepcopy(plain), partial(plan_by, plan, 2), devices=["cpu"] * 2, check="off")
+    for count in batches:
+        x = samples(count)
+        plain.zero_grad()
+        model.zero_grad()
+        wanted, found = plain(x), model(x)
+        torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
+        for result in (wanted, found):
+            result.square().sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            grads = [torch.zeros_like(p) if one.grad is None else one.grad for one in (p, q)]
+            torch.testing.assert_close(grads[1], grads[0], rtol=CLOSE, atol=CLOSE)
