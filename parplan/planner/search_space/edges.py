@@ -58,7 +58,11 @@ def edge_parts(
             continue
         a, b = position[source], position[target]
         own = [value for value in values if target not in like.get(value, {})]
-        often = {value: 1 if fold is None else fold.often(graph, value, target) for value in own}
+        often = dict.fromkeys(own, 1)
+        if fold is not None and shape.passes == 1:
+            often = dict.fromkeys(own, fold.times.get(target, 1))
+        elif fold is not None:  # what the first block hands on may be of another role than what the others do
+            often = {value: fold.often(graph, value, target) for value in own}
         roles = [option.role for option in options[b]]
         for times in sorted(set(often.values())) or [1]:
             wanted = {

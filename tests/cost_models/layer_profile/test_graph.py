@@ -334,7 +334,7 @@ def test_sixteen_devices_from_a_file(
     reviewed = " ".join(capsys.readouterr().out.split())
     assert f"step {report['predicted']['step_s'] * 1e3:.2f} ms" in reviewed
     assert main(["verify", "examples/alexnet.py", "--plan", out]) == 2
-    assert "the plan is for a AlexNet (layer profile)" in capsys.readouterr().err
+    assert "the plan is for AlexNet (layer profile)" in capsys.readouterr().err
 
 
 def test_an_edited_plan_is_priced(tmp_path: Path) -> None:
