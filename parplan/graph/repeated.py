@@ -57,6 +57,10 @@ class Fold:
         first = {name: group[0] for group in self.alike for name in group}
         return {name: first[kept] for name, kept in self.kept.items() if kept in first}
 
+    def treated_alike(self, said: Mapping[str, object]) -> bool:
+        """Whether the same is said of every copy of a layer."""
+        return all(said.get(layer) == said.get(first) for layer, first in self.first.items())
+
     @cached_property
     def last(self) -> Mapping[str, str]:
         """By the middle copy of a layer, the last one."""

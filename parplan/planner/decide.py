@@ -117,11 +117,10 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
 
     Equal blocks are planned one by one where pins do not treat them alike, or no plan with them alike fits.
     """
-    first = case.fold.first if case.fold is not None else {}
-    for pinned in (pins.whole, *(part.pinned for part in pins.parts)):
-        for said in (pinned.allowed, pinned.periods):
-            if any(said.get(layer) != said.get(one) for layer, one in first.items()):
-                case = replace(case, fold=None)
+    every = (pins.whole, *(part.pinned for part in pins.parts))
+    said = [by for pinned in every for by in (pinned.allowed, pinned.periods)]
+    if case.fold is not None and not all(map(case.fold.treated_alike, said)):
+        case = replace(case, fold=None)
     search = ShapeSearch(case, pins)
     try:
         found = search.best(pins.whole)

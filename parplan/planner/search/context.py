@@ -169,9 +169,7 @@ def formulated(
     """
     own = {name: (strategy,) for name, strategy in plain(plan).items()}
     alike = fold(graph)
-    if alike is not None and any(own[name] != own[kept] for name, kept in alike.kept.items()):
-        alike = None
-    if alike is not None and any(len({own[name] for name in names}) > 1 for names in alike.alike):
+    if alike is not None and not alike.treated_alike(own):
         alike = None
     shape = shape_of(plan, graph, cluster)
     beyond_s = far_s(graph, cluster, costs, own, alike) if shape.by_device else 0.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -62,7 +63,7 @@ class Formulation:
     parts: StepParts
     fold: Fold | None = None
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, int]:
         """The place of every layer of the model, or of the one that stands for it."""
         place = {name: index for index, name in enumerate(self.names[: len(self.options)])}
