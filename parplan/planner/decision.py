@@ -192,6 +192,11 @@ class Proof:
     by_simulation: bool = False
     alike: str = ""
 
+    @property
+    def fastest_proven(self) -> bool:
+        """Whether the fastest plan, where a simpler one is taken, is proven to be the fastest."""
+        return self.simpler is not None and self.simpler.fastest_s <= self.bound * (1 + 1e-6)
+
 
 @dataclass(frozen=True)
 class Seconds:

@@ -19,8 +19,6 @@ __all__ = ["Cell", "Figure", "layer_table", "proof_words", "sources", "step_part
 
 MOST_OTHERS = 4
 """Alternatives of a layer that its line names, the best one in its reason."""
-OPTIMUM = 1e-6
-"""Relative gap up to which a plan is proven to be the fastest."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def verdict(decision: Decision) -> tuple[Figure, ...]:
     share = f"{'fits' if fits else 'does not fit'}: {units.percent(used / limit)} of {units.size(limit).text(limit)}"
     found.append(Figure("Memory", units.size(used).text(used), f"{share} on the fullest device", fits))
     proven, value = proof.status == "OPTIMAL", "given plan" if proof.given else "not proven"
-    if proof.simpler is not None and proof.simpler.fastest_s <= proof.bound * (1 + OPTIMUM):
+    if proof.simpler is not None and proof.fastest_proven:
         more = units.percent(proof.objective / proof.simpler.fastest_s - 1)
         proven, value = True, f"within {more} of the optimum"
     elif proven:
@@ -81,7 +79,7 @@ def proof_words(decision: Decision) -> str:
         return f"another plan is or could be faster by up to {more}"
     if proof.simpler is not None:
         fastest = units.step(proof.simpler.fastest_s).text(proof.simpler.fastest_s)
-        proven = "proven optimum" if proof.simpler.fastest_s <= proof.bound * (1 + OPTIMUM) else "fastest plan found"
+        proven = "proven optimum" if proof.fastest_proven else "fastest plan found"
         return f"the {proven} takes {fastest} and changes layout more often: {proof.simpler.changes} times"
     return f"another plan could be faster by up to {more}"
 

@@ -124,7 +124,7 @@ def _feasible(proof: Proof, pins: bool) -> str:
     if proof.given:
         return f"the plan given; another one is or could be faster by up to {units.percent(proof.gap)}"
     if (simpler := proof.simpler) is not None:
-        proven = "proven optimum" if simpler.fastest_s <= proof.bound * (1 + 1e-6) else "fastest plan found"
+        proven = "proven optimum" if proof.fastest_proven else "fastest plan found"
         more = units.percent(proof.objective / simpler.fastest_s - 1)
         return f"within {more} of the {proven}{which}, and simpler"
     if proof.by_simulation:

@@ -145,7 +145,7 @@ def _proof(decision: Decision) -> str:
         return f"Not proven, a plan of yours{more}"
     if (simpler := proof.simpler) is not None:
         more = units.percent(proof.objective / simpler.fastest_s - 1)
-        proven = simpler.fastest_s <= proof.bound * (1 + 1e-6)
+        proven = proof.fastest_proven
         fastest = units.step(proof.objective).text(simpler.fastest_s)
         if proven:
             return f"Proven within {more} of the fastest plan, {fastest}, and simpler"
