@@ -6,7 +6,6 @@ stream cannot show a character, a plain one is written.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parplan.report import units
+
 __all__ = ["Column", "Page", "Styled", "TableRow"]
 
 NARROWEST, WIDEST, PROSE = 50, 150, 120
 NARROW = 60  # columns of a page below which a table that is too wide is set more closely
-UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµu]?s\b|[KMG]iB\b|x\b))")  # a number and its unit stay together
 REMARKS = 36  # columns that wrapped remarks need beside the figures, else they go below
 PLAIN = str.maketrans({
     "µ": "u", "\N{GREEK SMALL LETTER MU}": "u", "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-",
@@ -103,9 +103,14 @@ class Page:
             lead = first if index == 0 and line.startswith(first) else ""
             self.line(" " * indent, Styled(lead, first_style), Styled(line[len(lead) :], style))
 
+    def labelled(self, label: str, text: str, style: str, columns: int) -> None:
+        """Wrapped prose beside a label that has so many columns."""
+        for index, line in enumerate(self.wrap(text, self.prose - columns)):
+            self.line(Styled(("" if index else label).ljust(columns), style), line)
+
     def wrap(self, text: str, width: int) -> list[str]:
         """Lines of at most `width`, broken at spaces, though not before a unit, and inside words longer than a line."""
-        together = UNIT.sub("\N{NO-BREAK SPACE}", self.plain(text))
+        together = units.together(self.plain(text))
         lines = textwrap.wrap(together, width, break_on_hyphens=False) or [""]
         return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 

@@ -11,6 +11,7 @@ from enum import Enum
 from rich.console import Console
 
 from parplan.planner.decision import Decision
+from parplan.planner.explain.reasons import NO_DIFFERENCE
 from parplan.report import units
 from parplan.report.page import Page
 from parplan.report.sections.batches import print_batches
@@ -18,7 +19,7 @@ from parplan.report.sections.layer_table import print_layers
 from parplan.report.sections.passes import print_branches, print_passes
 from parplan.report.sections.pins import print_pins
 from parplan.report.sections.prediction import print_prediction
-from parplan.report.sections.proof import print_baselines, print_proof, print_seconds
+from parplan.report.sections.proof import print_baselines, print_proof, seconds_text
 from parplan.report.sections.provenance import print_origin
 from parplan.report.sections.verdict import print_groups, print_verdict
 
@@ -46,8 +47,9 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     if len(memory) > 1:
         memory = [f"{size} on a {group.device.kind}" for size, group in zip(memory, cluster.groups, strict=True)]
     elif cluster.count > 1:
-        memory = [f"{memory[0]} each"]
-    page.paragraph(f"{cluster.describe()}; {', '.join(memory)}; {plan.rules} rules")
+        memory = [f"{memory[0]} usable on each"]
+    rules = "" if plan.rules == "default" else f"; {plan.rules} rules"
+    page.paragraph(f"{cluster.describe()}; {', '.join(memory)}{rules}")
     if plan.note:
         page.paragraph(plan.note, first="Note: ", first_style="bold")
     for note in decision.notes:
@@ -62,7 +64,14 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     if detail is Detail.SUMMARY:
         return
     full = detail is Detail.FULL
-    print_origin(page, decision, mixed=print_layers(page, layers, decision.prediction.step_s, full, plan.notes))
+    mixed = print_layers(page, layers, decision.prediction.step_s, full, plan.notes)
+    cheapest = (next((other for other in layer.alternatives if other.fits), None) for layer in layers)
+    if decision.proof.simpler is not None and any(
+        one is not None and one.total_s <= -NO_DIFFERENCE for one in cheapest
+    ):
+        text = "Strategies that cost less than nothing are left for a simpler plan; `--tolerance 0` takes the fastest."
+        page.paragraph(text, style="dim")
+    print_origin(page, decision, mixed=mixed)
     print_prediction(page, decision)
     if decision.branches is not None:
         print_branches(page, decision.branches, decision.prediction.step_s)
@@ -76,4 +85,4 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     print_proof(page, decision)
     if decision.seconds.total > 0:
         page.blank()
-        print_seconds(page, decision.seconds)
+        page.paragraph(seconds_text(decision.seconds), style="dim")

@@ -6,6 +6,7 @@ A figure that is not zero is never printed as zero, and a zero never as a figure
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,11 @@ __all__ = [
     "step",
     "time",
     "time_column",
+    "together",
 ]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµu]?s\b|[KMG]iB\b|x\b))|(?<=\w) (?=\.\. \w)|(?<=\w \.\.) (?=\w)")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,15 @@ def counted(number: int, noun: str) -> str:
     ('1 layer', '1,200 layers')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def together(text: str) -> str:
+    """The text with no-break spaces in front of units and around the dots of a range, so that no line ends there.
+
+    >>> together("3 ms for a .. b").replace("\\N{NO-BREAK SPACE}", "_")
+    '3_ms for a_.._b'
+    """
+    return _UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

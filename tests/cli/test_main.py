@@ -82,7 +82,7 @@ def test_analyze_prints_the_report_and_nothing_else_on_stdout(
 ) -> None:
     assert main(["analyze", model, "--gpus", "4"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Use this plan on all 4 devices: a hybrid")
+    assert out.startswith("Use     this plan on all 4 devices, a hybrid of data and model parallel")
     assert "OPTIMAL: no plan of this model is faster" in " ".join(out.split())
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80

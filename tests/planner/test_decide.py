@@ -165,7 +165,7 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
     mine = Plan(graph.model, graph.fingerprint, 12, 5, spread)
     assert decided(graph, cluster, PlanRequest(plan=mine)).advice.startswith("Use one device")
     rivals = (Baseline("pure data parallel", 1.0, 1, False), Baseline("pure model parallel", 1.0, 1, True))
-    assert advice(2.0, rivals) == "Do not use this plan: pure model parallel is 2.00x as fast."
+    assert advice(2.0, rivals) == "Use pure model parallel instead of this plan: 2.00 x as fast."
     assert advice(1.01, rivals).startswith("Use this plan: written by hand it would be pure model parallel")
 
 
@@ -173,7 +173,7 @@ def test_a_given_plan_that_a_habit_beats_is_not_advised() -> None:
 def test_a_habit_that_another_one_beats_is_not_advised(habit: str) -> None:
     """Where pins or a given plan are slower than both."""
     rivals = (Baseline(habit, 2.0, 1, True), Baseline("pure model parallel", 1.0, 1, True))
-    assert advice(4.0, rivals) == "Do not use this plan: pure model parallel is 4.00x as fast."
+    assert advice(4.0, rivals) == "Use pure model parallel instead of this plan: 4.00 x as fast."
     too_large = replace(rivals[1], fits=False)
     assert advice(4.0, (rivals[0], too_large)).startswith(f"Use {habit.replace('pure', 'plain')}")
 

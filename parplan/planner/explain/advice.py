@@ -68,15 +68,17 @@ def advice(step_s: float, baselines: Sequence[Baseline], hint: str = "") -> str:
         # A given plan may be far slower than the baseline.
         faster = legal[name] < (1 - MARGIN) * step_s
         close = (
-            f"{step_s / legal[name]:.2f}x as fast as this plan" if faster else f"within {MARGIN:.0%} of the best plan"
+            f"{step_s / legal[name]:.2f} x as fast as this plan"
+            if faster
+            else f"within {100 * MARGIN:.0f} % of the fastest plan found"
         )
-        text = f"Use plain data parallel{which}: {close}, no plan needed."
+        text = f"Use plain data parallel{which}: {close}."
     elif not legal:
         text = "Use this plan: none of the usual ways is legal and fits these devices."
     elif name:
-        text = f"Do not use this plan: {name} is {step_s / legal[name]:.2f}x as fast."
+        text = f"Use {name} instead of this plan: {step_s / legal[name]:.2f} x as fast."
     elif legal[best] <= (1 + MARGIN) * step_s:
-        text = f"Use this plan: written by hand it would be {best}, which comes within {MARGIN:.0%} of it."
+        text = f"Use this plan: written by hand it would be {best}, which comes within {100 * MARGIN:.0f} % of it."
     else:
-        text = f"Use this plan: {legal[best] / step_s:.2f}x as fast as {best}, the best of the usual ways."
+        text = f"Use this plan: {legal[best] / step_s:.2f} x as fast as {best}, the best of the usual ways."
     return f"{text} {hint}" if hint else text

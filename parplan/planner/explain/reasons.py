@@ -18,10 +18,12 @@ from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.strategies import refusals
 from parplan.planner.solver.problem import evaluate
 
-__all__ = ["against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
+__all__ = ["NO_DIFFERENCE", "against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
 PLACES_TRIED = 8
 """A faster strategy that has no room is tried on so many blocks of devices."""
+NO_DIFFERENCE = 5e-8
+"""Seconds of a step that are printed as no difference."""
 NO_OTHER_WAY = "the rules leave no other way on these devices"
 
 
@@ -109,7 +111,7 @@ def only_way(layer: Layer) -> str:
 def against(change: Alternative) -> str:
     """The cost of another strategy, and the part of the step that most of it is in."""
     other = change.strategy.describe()
-    if abs(change.total_s) < 5e-8:
+    if abs(change.total_s) < NO_DIFFERENCE:
         return f"{other}: no slower, no faster"
     parts = {
         "slower compute": change.compute_s,

@@ -6,20 +6,11 @@ from parplan.planner.decision import Baseline, Decision
 from parplan.report import units
 from parplan.report.pictures.svg import Drawing, add, fill
 from parplan.report.pictures.text import shortened, visible
+from parplan.report.sections.proof import baseline_remark
 
-__all__ = ["baseline_words", "draw_bars"]
+__all__ = ["draw_bars"]
 
 ROW, LABEL, BAR, WIDTH = 28.0, 210.0, 430.0, 1000.0
-
-
-def baseline_words(decision: Decision, one: Baseline) -> str:
-    """Remarks on a baseline: not legal, too large, or its bends."""
-    if one.step_s is None:
-        return f"not legal{f': {one.why_not}' if one.why_not else ''}"
-    if not one.fits:
-        limit = one.limit_bytes or min(device.memory_bytes for device in decision.cluster.devices)
-        return f"does not fit: {one.why_not or units.size(limit).text(limit)}"
-    return f"bends {one.bends}" if one.bends else one.why_not
 
 
 def draw_bars(decision: Decision) -> Drawing:
@@ -30,7 +21,7 @@ def draw_bars(decision: Decision) -> Drawing:
     scale = units.step(plan_s)
     texts = [scale.text(one.step_s) if one.step_s is not None else "" for one in rows]
     said = "; ".join(
-        ", ".join(filter(None, (visible(one.name), text, visible(baseline_words(decision, one)))))
+        ", ".join(filter(None, (visible(one.name), text, visible(baseline_remark(decision, one).text))))
         for one, text in zip(rows, texts, strict=True)
     )
     drawing = Drawing("plans", WIDTH, ROW * len(rows) + 4, "Predicted step against other plans", f"{said}.")
@@ -52,7 +43,7 @@ def draw_bars(decision: Decision) -> Drawing:
             add(drawing.root, "text", f"{text}{times}", x=LABEL + wide + 8, y=y + 18, font_weight=600 if own else 400,
                 **fill("ink"))  # fmt: skip
             x = LABEL + wide + 18 + 7.2 * len(text + times)
-        words = shortened(visible(baseline_words(decision, one)), max(12, int((WIDTH - x) / 6.2)))
+        words = shortened(visible(baseline_remark(decision, one).text), max(12, int((WIDTH - x) / 6.2)))
         if words:
             add(drawing.root, "text", words, x=x, y=y + 18, font_size=11, **fill("limit" if not one.fits else "soft"))
     return drawing

@@ -1,8 +1,7 @@
-"""Figures and sentences of the page: the verdict, the parts of the step, the layers, and where figures come from."""
+"""Figures and sentences of the page: the parts of the step, the layers, and where figures come from."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +13,11 @@ from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.pictures.text import visible
 
-__all__ = ["Cell", "Figure", "layer_table", "proof_words", "sources", "step_parts", "verdict"]
+__all__ = ["Cell", "layer_table", "sources", "step_parts"]
 
 
 MOST_OTHERS = 4
 """Alternatives of a layer that its line names, the best one in its reason."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the verdict: its name, value and a line below; `good` is None where it is neither good nor bad."""
-
-    name: str
-    value: str
-    below: str
-    good: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -37,51 +26,6 @@ class Cell:
 
     text: str
     value: float | None = None
-
-
-def verdict(decision: Decision) -> tuple[Figure, ...]:
-    """Step, speed, memory and proof, each with what it is compared with."""
-    step, proof = decision.prediction, decision.proof
-    times = units.step(step.step_s)
-    doubt = f"between {times.text(step.low_s)} and {times.text(step.high_s)}" if step.high_s > step.low_s else ""
-    rate = f"{decision.plan.batch / step.step_s:,.0f} samples/s" if step.step_s > 0 else ""
-    found = [Figure("Predicted step", times.text(step.step_s), doubt or rate)]
-    legal = [one for one in decision.baselines if one.step_s is not None and one.name != "one device"]
-    baselines = sorted((one for one in legal if one.fits), key=lambda one: one.step_s or math.inf)
-    against = "no plan by hand fits"
-    if baselines and baselines[0].step_s and step.step_s > 0:
-        against = f"{baselines[0].step_s / step.step_s:.2f} x {visible(baselines[0].name, 40)}, the best by hand"
-    if decision.speedup is not None:
-        found.append(Figure("Speed", f"{decision.speedup:.2f} x one device", against))
-    pairs = zip(step.memory_bytes, (device.memory_bytes for device in decision.cluster.devices), strict=False)
-    used, limit = max(pairs, key=lambda pair: pair[0] / pair[1], default=(0, 1))
-    fits = used <= limit
-    share = f"{'fits' if fits else 'does not fit'}: {units.percent(used / limit)} of {units.size(limit).text(limit)}"
-    found.append(Figure("Memory", units.size(used).text(used), f"{share} on the fullest device", fits))
-    proven, value = proof.status == "OPTIMAL", "given plan" if proof.given else "not proven"
-    if proof.simpler is not None and proof.fastest_proven:
-        more = units.percent(proof.objective / proof.simpler.fastest_s - 1)
-        proven, value = True, f"within {more} of the optimum"
-    elif proven:
-        value = "proven optimal"
-    return (*found, Figure("Proof", value, proof_words(decision), proven))
-
-
-def proof_words(decision: Decision) -> str:
-    """The solver's claim in one sentence; the text report has all that it covers."""
-    proof = decision.proof
-    if proof.status == "OPTIMAL":
-        return "no covered plan is faster under these costs"
-    if not math.isfinite(proof.gap):
-        return "how much faster another plan could be is not known"
-    more = units.percent(proof.gap)
-    if proof.given:
-        return f"another plan is or could be faster by up to {more}"
-    if proof.simpler is not None:
-        fastest = units.step(proof.simpler.fastest_s).text(proof.simpler.fastest_s)
-        proven = "proven optimum" if proof.fastest_proven else "fastest plan found"
-        return f"the {proven} takes {fastest} and changes layout more often: {proof.simpler.changes} times"
-    return f"another plan could be faster by up to {more}"
 
 
 def step_parts(decision: Decision, timeline: Timeline | None) -> tuple[tuple[str, str, str], ...]:
@@ -109,10 +53,12 @@ def step_parts(decision: Decision, timeline: Timeline | None) -> tuple[tuple[str
 
 HEADS = ("#", "layer", "kind", "strategy", "devices", "forward", "backward", "transfer", "gradient sum", "memory",
          "source", "why, and the best alternatives")  # fmt: skip
+SHARED = ("devices", "source")
+"""Columns that are left out where all layers say the same."""
 
 
 def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
-    """The layers' figures as rows of cells, and the heads of the columns with their units."""
+    """The layers' figures as rows of cells, the heads of the columns with their units, and what all layers share."""
     seconds = [(one.forward_s, one.backward_s, one.transfer_s, one.reduce_s) for one in layers]
     times = units.time_column(value for own in seconds for value in own)
     sizes = units.size_column(one.memory_bytes for one in layers)
@@ -133,11 +79,19 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
                 *(_number(times, value) for value in own),
                 _number(sizes, one.memory_bytes),
                 Cell(one.source.value),
-                Cell(visible("; ".join(filter(None, remarks)), 600)),
+                Cell(units.together(visible("; ".join(filter(None, remarks)), 600))),
             )
         )
+    alike = {head: rows[0][HEADS.index(head)].text for head in SHARED if rows}
+    alike = {head: text for head, text in alike.items() if all(row[HEADS.index(head)].text == text for row in rows[1:])}
+    shown = [column for column, head in enumerate(HEADS) if head not in alike]
     named = {head: f"{head} ({times.unit})" for head in HEADS[5:9]} | {"memory": f"memory ({sizes.unit})"}
-    return {"heads": [named.get(head, head) for head in HEADS], "rows": rows, "number": range(5, 10)}
+    return {
+        "heads": [named.get(HEADS[column], HEADS[column]) for column in shown],
+        "rows": [[row[column] for column in shown] for row in rows],
+        "number": [place for place, column in enumerate(shown) if HEADS[column] in named],
+        "alike": " and ".join(f"{head} {text}" for head, text in alike.items()),
+    }
 
 
 def _number(scale: units.Scale, value: float) -> Cell:

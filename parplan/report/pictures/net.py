@@ -71,7 +71,7 @@ def draw_net(decision: Decision, limit: int = MOST_ROWS) -> Drawing:
     small = add(root, "g", font_size=11, **fill("soft"))
     heads = (
         (gutter, "start", "layers"),
-        (cells - 8, "end", "device"),
+        (cells - 8, "end", "on device"),
         (words, "start", "strategy"),
         (bars, "start", "time per step"),
     )
@@ -91,7 +91,7 @@ def draw_net(decision: Decision, limit: int = MOST_ROWS) -> Drawing:
         _draw_cells(root, row, columns, (cells, TOP + ROW * index, wide), roles)
     _draw_words(root, rows, words, width, roles)
     _draw_times(root, rows, bars)
-    _legend(root, height - 12, _notes(rows, joined, left_out, size), bars - 110)
+    _legend(root, height - 12, _notes(rows, joined, left_out, size), width)
     return drawing
 
 
@@ -249,11 +249,11 @@ def _notes(rows: Sequence[Row], joined: Connections, left_out: int, size: int) -
     return "; ".join(said)
 
 
-def _legend(root: Element, y: float, notes: str, x: float) -> None:
+def _legend(root: Element, y: float, notes: str, width: float) -> None:
     words = add(root, "g", font_size=11, **fill("soft"))
     add(words, "text", notes, x=4, y=y)
-    y -= 18
+    y, x = y - 18, width - sum(30 + CHARACTER * len(text) for _, text in BAR_ROLES)
     for role, text in BAR_ROLES:
         add(root, "rect", x=x, y=y - 9, width=10, height=10, rx=2, **fill(role))
         add(words, "text", text, x=x + 14, y=y)
-        x += 26 + 6.2 * len(text)
+        x += 30 + CHARACTER * len(text)

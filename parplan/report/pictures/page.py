@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from parplan.planner.decision import Baseline, Decision
 from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
-from parplan.report.pictures.bars import baseline_words, draw_bars
-from parplan.report.pictures.figures import layer_table, proof_words, sources, step_parts, verdict
+from parplan.report.pictures.bars import draw_bars
+from parplan.report.pictures.figures import layer_table, sources, step_parts
 from parplan.report.pictures.lanes import DeviceLanes, device_lanes, drawn_lanes, predicted_timeline
 from parplan.report.pictures.memory import draw_memory, memory_over_step
 from parplan.report.pictures.net import draw_net
@@ -36,6 +37,8 @@ from parplan.report.pictures.timeline import (
     draw_timeline,
     lane_height,
 )
+from parplan.report.sections.proof import baseline_remark, claim, seconds_text
+from parplan.report.sections.verdict import second_choice, verdict_lines
 from parplan.report.terminal import render
 
 __all__ = ["html"]
@@ -78,7 +81,7 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     sections = {
         "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
-        "plan-layers": "Layers", "plan-sources": "Proof and sources", "plan-again": "Again",
+        "plan-layers": "Layers", "plan-sources": "Proof and sources", "plan-again": "Repeat",
     }  # fmt: skip
     facts = [f"{decision.parameters:,} parameters", f"batch {plan.batch:,}", decision.precision, decision.optimizer]
     facts += [] if plan.rules == "default" else [f"{plan.rules} rules"]
@@ -96,26 +99,28 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         cluster=visible(cluster.describe()),
         facts=" · ".join(facts),
         sections=sections.items(),
-        advice=visible(decision.advice, 600),
-        verdict=verdict(decision),
+        verdict=[
+            replace(line, value=visible(line.value, 600), detail=units.together(visible(line.detail, 600)))
+            for line in verdict_lines(decision)
+        ],
+        second_choice=visible(second_choice(decision), 600),
         notes=[visible(note, 1200) for note in decision.notes],
         no_timeline=f"it is not simulated for {plan.devices} devices" if decision.priced else "no graph is known",
         parts=step_parts(decision, timeline),
         parts_of=f", {units.step(step_s).text(step_s)}{simulated}",
         peaks=_peaks(decision),
-        baselines=_baselines(decision),
+        baselines=(baselines := _baselines(decision)),
+        remarks=any(row[4] for row in baselines),
         layers=layer_table(decision.layers),
         proof_status=decision.proof.status,
-        proof=proof_words(decision),
+        proof=claim(decision),
         covered="; ".join(decision.proof.covered),
         sources=sources(decision),
         command=visible(command, 4000),
         target=visible(target),
         plan=plan.to_json(),
         text=_text(decision),
-        took=f"parplan took {decision.seconds.total:.1f} s."
-        if decision.seconds.total > 0
-        else "",  # not with --as-profiled
+        took=seconds_text(decision.seconds) if decision.seconds.total > 0 else "",  # not with --as-profiled
         blocks=_blocks(lanes, timeline),
     )
 
@@ -150,7 +155,7 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
                 "" if known_s is None else times.text(known_s),
                 "" if known_s is None or step_s <= 0 else f"{known_s / step_s:.2f} x",
                 "" if memory is None else units.size(memory).text(memory),
-                visible(baseline_words(decision, one), 400),
+                visible(baseline_remark(decision, one).text, 400),
             )
         )
     return found

@@ -14,7 +14,7 @@ from parplan.report.pictures.text import shortened, visible
 __all__ = ["LEFT", "PLOT", "block_words", "draw_timeline", "ticks"]
 
 LEFT, PLOT, TOP = 168.0, 812.0, 44.0
-TALL, FLAT, GAP = 24.0, 10.0, 14.0
+TALL, FLAT, GAP = 24.0, 13.0, 14.0
 CHARACTER = 6.1  # of a label, in units of the drawing
 MOST_DEVICES = 24
 KIND_WORDS = {

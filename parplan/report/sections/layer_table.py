@@ -60,7 +60,7 @@ def print_layers(
             Styled(source if mixed and not wide else "", "dim"),
             Styled("; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else ""))), "dim"),
             Styled(f"copies {line.copies}" if line.copies else "", "magenta"),
-            Styled(f"bends {line.bends}" if line.bends else "", "yellow"),
+            Styled(f"bends {line.bends}" if line.bends and full else "", "yellow"),
         ]
         said = [(layer.name, noted[layer.name]) for layer in line.layers if layer.name in noted]
         remarks += [
@@ -69,6 +69,9 @@ def print_layers(
         return TableRow(line.label, cells, remarks, heading=heading(group) if line is group.rows[0] else None)
 
     page.section("Layers", f"times in {times.unit}, memory in {sizes.unit} on each device of a layer; - is none")
+    if any(layer.alternatives for layer in layers):
+        page.paragraph("Below a line: the best other strategy and what it would add to the step.", style="dim")
+        page.blank()
     page.table(columns, [row(group, line) for group in groups for line in group.rows], LONGEST_NAME)
     print_folded(page, len(layers), len(lines))
     return any(len(sources(line.layers)) > 1 for line in lines)

@@ -44,7 +44,7 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
 def print_passes(page: Page, passes: Passes) -> None:
     """Print a line per scheme, the taken one in bold."""
     fewest = "1" if passes.min_replicas == 1 else f"{passes.min_replicas} or more"
-    page.section("Passes", f"layers with {passes.max_replicas} replicas in front of layers with {fewest}")
+    page.section("Passes", f"how samples get from layers with {passes.max_replicas} replicas to those with {fewest}")
     known = [one for one in passes.schemes if one.step_s is not None]
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
     times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])
@@ -63,6 +63,7 @@ def print_passes(page: Page, passes: Passes) -> None:
 
     headings = ("passes", "samples each", "step", "exposed transfer", "memory")
     page.table([Column(heading) for heading in headings], [row(one) for one in passes.schemes])
+    page.paragraph("gather: all at once; broadcast: one replica's at a time; interleave: a share of each.", style="dim")
     if passes.updated:
         text = f"Pins have the weights of {_few(passes.updated)} updated between passes"
         page.paragraph(f"{text}, so not all samples are gathered at once.", style="dim")

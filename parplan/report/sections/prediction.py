@@ -21,7 +21,7 @@ def print_prediction(page: Page, decision: Decision) -> None:
     """Print step time, parts, speedup and memory."""
     step = decision.prediction
     scale = units.step(step.step_s)
-    headline, delivered = [f"{decision.plan.batch / step.step_s:,.0f} samples/s"] if step.step_s > 0 else [], ""
+    headline = [f"{decision.plan.batch / step.step_s:,.0f} samples/s"] if step.step_s > 0 else []
     if decision.speedup and decision.cluster.count > 1:
         fits = next(one.fits for one in decision.baselines if one.name == "one device")
         headline.append(f"{decision.speedup:.2f} x as fast as one device{'' if fits else ' with enough memory'}")
@@ -29,32 +29,29 @@ def print_prediction(page: Page, decision: Decision) -> None:
         headline.append(f"{decision.passes.count} passes")
     rows = [_row("step", scale.text(step.step_s), "", ", ".join(headline), "bold")]
     # Where all lines add up to the step, what of the transfers is in no layer's line: results on their way back.
-    rest_s = step.transfer_s - sum(layer.transfer_s for layer in decision.layers)
+    rest_s, moved = step.transfer_s - sum(layer.transfer_s for layer in decision.layers), list[str]()
     if not step.simulated and rest_s > LEAST * step.step_s:
-        delivered = f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above"
+        moved.append(f"{units.time(rest_s).text(rest_s)} of it brings results back to all devices, in no line above")
+    if step.batch_norm_s > LEAST * step.step_s:
+        shared, share = units.time(step.batch_norm_s).text(step.batch_norm_s), step.batch_norm_s / step.step_s
+        told = f"{shared} of it ({units.percent(share)} of the step) shares batch norm's statistics among replicas, so"
+        saved = '`batch_norm="local"` takes each replica\'s own, as DDP does, and saves it'
+        moved.append(f"{told} that they are those of the whole batch; {saved}")
     parts = [
         ("forward", step.forward_s, ""),
         ("backward", step.backward_s, ""),
-        ("transfer", step.transfer_s, delivered),
+        ("transfer", step.transfer_s, "; ".join(moved)),
         ("reduce", step.exposed_reduce_s, _hidden(step)),
     ]
     if step.update_s > 0:
         parts.append(("update", step.update_s, "the optimizer's, of what each device holds"))
     if step.overhead_s > 0:
         parts.append(("runtime", step.overhead_s, "Python and autograd, whatever the plan"))
-    if step.batch_norm_s > LEAST * step.step_s:
-        shared, share = units.time(step.batch_norm_s).text(step.batch_norm_s), step.batch_norm_s / step.step_s
-        told = f"{shared} of transfers ({units.percent(share)}) share batch norm's statistics among replicas; "
-        parts.insert(3, ("", 0.0, f'{told}`batch_norm="local"` takes each replica\'s own, as DDP does, and saves them'))
     for name, value, remark in parts:
-        rows.append(
-            _row(
-                name, scale.text(value) if name else "", units.percent(value / step.step_s) if value > 0 else "", remark
-            )
-        )
+        rows.append(_row(name, scale.text(value), units.percent(value / step.step_s) if value > 0 else "", remark))
     if step.high_s > step.low_s:
         ends = f"{scale.text(step.low_s)} to {scale.text(step.high_s)}"
-        rows.append(_row("range", "", "", f"{ends}, if no figure is off by more than its own doubt"))
+        rows.append(_row("range", "", "", f"{ends}, by the uncertainty of each figure"))
     page.section("Predicted step", SIMULATED if step.simulated else "")
     page.table([Column(""), Column("")], [*rows, *_memory_rows(decision)])
 
@@ -71,9 +68,9 @@ def _hidden(step: Prediction) -> str:
     share = max(0.0, step.reduce_s - step.exposed_reduce_s) / step.reduce_s
     # Sums of devices that are done early are waited for by nobody, whatever else hides them.
     elsewhere = share > step.most_hidden + ROUNDING
-    most = f", at most {units.percent(step.most_hidden)} can be" if step.most_hidden < 1 and not elsewhere else ""
-    behind = "backward and other devices' work" if elsewhere else "backward"
-    return f"of {links} on the links; {units.percent(share)} is hidden behind {behind}{most}"
+    most = f", {units.percent(step.most_hidden)} at most" if step.most_hidden < 1 and not elsewhere else ""
+    behind = "the backward pass and other devices' work" if elsewhere else "the backward pass"
+    return f"the rest of {links} of gradient sums runs beside {behind} ({units.percent(share)}{most})"
 
 
 def _memory_rows(decision: Decision) -> Iterator[TableRow]:

@@ -11,7 +11,7 @@ from parplan.report.page import Column, Page, Styled, TableRow
 
 LEAST = 1e-3  # part of the step below which batch statistics go without saying
 
-__all__ = ["conditions", "print_baselines", "print_proof", "print_seconds"]
+__all__ = ["baseline_remark", "claim", "conditions", "print_baselines", "print_proof", "seconds_text"]
 
 
 def print_baselines(page: Page, decision: Decision) -> None:
@@ -30,20 +30,9 @@ def print_baselines(page: Page, decision: Decision) -> None:
             "" if one.step_s is None or plan_s <= 0 else f"{one.step_s / plan_s:.2f} x",
             "" if one.memory_bytes is None else sizes.text(one.memory_bytes),
         )
-        style = "red"
-        if one.step_s is None:
-            verdict = f"not legal: {one.why_not}" if one.why_not else "not legal"
-        elif not one.fits:
-            limit = one.limit_bytes or min(limits)
-            verdict = f"does not fit{f': {one.why_not}' if one.why_not else f' in {units.size(limit).text(limit)}'}"
-        else:
-            verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
-            if one.batch_norm_s > LEAST * one.step_s:
-                more = f"batch norm per device, as DDP; over the whole batch +{times.text(one.batch_norm_s)}"
-                verdict, style = "; ".join(filter(None, (verdict, more))), style if verdict else "dim"
         # The devices, where a baseline uses some kinds only.
         name = f"{one.name} ({one.on})" if one.on else one.name
-        return TableRow(name, figures, [Styled(verdict, style)], "bold" if one is rows[0] else "")
+        return TableRow(name, figures, [baseline_remark(decision, one)], "bold" if one is rows[0] else "")
 
     page.section("Against other plans", "same model, batch and costs; memory on the fullest device")
     page.table([Column("step"), Column("vs this"), Column("memory")], [row(one) for one in rows])
@@ -52,16 +41,28 @@ def print_baselines(page: Page, decision: Decision) -> None:
         page.paragraph(decision.advice, first="Advice: ", first_style="bold green")
 
 
+def baseline_remark(decision: Decision, one: Baseline) -> Styled:
+    """The remark on a baseline: not legal, too large, its bends, or what its batch norm leaves out."""
+    if one.step_s is None:
+        return Styled(f"not legal: {one.why_not}" if one.why_not else "not legal", "red")
+    if not one.fits:
+        limit = one.limit_bytes or min(device.memory_bytes for device in decision.cluster.devices)
+        why = f": {one.why_not}" if one.why_not else f" in {units.size(limit).text(limit)}"
+        return Styled(f"does not fit{why}", "red")
+    verdict, style = (f"bends {one.bends}", "yellow") if one.bends else (one.why_not, "red")
+    if one.batch_norm_s > LEAST * one.step_s:
+        more = units.step(decision.prediction.step_s).text(one.batch_norm_s)
+        remark = f"batch norm on each device's samples, as DDP has it; on the whole batch +{more}"
+        verdict, style = "; ".join(filter(None, (verdict, remark))), style if verdict else "dim"
+    return Styled(verdict, style)
+
+
 def print_proof(page: Page, decision: Decision) -> None:
     """Print the solver's claim in plain words, and what it rests on: bound, the fastest plan, effort."""
     proof, step_s = decision.proof, decision.prediction.step_s
-    claim = {
-        "OPTIMAL": _optimal(decision),
-        "FEASIBLE": _feasible(proof, pins=decision.pins is not None),
-    }.get(proof.status, "the solver makes no claim about other plans")
     style = "bold green" if proof.status == "OPTIMAL" else "bold yellow"
     page.section("Proof")
-    page.paragraph(f": {claim}.", first=proof.status, first_style=style)
+    page.paragraph(f": {claim(decision)}.", first=proof.status, first_style=style)
     scale, rows = units.step(proof.objective), list[tuple[str, str, str]]()
     known = math.isfinite(proof.bound) and math.isfinite(proof.gap)
     if abs(step_s - proof.objective) > 1e-3 * step_s or proof.by_simulation:
@@ -80,6 +81,16 @@ def print_proof(page: Page, decision: Decision) -> None:
         rows.append(("solved in", units.time(proof.seconds).text(proof.seconds), ""))
     if rows:
         page.table([Column("")], [TableRow(name, [value], [Styled(text, "dim")]) for name, value, text in rows])
+
+
+def claim(decision: Decision) -> str:
+    """The solver's claim in plain words."""
+    proof = decision.proof
+    if proof.status == "OPTIMAL":
+        return _optimal(decision)
+    if proof.status == "FEASIBLE":
+        return _feasible(proof, pins=decision.pins is not None)
+    return "the solver makes no claim about other plans"
 
 
 def conditions(decision: Decision) -> list[str]:
@@ -112,7 +123,7 @@ def _optimal(decision: Decision) -> str:
     several = decision.cluster.count > 1 and ANY_BLOCK in decision.proof.covered
     return (
         f"no plan of this model{which} is faster under these costs"
-        f"{'; passes on the first devices only' if several else ''}"
+        f"{'; of plans in passes those on the first devices were compared' if several else ''}"
     )
 
 
@@ -138,12 +149,12 @@ def _feasible(proof: Proof, pins: bool) -> str:
     )
 
 
-def print_seconds(page: Page, seconds: Seconds) -> None:
-    """Print how long parplan itself took, and for what."""
+def seconds_text(seconds: Seconds) -> str:
+    """How long parplan itself took, and for what."""
     parts = {"capture": seconds.capture, "costs": seconds.costs, "solving, baselines and reasons": seconds.solve}
     rest = seconds.total - seconds.start - sum(parts.values())
     listed = [f"{value:.1f} {name}" for name, value in parts.items()]
     listed += [f"{rest:.1f} the rest"] * (rest >= 0.05)
     listed = [f"{seconds.start:.1f} importing torch and loading the model"] * (seconds.start > 0) + listed
     begin = "from the start of the command" if seconds.start else "from the call"
-    page.paragraph(f"parplan took {seconds.total:.1f} s {begin} to the plan: {', '.join(listed)}.", style="dim")
+    return f"parplan took {seconds.total:.1f} s {begin} to the plan: {', '.join(listed)}."

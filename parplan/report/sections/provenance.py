@@ -36,7 +36,10 @@ def print_origin(page: Page, decision: Decision, mixed: bool) -> None:
     if cluster.count > 1 and decision.links is not Source.MEASURED:
         doubtful += [link.name for link in cluster.links if link.estimated]
     if doubtful:
-        page.paragraph(f"Some figures of {' and '.join(doubtful)} are unverified.", style="dim")
+        page.paragraph(
+            f"Some figures of {' and '.join(doubtful)} are not verified: `parplan presets` has their sources.",
+            style="dim",
+        )
 
 
 @dataclass(frozen=True)

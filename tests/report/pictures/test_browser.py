@@ -41,12 +41,15 @@ def opened(request: pytest.FixtureRequest, page: Path) -> Iterator[Browser]:
 def test_the_table_is_sorted_by_its_heads(opened: Browser) -> None:
     before = opened.run(NAMES)
     assert before[0] == "first"
-    opened.run("document.querySelectorAll('#layers thead button')[6].click()")
-    head = "return document.querySelectorAll('#layers thead th')[6].getAttribute('aria-sort')"
-    assert opened.run(head) == "descending"
-    shown = """return [...document.querySelectorAll('#layers tbody tr')].map((row) => row.cells[6])
+    column = opened.run(
+        "return [...document.querySelectorAll('#layers thead th')].findIndex((one) => /^backward/.test(one.innerText))"
+    )
+    opened.run("document.querySelectorAll('#layers thead button')[arguments[0]].click()", column)
+    head = "return document.querySelectorAll('#layers thead th')[arguments[0]].getAttribute('aria-sort')"
+    assert opened.run(head, column) == "descending"
+    shown = """return [...document.querySelectorAll('#layers tbody tr')].map((row) => row.cells[arguments[0]])
         .map((cell) => Number(cell.dataset.v ?? cell.textContent))"""
-    values = opened.run(shown)
+    values = opened.run(shown, column)
     assert values == sorted(values, reverse=True)
     opened.run("document.querySelectorAll('#layers thead button')[1].click()")
     assert opened.run(NAMES) == sorted(before)

@@ -20,6 +20,11 @@ def verdict(decision: Decision) -> str:
     return " ".join(printed(decision, 80).partition("\n\n")[0].split())
 
 
+def described(decision: Decision) -> str:
+    """The text behind the first empty line."""
+    return " ".join(printed(decision, 80).split("\n\n")[1].split())
+
+
 def of(*strategies: Strategy) -> Decision:
     """Linear layers with these strategies, each with a layer without weights behind it."""
     layers: list[LayerReport] = []
@@ -33,13 +38,16 @@ def of(*strategies: Strategy) -> Decision:
     [
         ((ONE,), "one device"),
         ((ONE, Strategy(devices=(1,))), "whole layers on 2 devices"),
-        ((DATA, DATA), "data parallel, 4 replicas of every layer with weights"),
-        ((SHARDED, replace(SHARDED, axis="in-features")), "model parallel, 4 shards of every layer with weights"),
-        ((HYBRID,), "a hybrid, 2 replicas x 2 shards of every layer with weights"),
-        ((DATA, DATA, SHARDED), "a hybrid, 4 replicas of fc0, fc1; 4 shards of fc2"),
-        ((DATA,) * 4 + (ONE,), "data parallel, 4 replicas of 4 layers; one device of fc4"),
+        ((DATA, DATA), "data parallel: 4 replicas of every layer with weights"),
+        ((SHARDED, replace(SHARDED, axis="in-features")), "model parallel: 4 shards of every layer with weights"),
+        ((HYBRID,), "a hybrid of data and model parallel: 2 replicas x 2 shards of every layer with weights"),
+        ((DATA, DATA, SHARDED), "a hybrid of data and model parallel: 4 replicas of fc0 and fc1, 4 shards of fc2"),
+        ((DATA,) * 4 + (ONE,), "data parallel: 4 replicas of fc0 .. fc3, one device of fc4"),
         ((DATA, SHARDED, HYBRID, ONE, ONE),
-         "a hybrid, 4 replicas of fc0; 4 shards of fc1; 2 replicas x 2 shards of fc2; 1 more way"),
+         "a hybrid of data and model parallel: 4 replicas of fc0, 4 shards of fc1, 2 replicas x 2 shards of fc2, "
+         "1 more way"),
+        ((DATA, SHARDED) + (DATA,) * 3,
+         "a hybrid of data and model parallel: 4 replicas of 4 layers, 4 shards of fc1"),
     ],
 )  # fmt: skip
 def test_kinds_of_plans(strategies: tuple[Strategy, ...], words: str) -> None:
@@ -53,44 +61,52 @@ def test_passes_and_branches_are_named() -> None:
     passes = schemes(alexnet().prediction.step_s, Scheme.INTERLEAVE)
     branches = ConcurrentBranches((Phase((), 0.1),))
     kind = kind_of_plan(replace(alexnet(), passes=passes, branches=branches))
-    assert kind.startswith("a hybrid in 4 passes with branches at the same time, 4 replicas of 5 layers; 4 shards of")
+    assert kind.startswith(
+        "a hybrid of data and model parallel in 4 passes with branches at the same time: 4 replicas of"
+    )
 
 
 def test_this_plan_is_compared_with_one_device_and_the_best_by_hand() -> None:
     text = verdict(alexnet())
     assert text.startswith(
-        "Use this plan on all 4 devices: a hybrid, 4 replicas of 5 layers; 4 shards of fc6, fc7, fc8."
+        "Use this plan on all 4 devices, a hybrid of data and model parallel: 4 replicas of conv1 .. conv5, 4 shards "
+        "of fc6 .. fc8."
     )
-    assert "Speed, estimated: 18.65 ms a step, 27,459 samples/s, 3.43 x one device, 1.00 x the best by hand " in text
-    assert "Fits: 3.21 GiB of 15.0 GiB on the fullest device (21 %)." in text
+    assert (
+        "Speed 18.65 ms a step, 27,459 samples/s (estimated); 3.43 x as fast as one device, 1.00 x as fast as the"
+        in text
+    )
+    assert "Fits yes: 3.21 GiB of 15.0 GiB on the fullest device (21 %)." in text
 
 
 def test_what_is_advised_instead_is_what_the_figures_are_of() -> None:
     decision = alexnet()
-    advice = "Use plain data parallel on 4 devices: within 3% of the best plan, no plan needed."
+    advice = "Use plain data parallel on 4 devices: within 3 % of the fastest plan found."
     text = verdict(replace(decision, advised="pure data parallel", advice=advice))
     assert text.startswith(advice)
-    assert "samples/s, 2.95 x one device; the plan below, a hybrid, takes 18.65 ms, 1.16 x" in text
-    assert "Fits: 3.00 GiB of 15.0 GiB" in text
-    assert "no plan is faster than the one below" in text
+    assert "2.95 x as fast as one device. The best plan found for all 4 devices takes 18.65 ms." in text
+    assert "Fits yes: 3.00 GiB of 15.0 GiB" in text
+    assert "Proven yes: no plan takes less than 18.65 ms (14 % less) under these costs." in text
 
 
 def test_a_baseline_that_is_the_plan_says_so_and_what_batch_norm_makes_of_it() -> None:
     decision = alexnet()
     one, data, *others = decision.baselines
     step_s = decision.prediction.step_s
-    for norm_s, words in ((0.0, "the plan below is the same."), (
-        1e-3, "the plan below is the same, with batch norm over the whole batch, 18.65 ms."
+    for norm_s, words in ((0.0, "as one device. Fits"), (
+        1e-3, "as one device. With batch norm over the whole batch: 18.65 ms. Fits"
     )):  # fmt: skip
         same = replace(data, step_s=step_s - norm_s, plan=decision.plan, batch_norm_s=norm_s)
-        text = verdict(replace(decision, advised=same.name, baselines=(one, same, *others)))
+        advised = replace(decision, advised=same.name, baselines=(one, same, *others))
+        text = verdict(advised)
+        assert described(advised).startswith("AlexNet: ")
         assert words in text
         assert ("no plan that has batch norm over the whole batch is faster" in text) is (norm_s > 0)
 
 
 @pytest.mark.parametrize(("source", "words"), [
-    (Source.MEASURED, "Speed, from times measured here:"), (Source.SHIPPED, "Speed, from times measured elsewhere:"),
-    (Source.ESTIMATED, "Speed, estimated:"),
+    (Source.MEASURED, "samples/s (measured here)"), (Source.SHIPPED, "samples/s (measured elsewhere)"),
+    (Source.ESTIMATED, "samples/s (estimated)"),
 ])  # fmt: skip
 def test_the_speed_says_what_it_rests_on(source: Source, words: str) -> None:
     first, *others = alexnet().layers
@@ -101,7 +117,7 @@ def test_the_speed_says_what_it_rests_on(source: Source, words: str) -> None:
 def test_too_much_memory_is_no_fit() -> None:
     step = alexnet().prediction
     text = verdict(replace(alexnet(), prediction=replace(step, memory_bytes=(16 * 2**30,) * 4)))
-    assert "Does not fit: 16.0 GiB of 15.0 GiB on the fullest device (107 %)." in text
+    assert "Fits no: 16.0 GiB of 15.0 GiB on the fullest device (107 %)." in text
 
 
 STEP_S = alexnet().prediction.step_s
@@ -110,22 +126,45 @@ STEP_S = alexnet().prediction.step_s
 @pytest.mark.parametrize(
     ("proof", "words"),
     [
-        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)), "Proven: no plan is faster under"),
-        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1), "Proven: no plan that has its layers on the first devices is faster"),
-        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True), "Proven under the conditions below: no plan is"),
-        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1), "Not proven: another plan could be faster by up to 10 %."),
-        (Proof("FEASIBLE", STEP_S, float("-inf"), float("inf"), 1), "Not proven: no bound was found."),
-        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, given=True), "Not proven, a plan of yours: another one is or"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)), "yes: no plan is faster under"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1), "yes: no plan that has its layers on the first devices is faster"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True),
+         "yes: no plan that has its layers on the first devices and splits the batch evenly is faster"),
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, equal_parts=True, alike="blocks"),
+         "yes, under the conditions below: no plan is faster"),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1), "no: another plan could be faster by up to 10 %."),
+        (Proof("FEASIBLE", STEP_S, float("-inf"), float("inf"), 1), "no: no bound was found."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, given=True), "no: it is a plan of yours, and another one is"),
         (Proof("FEASIBLE", STEP_S, 0.99 * STEP_S, 0.01, 1, simpler=Simpler(0.99 * STEP_S, 4, 2)),
-         "Proven within 1.0 % of the fastest plan, 18.46 ms, and simpler."),
+         "yes: at most 1.0 % slower than the fastest plan, 18.46 ms, and simpler."),
         (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, simpler=Simpler(0.99 * STEP_S, 4, 2)),
-         "Not proven: within 1.0 % of the fastest plan found, 18.46 ms, and simpler."),
-        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, by_simulation=True), "Not proven: the shortest simulated"),
-        (Proof("GIVEN", STEP_S, float("-inf"), float("inf"), 0), "Nothing is proven about other plans."),
+         "no: another plan could be faster by up to 10 %."),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1, by_simulation=True), "no: it has the shortest simulated"),
+        (Proof("GIVEN", STEP_S, float("-inf"), float("inf"), 0), "no: nothing is known about other plans."),
     ],
 )  # fmt: skip
 def test_the_proof_in_a_few_words(proof: Proof, words: str) -> None:
-    assert words in verdict(replace(alexnet(), proof=proof))
+    assert f"Proven {words}" in verdict(replace(alexnet(), proof=proof))
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        (Proof("OPTIMAL", STEP_S, STEP_S, 0, 1, covered=(ANY_BLOCK, BRANCHES)),
+         "yes: no plan takes less than 18.65 ms"),
+        (Proof("FEASIBLE", STEP_S, 0.9 * STEP_S, 0.1, 1),
+         "no: another plan could take as little as 16.78 ms (23 % less)"),
+        (Proof("FEASIBLE", STEP_S, STEP_S * 1.2, 0.1, 1, covered=(ANY_BLOCK,)),
+         "yes: no plan takes less than 22.38 ms"),
+        (Proof("FEASIBLE", 2 * STEP_S, STEP_S, 0.1, 1), "no: another plan could be faster by up to 10 %"),
+        (Proof("FEASIBLE", STEP_S, STEP_S, 0.1, 1, given=True), "no: it is a plan of yours"),
+    ],
+)  # fmt: skip
+def test_the_proof_is_of_what_is_advised(proof: Proof, words: str) -> None:
+    decision = replace(alexnet(), advised="pure data parallel", advice="Use plain data parallel.", proof=proof)
+    assert f"Proven {words}" in verdict(decision)
+    which = "your plan" if proof.given else "the best plan found for all 4 devices"
+    assert described(decision).startswith(f"All that follows describes {which}, a hybrid of data and model parallel:")
 
 
 def test_pins_limit_the_proof() -> None:
