@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shlex
 import signal
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+LONGEST_LINE = 2000
+"""Characters of a line of a message; the middle of a longer one is left out."""
 DONE, DIFFERS, BROKEN, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 1, 2, 70, 130, 141
 
 
@@ -52,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if pressed:
                 return _say("interrupted", INTERRUPTED)
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                return _say(f"error: {str(error.filename)[:80]}...: {error.strerror}", REFUSED)
             if "--verbose" in argv or not isinstance(error, ParplanError):
                 traceback.print_exc()
             if isinstance(error, ParplanError):
@@ -119,7 +124,11 @@ def _stdout_trouble() -> Iterator[None]:
 
 
 def _say(text: str, code: int) -> int:
-    print(f"parplan: {text}", file=sys.stderr)
+    """A message on standard error; names in it come from files, so that what cannot be seen is written as escapes."""
+    from parplan.report.pictures.text import visible
+
+    lines = (visible(line, LONGEST_LINE) for line in text.split("\n"))
+    print("parplan:", "\n".join(lines), file=sys.stderr)
     return code
 
 
@@ -166,6 +175,7 @@ def _analyze(options: argparse.Namespace) -> int:
     write_files({**texts, **pictures.texts})
 
     def report(console: Console) -> None:
+        from parplan.report.pictures.text import visible
         from parplan.report.terminal import Detail, render
 
         detail = Detail.FULL if options.full else Detail.SUMMARY if options.summary else Detail.DEFAULT
@@ -174,10 +184,9 @@ def _analyze(options: argparse.Namespace) -> int:
         if options.profile_graph is not None:
             check = ", for reading: a profile has no model that could run it."
         if options.out:
-            text = f"Plan written to {options.out}{check}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        for line in pictures.said:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            pictures.said.insert(0, f"Plan written to {options.out}{check}")
+        for line in "\n".join(pictures.said).splitlines():
+            console.print(visible(line, LONGEST_LINE), markup=False, highlight=False, soft_wrap=True)
 
     if kept is None:
         _write(json_alone or _printed(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +48,7 @@ def lanes(text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
             assert isinstance(event["cat"], str)
             found[tracks[event["pid"]], names[event["pid"], event["tid"]]].append(event)
     assert len(set(tracks.values())) == len(tracks)
-    assert len(set(names)) == len(names)
+    assert len({(track, name) for (track, _), name in names.items()}) == len(names)
     for own in found.values():
         for one, other in pairwise(own):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
@@ -127,6 +128,14 @@ def test_rounding_to_nanoseconds_makes_no_overlap() -> None:
 def test_hostile_names_are_json(name: str) -> None:
     spans = [TraceSpan(name, name, name, name, 0.0, 1.0, {"of": name})]
     assert sum(map(len, lanes(trace_json(spans, {"model": name})).values())) == 1
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_trace_has_no_character_that_cannot_be_seen(name: str) -> None:
+    graph = residual()
+    decision = priced(graph, data_parallel(graph, 2))
+    found = json.loads(predicted_trace(replace(decision, plan=replace(decision.plan, model=name))))
+    assert found["otherData"]["model"].isprintable()
 
 
 def test_a_step_that_is_not_simulated_has_no_trace() -> None:
