@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import CLAIMS, ROOT, SOURCES, differences
+from benchmarks.figures import CLAIMS, PRINTED, ROOT, SOURCES, differences, reports_differ
 
 PUBLISHED: dict[str, Any] = {"krizhevsky2014": {"2": 1.9929, "4": 3.9233, "8": 7.1906}}
 
@@ -24,3 +24,21 @@ def test_a_figure_that_the_command_gives_otherwise_is_told() -> None:
 def test_every_claim_has_a_document_and_a_source(claim: Any) -> None:
     assert (ROOT / claim.document).is_file()
     assert claim.source in SOURCES
+
+
+def test_a_report_is_compared_line_by_line_without_the_time_it_took() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    report = text[text.index("```text\nUse ") + 8 :].partition("```")[0]
+    assert reports_differ(PRINTED["report"], report) == []
+    later = report.replace("419 ms", "1.88 s").replace("parplan took ", "parplan took 1")
+    assert reports_differ(PRINTED["report"], later) == []
+    assert reports_differ(PRINTED["report"], report.replace("23,283", "23,284")) != []
+    assert reports_differ(PRINTED["report"], f"{report}one more\n") == ["README.md: not found: one more"]
+
+
+def test_a_part_of_a_report_is_found_where_it_is_indented() -> None:
+    part = PRINTED["pins"]
+    text = (ROOT / part.document).read_text(encoding="utf-8")
+    block = text[text.index(part.start) :].partition("Each line")[0]
+    assert reports_differ(part, f"before\n{block}\nAgainst other plans") == []
+    assert reports_differ(part, f"before\n{block.replace('18.10', '18.11')}\nAgainst other plans") != []
