@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parplan.compat import (
@@ -15,7 +16,9 @@ from parplan.compat import (
     hooks_of_all_modules,
     in_functional_transform,
     intercepted_functions,
+    intercepted_modules,
     is_composite,
+    lazy_code,
     memory_of,
     overload_name,
     pytree,
@@ -119,6 +122,36 @@ def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
         result, cls, kwargs = held(x)  # type: ignore[no-untyped-call]
     assert (result.item(), cls, kwargs) == (2.0, Same, {})
     assert held(x).item() == 2.0  # type: ignore[no-untyped-call]
+
+
+def test_calls_of_modules_can_be_intercepted() -> None:
+    seen: list[nn.Module] = []
+
+    def handler(plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append(module)
+        return plain(module, *args, **kwargs) + 1
+
+    model = nn.Sequential(nn.Identity())
+    with intercepted_modules(handler):
+        assert model(torch.zeros(())) == 2
+    assert seen == [model, model[0]]
+    assert model(torch.zeros(())) == 0
+
+
+def test_graph_modules_write_their_code_when_they_are_called() -> None:
+    with lazy_code():
+        module = fx.symbolic_trace(nn.ReLU())
+        node = next(node for node in module.graph.nodes if node.op == "call_function")
+        node.target = torch.neg
+        node.kwargs = {}
+        module.recompile()
+        assert not hasattr(module, "_code")
+        assert module(torch.ones(())) == -1
+        exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(2, 4),))
+        assert not hasattr(exported.graph_module, "_code")
+        assert not hasattr(exported.module(), "_code")
+    assert exported.module()(torch.zeros(2, 4)).shape == (2, 4)
+    assert "neg" in module.code
 
 
 def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

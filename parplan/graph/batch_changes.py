@@ -75,14 +75,15 @@ def batch_changes(one: fx.GraphModule, other: fx.GraphModule, ratio: Fraction | 
             grown[node.name] = tuple(dims)
         else:
             irregular.add(node.name)
-    changed = [node for node, twin in pairs if _text(node) != _text(twin)]
-    unexplained = [node for node, twin in pairs if _text(node, sizes=False) != _text(twin, sizes=False)]
+    places = _places(one) | _places(other)
+    changed = [node for node, twin in pairs if _text(node, places) != _text(twin, places)]
+    unexplained = [node for node, twin in pairs if _text(node, places, sizes=False) != _text(twin, places, sizes=False)]
     return BatchChanges(
         all=frozenset(node.name for node in changed),
         unexplained=frozenset(node.name for node in unexplained),
         grown=grown,
         irregular=frozenset(irregular),
-        results=_text(one.graph.output_node()) != _text(other.graph.output_node()),
+        results=_text(one.graph.output_node(), places) != _text(other.graph.output_node(), places),
     )
 
 
@@ -107,13 +108,22 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
-def _text(node: fx.Node, sizes: bool = True) -> str:
+def _places(module: fx.GraphModule) -> dict[fx.Node, int]:
+    """The number of every node among those of its graph, by which nodes of two graphs are compared."""
+    found: dict[fx.Node, int] = {}
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            found |= {node: number for number, node in enumerate(part.graph.nodes)}
+    return found
+
+
+def _text(node: fx.Node, places: Mapping[fx.Node, int], sizes: bool = True) -> str:
     """Arguments as text; without `sizes` a list that is the shape of the result reads as such."""
     shape = _shape(node)
 
     def word(argument: object) -> object:
         if isinstance(argument, fx.Node):
-            return argument.name
+            return f"%{places[argument]}"
         if isinstance(argument, (list, tuple)):
             fits = not sizes and shape is not None and len(argument) == len(shape)
             if fits and all(size in (own, -1) for size, own in zip(argument, shape or (), strict=True)):

@@ -193,6 +193,23 @@ class Recorder:
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 self._tensors[id(leaf)] = _PlainTensor.of(inner, leaf)
 
+    def is_untouched(self, module: nn.Module) -> bool:
+        """Whether a module of the model and its parts have the attributes that they had before the forward."""
+        known = (self._modules.get(id(part.__dict__)) for part in module.modules())
+        return all(
+            one is not None
+            and one.place.keys() == one.before.keys()
+            and all(one.place[key] is value for key, value in one.before.items())
+            for one in known
+        )
+
+    def reads_alike(self, one: nn.Module, other: nn.Module) -> bool:
+        """Whether what the forward has read so far of a module and its parts has the same value in another one."""
+        parts = zip(one.modules(), other.modules(), strict=True)
+        twins = {id(mine.__dict__): theirs.__dict__ for mine, theirs in parts}
+        read = [(twins[place], str(key), entry.value) for (place, key), entry in self._read.items() if place in twins]
+        return all(same(place.get(key, MISSING), value, self._held) for place, key, value in read)
+
     def stores_like(self, other: Recorder) -> bool:
         """Whether two forwards leave the same beside their tensors."""
         mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))

@@ -24,6 +24,7 @@ from parplan.graph.attributes.recording import Recorder
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
+from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
@@ -71,7 +72,7 @@ def capture(
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
-            twin = _at_another_batch(call, first.program)
+            twin = _at_another_batch(call, first)
             bound = whole_batch(first.program, twin.export.program if twin.export is not None else None, call.batch)
         if numbers:
             _check_inputs(call, first.program, first.recorder, tensors)
@@ -127,26 +128,43 @@ class _Twin:
     errors: tuple[str, ...] = ()
 
 
-def _at_another_batch(call: ExportRequest, exported: ExportedProgram) -> _Twin:
+def _at_another_batch(call: ExportRequest, first: Exported) -> _Twin:
     """The capture that shows which leaves hold samples, and what changes with their number.
 
     Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
     samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
     """
-    first, *others = sorted(call.alike)
+    leading, *others = sorted(call.alike)
     without = [call.alike - {other} for other in others]
     batch, reasons = call.batch or 0, []
     # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
     for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
-        for samples in dict.fromkeys([call.alike, *without, frozenset({first})]):
+        for samples in dict.fromkeys([call.alike, *without, frozenset({leading})]):
             opaque = OpaqueCalls()
             try:
-                made = export_call(call, call.resized(samples, other_batch), {}, opaque)
+                given = call.resized(samples, other_batch)
+                made = _from_equal_blocks(call, first, given) or export_call(call, given, {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
             return _Twin(samples, opaque, made, other_batch)
     return _Twin(call.alike, call.opaque, errors=tuple(reasons))
+
+
+def _from_equal_blocks(call: ExportRequest, first: Exported, given: Any) -> Exported | None:
+    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full."""
+    if call.numbers or call.sites or call.opaque.sites or call.opaque.checkpoints or first.recorder.stored:
+        return None
+    blocks = equal_blocks(call.model, first.program)
+    if not blocks:
+        return None
+    equal, opaque = EqualBlocks(blocks), OpaqueCalls()
+    try:
+        made = export_call(call, given, {}, opaque, equal)
+        equal.fill_in(first.program.graph, made.program)
+    except (CaptureError, UnequalBlocks):
+        return None
+    return None if opaque.sites or opaque.checkpoints or made.recorder.stored else made
 
 
 @dataclass(frozen=True)

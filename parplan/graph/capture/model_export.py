@@ -17,13 +17,14 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parplan.compat import pytree
+from parplan.compat import lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.axes.bags import join_bags
 from parplan.graph.axes.batched_lookup import gather_batched_lookups
+from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.plain_forms import plain_forms
@@ -102,11 +103,17 @@ class Exported:
     containers: ContainerResults
 
 
-def export_call(call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls) -> Exported:
+def export_call(
+    call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls, equal: EqualBlocks | None = None
+) -> Exported:
     """Export `call` with the arguments `given`, a resized copy of its own.
+
+    Args:
+        equal: blocks of which one is traced; their ops are not filled in.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
+        UnequalBlocks: of `equal`, it has to be exported in full.
     """
     model, training = call.model, call.training
     args, kwargs = given
@@ -125,6 +132,7 @@ def export_call(call: ExportRequest, given: Any, sites: dict[str, Site], opaque:
                 )
         with (
             quiet(),
+            lazy_code(),
             stand_ins(model),
             missing_devices(),
             packed_sequences(),
@@ -133,10 +141,11 @@ def export_call(call: ExportRequest, given: Any, sites: dict[str, Site], opaque:
             opaque.intercepted(model),
             returned_containers(model) as containers,
             recorded(model, call.numbers) as recorder,
+            equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False)
             recorder.check(exported)
-    except CaptureError:
+    except (CaptureError, UnequalBlocks):
         raise
     except Exception as error:
         line = user_line(error)

@@ -1,0 +1,271 @@
+"""Of equal blocks one is traced at the second number of samples: nothing of the capture differs from one in full."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parplan.graph.capture import capture as module
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+
+BLOCKS, ODD, BATCH = 5, 3, 4
+
+
+class Block(nn.Module):
+    """Two linear layers with a residual; `body` is the detail in which one of several may differ."""
+
+    def __init__(self, index: int, body: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.index, self.body = index, body
+        self.scale, self.counts, self.settings = 2.0, False, {"shift": 1}
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.offset: Tensor
+        self.register_buffer("offset", torch.zeros(1))
+
+    def forward(self, x: Tensor, beside: Tensor, factor: float = 4) -> tuple[Tensor, Tensor]:
+        TRACED.append(id(self))
+        return self.body(self, self.second(self.first(x).relu()), beside) * factor + x, beside
+
+
+TRACED: list[int] = []
+
+
+def plain(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x - beside.mean(1, keepdim=True)
+
+
+class Net(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, body: Callable[[Block, Tensor, Tensor], Tensor] = plain) -> None:
+        super().__init__()
+        self.start, self.end = nn.Linear(8, 8), nn.Linear(8, 3)
+        listed = [Block(index, body) for index in range(BLOCKS)]
+        self.blocks = nn.ModuleList(listed)
+
+    def block(self, index: int) -> Block:
+        found = self.blocks[index]
+        assert isinstance(found, Block)
+        return found
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = block(x, beside)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        beside = x.relu()
+        for index, block in enumerate(self.blocks):
+            x, beside = self.step(index, block, x, beside)
+        found: Tensor = self.end(x)
+        return found
+
+
+def scaled(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x * block.scale + beside * block.settings["shift"]
+
+
+def offset(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x + block.offset + beside
+
+
+def branch(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x.flip(1) if block.index == ODD else x
+
+
+def late_branch(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x / 2 if len(x) > BATCH and block.index == ODD else x / 3
+
+
+def counting(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x * (len(x) if block.counts else BATCH)
+
+
+def divided(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x / len(x) + torch.ones(len(x), 1)
+
+
+def in_place(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return (x + 1).relu_()
+
+
+def dropped(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.1, block.training) + beside
+
+
+def listed(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x + torch.tensor([1.0, 2.0] * 4)
+
+
+def equal() -> Net:
+    return Net()
+
+
+def constant() -> Net:
+    net = Net(scaled)
+    net.block(ODD).scale = 3.0
+    return net
+
+
+def setting() -> Net:
+    net = Net(scaled)
+    net.block(ODD).settings = {"shift": 2}
+    return net
+
+
+def buffer_size() -> Net:
+    net = Net(offset)
+    net.block(ODD).register_buffer("offset", torch.zeros(8))
+    return net
+
+
+def number_of_samples() -> Net:
+    net = Net(counting)
+    net.block(ODD).counts = True
+    return net
+
+
+def own_forward() -> Net:
+    net = Net(counting)
+    own = types.MethodType(lambda self, x, beside: (x * len(x), beside), net.block(ODD))
+    setattr(net.block(ODD), "forward", own)  # noqa: B010
+    return net
+
+
+def frozen() -> Net:
+    net = Net()
+    net.block(ODD).first.weight.requires_grad_(False)
+    return net
+
+
+def evaluated() -> Net:
+    net = Net(dropped)
+    setattr(net.block(ODD), "forward", net.block(ODD).forward)  # noqa: B010
+    return net
+
+
+def tied() -> Net:
+    net = Net()
+    net.block(ODD).first.weight = net.block(0).first.weight
+    return net
+
+
+def hooked() -> Net:
+    net = Net()
+    net.block(ODD).register_forward_hook(lambda block, given, made: None)
+    return net
+
+
+class ByArgument(Net):
+    """One block is given the number of samples."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = block(x, beside, len(x) if index == ODD else BATCH)
+        return found
+
+
+class ByWiring(Net):
+    """With more samples one block is given other tensors."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        given = (beside, beside) if len(x) > BATCH and index == ODD else (x, beside)
+        found: tuple[Tensor, Tensor] = block(*given)
+        return found
+
+
+class Exchanged(Net):
+    """With more samples one block is given its tensors the other way round."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        x, beside = x + 1, beside + 1
+        given = (beside, x) if len(x) > BATCH and index == ODD else (x, beside)
+        found: tuple[Tensor, Tensor] = block(*given)
+        return found
+
+
+class ByAttribute(Net):
+    """With more samples the model sets a number of one block and puts it back."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        before = block.scale
+        block.scale = float(len(x)) if index == ODD else float(BATCH)
+        found: tuple[Tensor, Tensor] = block(x, beside)
+        block.scale = before
+        return found
+
+
+class Kept(Net):
+    """What a block makes is used behind all of them too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        beside = x.relu()
+        kept = []
+        for block in self.blocks:
+            x, beside = block(x, beside)
+            kept.append(x)
+        found: Tensor = self.end(torch.stack(kept).sum(0))
+        return found
+
+
+# By name the model, and the blocks that are traced at the second number of samples.
+NETS: dict[str, tuple[Callable[[], Net], list[int]]] = {
+    "equal": (equal, [0]),
+    "constant": (constant, [0, ODD]),
+    "setting": (setting, [0, ODD]),
+    "branch": (lambda: Net(branch), [0, 1, 2, 3, 4]),
+    "branch at one number of samples": (lambda: Net(late_branch), [0, 1, 2, 3, 4]),
+    "size of a buffer": (buffer_size, [0, ODD]),
+    "number of samples": (number_of_samples, [0, ODD]),
+    "number of samples in all": (lambda: Net(divided), [0]),
+    "forward of its own": (own_forward, [0]),
+    "frozen": (frozen, [0, ODD]),
+    "dropout": (lambda: Net(dropped), [0]),
+    "bound forward": (evaluated, [0, ODD]),
+    "in place": (lambda: Net(in_place), [0, 1, 2, 3, 4]),
+    "constant tensor": (lambda: Net(listed), [0, 1, 2, 3, 4]),
+    "argument": (ByArgument, [0, ODD]),
+    "wiring": (ByWiring, [0, ODD, *range(BLOCKS)]),
+    "exchanged": (Exchanged, [0, *range(BLOCKS)]),
+    "attribute set meanwhile": (lambda: ByAttribute(scaled), [0, 1, 2, 3, 4]),
+    "kept results": (Kept, [0]),
+    "tied": (tied, [0]),
+    "hooks": (hooked, [0, 1, 2, 3, 4]),
+}
+
+
+def facts(graph: LayerGraph) -> list[Any]:
+    """All that a capture says of a model, ops as text."""
+    numbers = {node: number for number, node in enumerate(next(iter(graph.layers.values())).nodes[0].graph.nodes)}
+    ops = [
+        (node.name, str(node.target), repr(node.args), repr(node.kwargs), str(node.meta.get("val")))
+        for layer in graph.layers.values()
+        for node in layer.nodes
+    ]
+    layers = [
+        (layer.name, layer.inputs, layer.outputs, layer.parameters, layer.batch, layer.axes, layer.constant)
+        for layer in graph.layers.values()
+    ]
+    rest = (graph.grown, graph.batch_dims, graph.fixed_batch, graph.one_batch, graph.values, graph.user_outputs)
+    return [len(numbers), ops, layers, *rest, graph.sample_indices, graph.unplaced, graph.flattened]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_capture_is_that_of_two_full_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, second = NETS[name]
+    first = [block for block in range(BLOCKS) if name != "forward of its own" or block != ODD]
+    torch.manual_seed(0)
+    net = make()
+    TRACED.clear()
+    found = capture(net, (torch.randn(BATCH, 8),))
+    index = {id(block): number for number, block in enumerate(net.blocks)}
+    traced = [index[block] for block in TRACED]
+    monkeypatch.setattr(module, "_from_equal_blocks", lambda *given: None)
+    assert facts(found) == facts(capture(net, (torch.randn(BATCH, 8),)))
+    assert traced == first + second
