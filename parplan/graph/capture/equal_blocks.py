@@ -203,29 +203,27 @@ class EqualBlocks:
         for traced in known:
             if recorder.reads_alike(traced.block.module, module):
                 return self._copy(traced, block, leaves)
+        self._mark(block, block, _taken(block, leaves))
         result = plain(module, *args, **kwargs)
         again, same_spec = pytree.tree_flatten((args, kwargs))
         same = len(again) == len(leaves) and all(a is b for a, b in zip(again, leaves, strict=True))
         made = _results_of(block, result, leaves)
         if made is not None and same and spec == same_spec and recorder.is_untouched(module):
             known.append(made)
-            self._mark(block, block, leaves, made.made)
+            self._mark(block, block, made.made)
         return result
 
-    def _mark(
-        self, traced: Block, block: Block, leaves: Sequence[Any], results: Sequence[Tensor], made: Sequence[_Meta] = ()
-    ) -> list[Tensor]:
-        """An op that takes all that a block takes, and has results of shapes `made`."""
+    def _mark(self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[_Meta] = ()) -> list[Tensor]:
+        """An op on what a block takes or makes, with results of shapes `made`."""
         key = f"{next(_keys)}"
         _results[key], self._copied[key] = made, (traced, block)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found: list[Tensor] = equal_block([*inputs, *block.module.parameters(), *block.module.buffers(), *results], key)
+        found: list[Tensor] = equal_block(list(tensors), key)
         return found
 
     def _copy(self, traced: _Traced, block: Block, leaves: Sequence[Any]) -> Any:
         """The results of a block as those of one op."""
         shapes = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in traced.made]
-        made = self._mark(traced.block, block, leaves, (), shapes)
+        made = self._mark(traced.block, block, _taken(block, leaves), shapes)
         if [tensor.requires_grad for tensor in made] != [tensor.requires_grad for tensor in traced.made]:
             raise UnequalBlocks
         sources = {"argument": leaves, "made": made}
@@ -244,7 +242,7 @@ class EqualBlocks:
         graph = program.graph
         pairs: dict[fx.Node, fx.Node] = {}
         results: dict[fx.Node, fx.Node] = {}  # of copied blocks, and what replaces them
-        ends: dict[Block, list[fx.Node]] = {}
+        ends = defaultdict[Block, list[list[fx.Node]]](list)  # of traced blocks: what they take, what they make
         ones, marks = iter(first.nodes), list[fx.Node]()
         for node in list(graph.nodes):
             given = [results.get(source, source) for source in node.all_input_nodes]
@@ -253,11 +251,13 @@ class EqualBlocks:
                 listed = [results.get(source, source) for source in node.args[0]]
                 traced, block = self._copied[str(node.args[1])]
                 if traced is block:
-                    ends[block] = listed
+                    ends[block].append(listed)
                 else:
                     _match([next(ones, None) for _ in block.nodes] == list(block.nodes))
-                    made = _copy_nodes(graph, node, (traced, block), pairs, (ends[traced], listed))
-                    results |= {user: made[ends[traced][len(listed) + int(user.args[1])]] for user in node.users}
+                    taken, made = ends[traced]
+                    copies = _copy_nodes(graph, node, (traced, block), pairs, (taken, listed))
+                    _match(copies.keys() >= set(made))
+                    results |= {user: copies[made[int(user.args[1])]] for user in node.users}
             elif node not in results:
                 one = next(ones, None)
                 if one is None:
@@ -287,7 +287,7 @@ def _copy_nodes(
     Args:
         copied: the traced block and the other one.
         pairs: by node of the first program, its twin; copies are added.
-        given: what the two take, in order, and for the traced one what it makes behind that.
+        given: what the two take, in order.
 
     Returns:
         Nodes of the other block by those of the traced one.
@@ -295,7 +295,7 @@ def _copy_nodes(
     own: dict[fx.Node, fx.Node] = {}
     places = [defaultdict[fx.Node, list[int]](list) for _ in given]
     for found, nodes in zip(places, given, strict=True):
-        for number, node in enumerate(nodes[: len(given[1])]):
+        for number, node in enumerate(nodes):
             found[node].append(number)
     for one, other in zip(*(block.nodes for block in copied), strict=True):
         for a, b in zip(one.all_input_nodes, other.all_input_nodes, strict=True):
@@ -312,6 +312,12 @@ def _copy_nodes(
 def _match(fits: bool) -> None:
     if not fits:
         raise UnequalBlocks
+
+
+def _taken(block: Block, arguments: Sequence[Any]) -> list[Tensor]:
+    """All tensors that the call of a block takes."""
+    given = [argument for argument in arguments if isinstance(argument, Tensor)]
+    return [*given, *block.module.parameters(), *block.module.buffers()]
 
 
 def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
