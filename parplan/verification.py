@@ -2,13 +2,14 @@
 
 The plain model is the oracle: same weights, same inputs, no graph, no plan. Dropout is off on both
 sides and other random draws are constants, because no two ways of splitting a batch draw the same random numbers.
-Where the model itself casts to float32, sums of another order differ by float32's rounding, and no plan can help it.
+Where the model itself casts to a shorter type, sums of another order differ by its rounding, and no plan can help it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,10 @@ TOLERANCE = 1e-9
 # A tensor far smaller than its group's largest one is rounding noise (the gradient of a bias in front
 # of a batch norm is zero but for rounding), so it is measured against this share of the largest.
 _FLOOR = 1e-4
-# The same where float32 parts are compared, and the most that is ever allowed there.
-_FLOAT32_FLOOR = 1e-2
-_MOST_ALLOWED = 1e-3
+# The same where parts in shorter types are compared, and the most that is ever allowed there: a missing term of a sum,
+# or one that counts twice, is more of it.
+_SHORT_FLOOR = 1e-2
+_MOST_ALLOWED = {torch.float32: 1e-3, torch.float16: 0.016, torch.bfloat16: 0.125}
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -63,13 +65,15 @@ class VerificationRow:
 class Verification:
     """The result of `verify` with `batch` samples: passed when no relative difference exceeds its group's tolerance.
 
-    `notes` tell of a plan that was made for another model's name or batch, and of draws that were not fixed.
+    `notes` tell of a plan that was made for another model's name or batch, and of draws that were not fixed;
+    `casts` are the types shorter than float64 that the model computes in all the same, the shortest first.
     """
 
     plan: Plan
     batch: int
     rows: tuple[VerificationRow, ...]
     notes: tuple[str, ...] = ()
+    casts: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -117,7 +121,7 @@ def verify_plan(
         found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
     assert compiled.graph is not None
-    allowed = _tolerances(compiled.graph)
+    allowed, casts = _tolerances(compiled.graph)
     rows = tuple(
         _compared(group, expected, found[group], allowed.get(group, TOLERANCE))
         for group, expected in reference.items()
@@ -126,33 +130,32 @@ def verify_plan(
     notes = tuple(
         f"{name} draws random numbers that cannot be fixed, so results may differ." for name in sorted(seeded.unknown)
     )
-    return Verification(compiled.plan, samples, rows, notes)
+    return Verification(compiled.plan, samples, rows, notes, casts)
 
 
-def _tolerances(graph: LayerGraph) -> dict[str, float]:
-    """Tolerances of the groups that float32 parts of a model in float64 reach.
+def _tolerances(graph: LayerGraph) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Tolerances of the groups that parts in shorter types of a model in float64 reach, and the names of these types.
 
-    Every rounding is off by up to float32's epsilon, and n of them in another order add up like a random walk, to the
-    square root of n: as many as there are elements in the largest float32 value of each layer with one.
+    Every rounding is off by up to the type's epsilon, and n of them in another order add up like a random walk, to the
+    square root of n: as many as there are elements in the largest value of that type in each layer with one.
     """
-    largest: dict[str, int] = {}
+    largest: dict[torch.dtype, dict[str, int]] = defaultdict(dict)
     for name, layer in graph.layers.items():
-        specs = [graph.values[node.name] for node in layer.nodes if node.name in graph.values]
-        sizes = [
-            spec.elements for spec in specs if spec.dtype is torch.float32 and (spec.requires_grad or layer.reached)
-        ]
-        if sizes:
-            largest[name] = max(sizes)
-    if not largest:
-        return {}
-    tolerance = min(_MOST_ALLOWED, torch.finfo(torch.float32).eps * math.sqrt(sum(largest.values())))
-    reached = set(largest).union(*(nx.descendants(graph.digraph, name) for name in largest))
-    groups = {"gradients", "input gradients"}
-    if any(graph.producer.get(str(value)) in reached for value in graph.user_outputs):
-        groups |= {"outputs", "loss"}
-    if any(graph.producer.get(value) in reached for value in graph.buffer_updates.values()):
-        groups.add("buffers")
-    return dict.fromkeys(groups, tolerance)
+        for spec in (graph.values[node.name] for node in layer.nodes if node.name in graph.values):
+            if spec.dtype in _MOST_ALLOWED and (spec.requires_grad or layer.reached):
+                largest[spec.dtype][name] = max(spec.elements, largest[spec.dtype].get(name, 0))
+    allowed: dict[str, float] = {}
+    for dtype, sizes in largest.items():
+        tolerance = min(_MOST_ALLOWED[dtype], torch.finfo(dtype).eps * math.sqrt(sum(sizes.values())))
+        reached = set(sizes).union(*(nx.descendants(graph.digraph, name) for name in sizes))
+        groups = {"gradients", "input gradients"}
+        if any(graph.producer.get(str(value)) in reached for value in graph.user_outputs):
+            groups |= {"outputs", "loss"}
+        if any(graph.producer.get(value) in reached for value in graph.buffer_updates.values()):
+            groups.add("buffers")
+        allowed |= {group: max(tolerance, allowed.get(group, 0.0)) for group in groups}
+    ordered = sorted(largest, key=lambda dtype: -torch.finfo(dtype).eps)
+    return allowed, tuple(str(dtype).removeprefix("torch.") for dtype in ordered)
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
@@ -223,7 +226,7 @@ def _compared(
     group: str, expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float = TOLERANCE
 ) -> VerificationRow:
     """The largest difference in a group; NaN where the plain model gives one, as there is nothing to compare with."""
-    floor = _FLOOR if tolerance == TOLERANCE else _FLOAT32_FLOOR
+    floor = _FLOOR if tolerance == TOLERANCE else _SHORT_FLOOR
     compared = compare_group(group, expected, found, floor * largest_of(expected))
     nothing = next((name for name, tensor in expected.items() if bool(tensor.isnan().any())), None)
     difference, worst = (compared.difference, compared.worst) if nothing is None else (math.nan, nothing)

@@ -77,16 +77,17 @@ def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) ->
 
 
 class Casts(nn.Module):
-    """A norm that casts to float32, between two linear layers."""
+    """A norm that casts to float32, or another type, between two linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.dtype = dtype
         self.first, self.last, self.scale = nn.Linear(12, 12), nn.Linear(12, 6), nn.Parameter(torch.ones(12))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 12) to (N, 6)."""
-        y = self.first(x).float()
-        y = (y * y.square().mean(-1, keepdim=True).rsqrt() * (1 + self.scale.float())).to(x.dtype)
+        y = self.first(x).to(self.dtype)
+        y = (y * y.square().mean(-1, keepdim=True).rsqrt() * (1 + self.scale.to(self.dtype))).to(x.dtype)
         result: Tensor = self.last(y)
         return result
 
@@ -121,6 +122,31 @@ def test_float32_parts_are_compared_as_float32_sums(devices: int) -> None:
     allowed = {row.group: row.tolerance for row in found.rows}
     eps = torch.finfo(torch.float32).eps
     assert allowed == dict.fromkeys(allowed, pytest.approx(eps * math.sqrt(found.batch * 12), rel=1e-3))
+
+
+HALVES = [(torch.bfloat16, 0.125, "bfloat16"), (torch.float16, 0.016, "float16")]
+
+
+@pytest.mark.parametrize("shards", ["replicas:2", "shards:2"])
+@pytest.mark.parametrize(("dtype", "tolerance", "word"), HALVES)
+def test_parts_in_half_precision_are_compared_as_its_sums(
+    dtype: torch.dtype, tolerance: float, word: str, shards: str
+) -> None:
+    model, x = Casts(dtype), torch.randn(12, 12)
+    plan = parplan.analyze(model, x, gpus=2, gpu="k20", pins={"first": shards, "last": shards}).plan
+    found = parplan.verify(model, x, plan=plan)
+    assert found.passed, found.rows
+    allowed = {row.group: row.tolerance for row in found.rows}
+    assert all(torch.finfo(dtype).eps < own <= tolerance for own in allowed.values()), allowed
+    assert found.casts == (word,)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "word"), HALVES)
+def test_a_part_in_half_precision_hides_no_missing_term(dtype: torch.dtype, tolerance: float, word: str) -> None:
+    wanted = {"a": torch.tensor([1.0])}
+    eps = torch.finfo(dtype).eps
+    assert _compared("gradients", wanted, {"a": torch.tensor([1.0 + 4 * eps])}, tolerance).passed
+    assert not _compared("gradients", wanted, {"a": torch.tensor([0.75])}, tolerance).passed, word
 
 
 def test_a_float32_part_hides_no_error() -> None:

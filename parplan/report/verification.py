@@ -36,8 +36,9 @@ def render_verification(found: Verification, console: Console) -> None:
     columns = [Column("tensors"), Column("relative difference"), Column("largest in", words=True)]
     page.table([*columns[:2], *([Column("allowed")] if lax > TOLERANCE else []), *columns[2:]], rows)
     if lax > TOLERANCE:
+        types = " and ".join(found.casts)
         page.paragraph(
-            f"The model casts to float32 inside; what that reaches may differ by {lax:.0e}, as float32 sums do."
+            f"The model casts to {types} inside; what that reaches may differ by {lax:.0e}, as such sums do."
         )
     page.blank()
     limit = f"{TOLERANCE:.0e}" if lax == TOLERANCE else "what is allowed"

@@ -43,6 +43,13 @@ def test_passed() -> None:
     )
 
 
+def test_types_the_model_casts_to_are_said_with_what_they_allow() -> None:
+    stream, row = io.StringIO(), Row("outputs", 1, 3e-2, "output 0", 0.125)
+    found = Verification(alexnet().plan, 8, (row,), casts=("bfloat16", "float32"))
+    render_verification(found, Console(file=stream, width=120))
+    assert "The model casts to bfloat16 and float32 inside; what that reaches may differ by 1e-01" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("differences", "words"),
     [
