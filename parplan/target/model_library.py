@@ -159,7 +159,7 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
     if name.endswith(".json") or path.is_dir():
         file = path / "config.json" if path.is_dir() else path
         try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
+            fields = json.loads(file.read_text(encoding="utf-8"), object_hook=_number)
             known = fields["model_type"] in mapping
         except OSError as error:
             raise TargetError(f"{target}: {file} cannot be read: {error.strerror}") from error
@@ -180,6 +180,11 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
             "or a config.json (transformers:./config.json); names of a hub are not looked up"
         )
     return _made(kind, target), f"the defaults of {kind.__name__}"
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Infinity and NaN, as transformers writes them: {"__float__": "Infinity"}; other objects as they are."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def _made(make: Callable[[], Any], target: str) -> Any:
@@ -217,9 +222,9 @@ def _inputs(model: Any, config: Any, wanted: _Wanted) -> tuple[dict[str, Tensor]
             images["labels"] = wanted.tensor(wanted.batch, dtype=torch.int64)
         return images, f"images of {channels} x {height} x {width}{', labels' if loss else ''}"
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    length = wanted.sequence or min(SEQUENCE, longest or SEQUENCE)
-    if longest and length > longest:
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0
+    length = wanted.sequence or min(SEQUENCE, longest if longest > 0 else SEQUENCE)
+    if 0 < longest < length:  # -1: as long as anybody likes
         raise TargetError(f"--seq {length}: {wanted.target} has {longest} positions; use {longest} or fewer")
     tokens = {"input_ids": wanted.tensor(wanted.batch, length, dtype=torch.int64)}
     if loss:

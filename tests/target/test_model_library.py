@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ class TinyConfig:
 
     def __init__(self, width: int = 8, max_position_embeddings: int = 64, **more: Any) -> None:
         self.width, self.max_position_embeddings, self.use_cache = width, max_position_embeddings, True
-        self.architectures = more.get("architectures")
+        self.architectures, self.longest_step = more.get("architectures"), more.get("longest_step", 1.0)
         self.dtype = torch.bfloat16 if more.get("dtype") == "bfloat16" else None
 
     @classmethod
@@ -43,6 +44,7 @@ class TinyLM(nn.Module):
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
+        self.config = config
         self.embed, self.head = nn.Embedding(16, config.width), nn.Linear(config.width, 16)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -112,6 +114,14 @@ def test_a_configuration_file_names_architecture_and_type(tmp_path: Path) -> Non
         assert found.module.head.weight.shape == (16, 4)
         assert found.module.head.weight.dtype is torch.bfloat16
         assert str(file) in found.notes[0]
+
+
+def test_a_configuration_file_may_have_infinite_numbers_and_any_number_of_positions(tmp_path: Path) -> None:
+    fields = {"model_type": "tiny", "max_position_embeddings": -1, "longest_step": {"__float__": "Infinity"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    found = load(f"transformers:{tmp_path}", meta=True)
+    assert found.module.config.longest_step == math.inf
+    assert found.kwargs["input_ids"].shape == (8, 512)
 
 
 def test_images_have_the_size_that_the_model_was_made_for() -> None:
