@@ -88,6 +88,9 @@ class ExportRequest:
         return pytree.tree_unflatten(made, self.in_spec)
 
 
+_VMAP = "torch._functorch.predispatch"
+
+
 @dataclass(frozen=True)
 class Exported:
     """An exported call.
@@ -144,6 +147,8 @@ def export_call(
             equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False)
+            if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
+                exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)
     except (CaptureError, UnequalBlocks):
         raise
