@@ -298,11 +298,8 @@ def layer_axes(
     joint = joint_axes(nodes, wanted)
     sizes = _sizes(nodes)
     inside = {n.name for n in nodes}
-    batches = [
-        axis
-        for axis in joint
-        if any(axis.dims.get(value) == dim and axis.plain(value) for value, dim in batch_dims.items())
-    ]
+    found = batch_dims.items()
+    batches = [axis for axis in joint if any(axis.dims.get(v) == dim and axis.plain(v) for v, dim in found)]
     apart = sum(len(axis.dims) for axis in batches) == len(set().union(*(axis.dims for axis in batches)))
     samples = {**(dict(chain.from_iterable(a.dims.items() for a in batches)) if apart else {}), **batch_dims}
     known = {tensor for axis in joint for tensor in axis.dims} - set(outputs) - set(buffers) | set(wanted or {})
@@ -322,8 +319,10 @@ def layer_axes(
         exchanged = Cut.MIXED not in axis.cuts or any(op_name(node) == "batch_norm" for node in nodes)
         if free and exchanged and units >= 1 and units % batch_size == 0:
             batch, mixed = Axis("batch", units, dict(axis.dims)), Cut.MIXED in axis.cuts
+    for axis in batches:
+        both = set[str]().union(*(other.dims for other in batches if other is not axis))  # all pairs of samples
         for tensor, dim in axis.dims.items():
-            plain = tensor in outputs and axis.plain(tensor) and tensor not in axis.crossed
+            plain = tensor in outputs and axis.plain(tensor) and tensor not in axis.crossed | both
             if plain and sizes[tensor][dim] % batch_size == 0:
                 out_dims[tensor] = dim
     merged = any(axis.outer.get(output, 1) > 1 for axis in batches for output in outputs)

@@ -1,7 +1,7 @@
 """Two captures of one model at different batch sizes compared: results that grow with the batch, indices along samples.
 
 A result that grows otherwise than along a dimension which is known to hold the samples can be handed out whole, and to
-no process that brought its own samples.
+no process that brought its own samples. One that grows along several (all pairs of samples) is whole in every process.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def unplaced(
 ) -> tuple[Unplaced, ...]:
     """Results that grow with the batch otherwise than along one dimension which is known to hold the samples.
 
+    All pairs of samples (texts x images) are no process's own: such a result is whole in every process.
+
     Args:
         counted: values that count the samples of the whole batch, which are not those of one process.
     """
@@ -65,6 +67,8 @@ def unplaced(
     for number, value in enumerate(results):
         dims = grown.get(number)
         if not dims or not isinstance(value, str):
+            continue
+        if len(dims) > 1 and value not in built.batch_dims and value not in counted:
             continue
         dim = flattened.get(value, built.batch_dims.get(value))
         if dims != {dim} or value not in built.batch_dims or value in counted:

@@ -114,7 +114,6 @@ UNPLACED = {
     "sorted": lambda m, h, own, shared: h.sort(0)[0],
     "flipped": lambda m, h, own, shared: h.flip(0),
     "running_sum": lambda m, h, own, shared: h.cumsum(0),
-    "similarity": lambda m, h, own, shared: h[:, 0] @ h[:, 0].t(),
     "every_other": lambda m, h, own, shared: h[::2],
     "rolled": lambda m, h, own, shared: h.roll(1, 0),
     "of_no_sample": lambda m, h, own, shared: torch.arange(len(h)),
@@ -128,6 +127,7 @@ def test_a_result_whose_samples_lie_nowhere_is_refused(name: str) -> None:
 
 
 WHOLE = {
+    "similarity": lambda m, h, own, shared: h[:, 0] @ h[:, 0].t(),
     "number": lambda m, h, own, shared: h.mean(),
     "vector": lambda m, h, own, shared: h.sum(0),
     "best": lambda m, h, own, shared: h.topk(2, 0)[0],
