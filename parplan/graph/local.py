@@ -164,19 +164,21 @@ def _copy(
     target: Any = node.target
     args, kwargs = local_args(graph, part, node)
     axis = part.axis
-    if target is aten.embedding.default and axis is not None and node.name in axis.partial:
+    rows_cut = False  # of a table: then the result is a term of a sum, or else what a linear op behind makes of it
+    if axis is not None and args and isinstance(args[0], fx.Node):
+        rows_cut = axis.dims.get(args[0].name) == 0 and (node.name in axis.partial or node.name not in axis.dims)
+    if target is aten.embedding.default and rows_cut:
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
     if target in (EMBEDDING_BAGS, OFFSET_BAGS):
-        cut = axis is not None and node.name in axis.partial
         run = run_bags if target is EMBEDDING_BAGS else run_offset_bags
-        target, args = run, [*args, part.column * local_shape(graph, part, args[0].name)[0] if cut else None]
+        target, args = run, [*args, part.column * local_shape(graph, part, args[0].name)[0] if rows_cut else None]
     if target is CLASS_TERMS:
         classes, here = graph.values[args[0].name].shape[1], local_shape(graph, part, args[0].name)[1]
         place = [classes, part.column * here] if here < classes else []
         target, args = run_class_terms, [*args[:5], local_shape(graph, part, node.name)[1], *place]
     target = OWN_CODE.get(target, target)
-    if target is EXPERT_PRODUCTS or (target is aten.index.Tensor and axis is not None and node.name in axis.partial):
+    if target is EXPERT_PRODUCTS or (target is aten.index.Tensor and rows_cut):
         table = args[1] if target is EXPERT_PRODUCTS else args[0]
         held, cut = local_shape(graph, part, table.name)[0], axis is not None and axis.dims.get(table.name) == 0
         column = part.column if cut else 0
