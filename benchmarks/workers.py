@@ -6,6 +6,7 @@ process group of its own, so that one that fails leaves nothing behind for the n
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -116,6 +117,7 @@ class Workers:
 
 def _serve(rank: int, ranks: int, port: int, pipe: Connection, collective_s: float) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: garbage is looked for in what tasks make
     store = dist.TCPStore("localhost", port, is_master=False) if ranks > 1 else None  # type: ignore[attr-defined]
     folder = os.getcwd()
     while True:

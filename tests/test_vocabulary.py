@@ -72,9 +72,9 @@ FREE_CLAUSE = re.compile(r"(What|Who|Whoever|Whose)\b")
 METAPHOR = re.compile(rf"\b({'|'.join(METAPHORS)})\b", re.IGNORECASE)
 
 
-def checked() -> list[str]:
-    """Paths below parplan/ of the modules to check."""
-    return [module.path for module in modules() if not module.path.startswith(UNCHECKED)]
+def checked() -> list[Module]:
+    """The modules to check."""
+    return [module for module in modules() if not module.path.startswith(UNCHECKED)]
 
 
 def standard_word(found: Identifier) -> str | None:
@@ -83,27 +83,22 @@ def standard_word(found: Identifier) -> str | None:
     return next((better for roles, names, better in BANNED if found.role in roles and name in names.split()), None)
 
 
-def module_at(path: str) -> Module:
-    """The module at a path below parplan/."""
-    return next(module for module in modules() if module.path == path)
-
-
-@pytest.mark.parametrize("path", checked())
-def test_identifiers_are_the_fields(path: str) -> None:
+def test_identifiers_are_the_fields() -> None:
     found = [
-        f"parplan/{path}:{one.line}: {one.role} {one.name}; the field says {better}"
-        for one in identifiers(module_at(path))
-        if (better := standard_word(one)) and (path, one.name) not in EXCEPTIONS
+        f"parplan/{module.path}:{one.line}: {one.role} {one.name}; the field says {better}"
+        for module in checked()
+        for one in identifiers(module)
+        if (better := standard_word(one)) and (module.path, one.name) not in EXCEPTIONS
     ]
     assert found == []
 
 
-@pytest.mark.parametrize("path", checked())
-def test_docstrings_start_with_a_mechanism(path: str) -> None:
+def test_docstrings_start_with_a_mechanism() -> None:
     found = [
-        f"parplan/{path}:{line}: {text}"
-        for line, text in docstring_starts(module_at(path))
-        if (word := FREE_CLAUSE.match(text) or METAPHOR.search(text)) and (path, word[0]) not in EXCEPTIONS
+        f"parplan/{module.path}:{line}: {text}"
+        for module in checked()
+        for line, text in docstring_starts(module)
+        if (word := FREE_CLAUSE.match(text) or METAPHOR.search(text)) and (module.path, word[0]) not in EXCEPTIONS
     ]
     assert found == []
 
