@@ -76,4 +76,5 @@ def pytest_collection_finish() -> None:
     """Start garbage collection, which passes over what is there already."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # captures make objects by the ten thousand, hardly any of them in a cycle
     gc.enable()

@@ -67,11 +67,18 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
+PLANS: dict[tuple[str, int], str] = {}
+"""Plan files by the text of the model and the number of GPUs; each is searched for once."""
+
+
 def plan_of(model: Path, capsys: pytest.CaptureFixture[str], gpus: int = 4) -> dict[str, Any]:
-    out = model.with_name("plan.json")
-    assert main(["analyze", str(model), "--gpus", str(gpus), "--out", str(out)]) == 0
-    capsys.readouterr()
-    plan: dict[str, Any] = json.loads(out.read_text())
+    key = model.read_text(), gpus
+    if key not in PLANS:
+        out = model.with_name("plan.json")
+        assert main(["analyze", str(model), "--gpus", str(gpus), "--out", str(out)]) == 0
+        capsys.readouterr()
+        PLANS[key] = out.read_text()
+    plan: dict[str, Any] = json.loads(PLANS[key])
     return plan
 
 

@@ -6,6 +6,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from torch import nn
@@ -56,6 +57,7 @@ def _innermost(stack: traceback.StackSummary) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
+@cache  # of every frame of a stack, many times a capture
 def is_users(filename: str) -> bool:
     """Whether a file is neither installed, nor Python's, nor ours."""
     path = Path(filename)

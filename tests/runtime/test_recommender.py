@@ -68,23 +68,22 @@ def cut(devices: int, axis: str) -> Rule:
     return rule
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("by_offsets", [False, True], ids=["rectangular", "by offsets"])
-def test_tables_cut_by_rows_and_by_columns_train_as_the_plain_model(by_offsets: bool) -> None:
-    for devices, rule in (
-        (2, spread(2, "data")),
-        *((n, cut(n, a)) for n in (2, 4) for a in ("features", "vocabulary")),
-    ):
-        torch.manual_seed(2)
-        plain = Recommender(by_offsets)
-        model = compiled(plain, rule, devices)
-        optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (model, plain)]
-        for _ in range(3):
-            batch = given(by_offsets)
-            assert differences(outcome(model.module, model, *batch), outcome(plain, plain, *batch)) == {}
-            for optimizer in optimizers:
-                optimizer.step()
-        for (name, found), wanted in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE, msg=name)
+@pytest.mark.parametrize("axis", ["data", "features", "vocabulary"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_tables_cut_by_rows_and_by_columns_train_as_the_plain_model(by_offsets: bool, axis: str, devices: int) -> None:
+    torch.manual_seed(2)
+    plain = Recommender(by_offsets)
+    model = compiled(plain, spread(devices, axis) if axis == "data" else cut(devices, axis), devices)
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (model, plain)]
+    for _ in range(3):
+        batch = given(by_offsets)
+        assert differences(outcome(model.module, model, *batch), outcome(plain, plain, *batch)) == {}
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, found), wanted in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE, msg=name)
 
 
 def test_all_but_bags_by_offsets_keep_their_samples() -> None:

@@ -10,21 +10,17 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.planner.decide import decide
-from parplan.planner.decision import Decision
 from parplan.planner.request import PlanRequest
+from tests.planner.decided import decided
 from tests.planner.graphs import classifier, perceptron
 
 
-def decided(**options: object) -> Decision:
-    graph, cluster = classifier(), cluster_preset("k20", 4)
-    return decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(**options))  # type: ignore[arg-type]
-
-
 def test_data_parallel_has_batch_norm_per_device() -> None:
-    data = next(one for one in decided().baselines if one.name == "pure data parallel")
+    graph, cluster = classifier(), cluster_preset("k20", 4)
+    data = next(one for one in decided(graph, cluster).baselines if one.name == "pure data parallel")
     assert data.plan is not None
     assert data.step_s is not None
-    whole_batch = decided(plan=data.plan).prediction
+    whole_batch = decided(graph, cluster, PlanRequest(plan=data.plan)).prediction
     assert 0 < data.batch_norm_s == pytest.approx(whole_batch.batch_norm_s)
     assert data.step_s + data.batch_norm_s == pytest.approx(whole_batch.step_s)
 
@@ -57,9 +53,10 @@ def test_repeated_blocks_count_as_often_as_they_are_there() -> None:
 
 
 def test_other_plans_and_models_without_batch_norm_pay_nothing_for_it() -> None:
-    assert all(one.batch_norm_s == 0 for one in decided().baselines if one.name != "pure data parallel")
-    graph, cluster = perceptron(), cluster_preset("k20", 4)
-    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
+    cluster = cluster_preset("k20", 4)
+    normed = decided(classifier(), cluster).baselines
+    assert all(one.batch_norm_s == 0 for one in normed if one.name != "pure data parallel")
+    decision = decided(perceptron(), cluster)
     assert [one.batch_norm_s for one in decision.baselines if one.step_s] == [0.0] * sum(
         one.step_s is not None for one in decision.baselines
     )

@@ -19,23 +19,24 @@ from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme, Strategy
-from parplan.planner.decide import PlanRequest, decide, predict
+from parplan.planner.decide import PlanRequest, predict
 from parplan.planner.decision import Decision
 from parplan.planner.search.schemes import under
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.simulator import StepSimulator
 from parplan.planner.simulation.timeline import simulate
+from tests.planner.decided import decided as decided_once
 from tests.planner.graphs import classifier, perceptron
 from tests.planner.simulation.test_timeline import alexnet, hybrid
 
 
 def decided(graph: LayerGraph, cluster: Cluster, scheme: str = "auto", plan: Plan | None = None) -> Decision:
-    costs = RooflineCosts(graph, cluster, optimizer="momentum")
-    return decide(graph, cluster, costs, PlanRequest(optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0))
+    request = PlanRequest(optimizer="momentum", scheme=scheme, plan=plan, tolerance=0.0)
+    return decided_once(graph, cluster, request)
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("gpus", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_papers_plan_is_found_and_run_in_passes(gpus: int) -> None:
     graph, cluster = alexnet(128 * gpus), cluster_preset("k20", gpus)
     decision = decided(graph, cluster)
