@@ -71,7 +71,7 @@ def print_verdict(page: Page, decision: Decision) -> None:
 
 
 def verdict_lines(decision: Decision) -> tuple[VerdictLine, ...]:
-    """What to use, how fast it is, whether it fits, and whether a faster plan is ruled out."""
+    """Advice, speed, fit and proof, a line each, of what is advised where that is not the plan of the report."""
     limits = [device.memory_bytes for device in decision.cluster.devices]
     one = _advised(decision)
     if one is None or one.memory_bytes is None:
