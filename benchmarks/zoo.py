@@ -1,6 +1,7 @@
 """Models of transformers and timm: which are captured and planned, what stays whole, and if plans compute the same.
 
-    python -m benchmarks.zoo [--only NAME] [--part 1/8] [--verify] [--json FILE] [--kill-after S]
+    python -m benchmarks.zoo [--only NAME] [--part 1/8] [--verify] [--json FILE] [--cpu-seconds S] [--again STATUS]
+    python -m benchmarks.zoo --json FILE --table docs/models.md
 
 One model per architecture that transformers has a causal, seq2seq, masked or image-classification head for, in a small
 configuration (two layers of width 64), and one per family of timm, the one with the shortest name. Each is planned for
@@ -12,36 +13,24 @@ the plain model. Rows are written to the file as they come, and models that it h
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import re
-import subprocess
+import resource
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.zoo_configurations import HEADS, configurations, first_layers, small
+
 ROOT = Path(__file__).parents[1]
 DEVICES = 4
-
-HEADS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-)  # fmt: skip
-
-SMALL = {
-    2: """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers
-        num_encoder_layers depth num_experts_per_tok moe_topk num_experts_per_token""",
-    4: """num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads num_experts
-        n_routed_experts num_local_experts moe_num_experts""",
-    16: "head_dim d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim",
-    64: """hidden_size n_embd d_model dim embed_dim moe_intermediate_size q_lora_rank kv_lora_rank d_embed
-        embedding_size""",
-    128: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions",
-    256: "vocab_size",
-}
-"""Sizes of a small configuration by the names that configurations have for them."""
 
 
 def names() -> list[str]:
@@ -54,8 +43,37 @@ def names() -> list[str]:
     families: dict[str, str] = {}
     for name in timm.list_models():
         family = timm.models.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
-        families[family] = min(families.get(family, name), name, key=lambda one: (len(one), one))
+        families[family] = min(families.get(family, name), name, key=_size_word)
     return [*(f"transformers:{kind}" for kind in kinds), *(f"timm:{name}" for name in families.values())]
+
+
+def _size_word(name: str) -> tuple[int, int, str]:
+    """An order in which models of one family whose names have words for smaller sizes come first, then short names."""
+    words = re.split("[_.]", name)
+    return min((SIZES.index(word) for word in words if word in SIZES), default=len(SIZES)), len(name), name
+
+
+SIZES = [
+    "test",
+    "zepto",
+    "atto",
+    "femto",
+    "pico",
+    "nano",
+    "xxxs",
+    "xxs",
+    "xxt",
+    "xs",
+    "xt",
+    "tiny",
+    "t0",
+    "s0",
+    "b0",
+    "mini",
+    "small",
+    "t",
+    "s",
+]
 
 
 def _declare_torchvision() -> None:
@@ -81,60 +99,28 @@ def _declare_torchvision() -> None:
 _DECLARED: list[Any] = []  # what is declared lasts as long as these
 
 
-def small(kind: str) -> Any:
-    """The configuration of a model type with small sizes; those that it does not have, or has smaller, are left."""
-    from transformers import CONFIG_MAPPING  # type: ignore[import-not-found]
-
-    config = CONFIG_MAPPING[kind]()
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
-        heads = getattr(part, "num_attention_heads", 0)
-        shared = isinstance(getattr(part, "num_key_value_heads", None), int) and part.num_key_value_heads != heads
-        for size, words in SMALL.items():
-            for name in words.split():
-                known = getattr(part, name, None)
-                if isinstance(known, int) and not isinstance(known, bool) and known > size:
-                    setattr(part, name, size)
-        if getattr(part, "num_key_value_heads", None) is not None:
-            part.num_key_value_heads = 2 if shared else 4
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
-            if isinstance(getattr(part, name, None), int) and getattr(part, name) >= 256:
-                setattr(part, name, 1)
-        if isinstance(getattr(part, "layer_types", None), list):
-            part.layer_types = part.layer_types[: getattr(part, "num_hidden_layers", 2)]
-    return config
-
-
 def run(target: str, verified: bool) -> dict[str, Any]:
     """The row of one model."""
-    import tempfile
-
     import torch
 
     import parplan
     from parplan.errors import ParplanError
-    from parplan.target.model_library import library_model
 
     torch.manual_seed(0)
-    _declare_torchvision()
-    library, _, name = target.partition(":")
     try:
-        if library == "transformers":
-            with tempfile.TemporaryDirectory() as folder:
-                small(name).save_pretrained(folder)
-                found = library_model(f"transformers:{folder}", batch=8, sequence=32, meta=False, dtype="fp32")
-        else:
-            found = library_model(target, batch=8, meta=not verified)
+        found, experts = built(target, meta=not verified)
     except Exception as error:
         return {"status": "not built", "detail": _line(error)}
     args, kwargs = found.inputs.args, found.inputs.kwargs
-    begin = time.perf_counter()
+    options: dict[str, Any] = {"gpus": DEVICES, "gpu": "a100-80g-sxm", "time_limit_s": 1}
     try:
-        decision = parplan.analyze(found.module, args, kwargs=kwargs, gpus=DEVICES, gpu="a100-80g-sxm", time_limit_s=10)
+        decision = parplan.analyze(found.module, args, kwargs=kwargs, **options)
     except ParplanError as error:
         return {"status": "refused", "detail": _line(error)}
     assert decision.priced is not None
     graph = decision.priced.graph
-    weights = {p: graph.values[p].elements for p in graph.parameters}
+    used = {p for layer in graph.layers.values() for p in layer.parameters}
+    weights = {p: graph.values[p].elements for p in used}
     cut = {
         p
         for layer in graph.layers.values()
@@ -143,84 +129,216 @@ def run(target: str, verified: bool) -> dict[str, Any]:
     }
     row: dict[str, Any] = {
         "status": "planned",
-        "seconds": time.perf_counter() - begin,
         "layers": len(graph.layers),
         "parameters": sum(weights.values()),
         "proof": decision.proof.status,
         "plan": " and ".join(sorted({own.describe() for own in decision.plan.layers.values()})),
         "may_be_cut": sum(weights[p] for p in cut) / max(1, sum(weights.values())),
-        "may_have_replicas": sum(one.batch is not None or not one.reached for one in graph.layers.values()),
-        "whole": sorted({one.kind for one in graph.layers.values() if one.reached and one.batch is None}),
+        "whole": [f"{one.name} ({one.kind})" for one in graph.layers.values() if one.reached and one.batch is None],
+        **products(graph, experts),
     }
     if verified:
         plans = {"solver": decision.plan}
         plans |= {one.name: one.plan for one in decision.baselines if one.plan is not None and one.name != "one device"}
-        row["verified"] = {}
-        for words, plan in plans.items():
-            try:
-                outcome = parplan.verify(found.module, args, kwargs=kwargs, plan=plan)
-                row["verified"][words] = (
-                    max((one.max_relative_difference for one in outcome.rows), default=0.0),
-                    outcome.passed,
-                )
-            except ParplanError as error:
-                row["verified"][words] = None, _line(error)
-        if any(passed is False for _, passed in row["verified"].values()):
+        row["verified"] = {words: _verified(found, plan) for words, plan in plans.items()}
+        if any(one["passed"] is False for one in row["verified"].values()):
             row["status"] = "WRONG"
     return row
 
 
-def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+def built(target: str, meta: bool) -> tuple[Any, int]:
+    """A model with inputs, and how many experts its configuration names (0 without)."""
+    import tempfile
+
+    from parplan.target.model_library import library_model
+
+    library, _, name = target.partition(":")
+    if library == "timm":
+        return library_model(target, batch=8, meta=meta), 0
+    config = small(name)
+    words = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = [vars(part).get(word) for part in configurations(config) for word in words]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        file = Path(folder) / "config.json"
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(first_layers(fields)), encoding="utf-8")
+        found = library_model(f"transformers:{folder}", 8, None if _images(name) else 32, "fp32", meta=False)
+    return found, max((one for one in experts if isinstance(one, int)), default=0)
 
 
-def measured(target: str, verified: bool, kill_after_s: float) -> dict[str, Any]:
-    """The row of one model, run in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo", "--child", target, *["--verify"] * verified]
+def _images(kind: str) -> bool:
+    """Whether the head that comes first for a model type takes images."""
+    from transformers.models.auto import modeling_auto
+
+    heads = [head for head in HEADS if kind in getattr(modeling_auto, head, {})]
+    return heads == list(HEADS[-1:])
+
+
+def products(graph: Any, experts: int) -> dict[str, Any]:
+    """Products and look-ups of a graph: how many there are, those that cannot be cut in `DEVICES`, unknown ops.
+
+    A cut along the sequence, which every device needs all weights for, does not count. A router, whose scores are
+    compared with each other, stays whole; so does what no dimension of can be cut in equal parts.
+    """
+    from parplan.graph.axes.table import unknown_ops
+    from parplan.graph.kinds import op_name
+
+    count, uncut, whole, stacks, unknown = 0, [], Counter[str](), 0, Counter[str]()
+    for layer in graph.layers.values():
+        unknown.update(unknown_ops(layer.nodes))
+        axes = [one for one in layer.axes if one.units % DEVICES == 0 and not one.name.startswith("sequence")]
+        stacks += any(one.name == "experts" for one in axes)
+        chooses = any(op_name(node) in ("topk", "argmax") for node in layer.nodes)
+        for node in layer.nodes if layer.reached else ():
+            if op_name(node) not in PRODUCTS:
+                continue
+            count += 1
+            names = {node.name, *(operand.name for operand in node.all_input_nodes)}
+            if any(names & (one.dims.keys() | one.partial) for one in axes):
+                continue
+            shapes = [list(operand.meta["val"].shape) for operand in node.all_input_nodes[:2]]
+            odd = all(size % DEVICES for size in shapes[-1])
+            if odd or chooses:
+                whole["sizes" if odd else "routers"] += 1
+            else:
+                uncut.append(f"{layer.name} ({layer.kind}): {op_name(node)} {' x '.join(map(str, shapes))}")
+    row = {"products": count, "uncut": uncut, "kept_whole": dict(whole), "unknown": dict(unknown)}
+    return row | ({"experts": experts, "experts_cut": stacks} if experts > 1 else {})
+
+
+PRODUCTS = frozenset(
+    [
+        "linear",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "matmul",
+        "mm",
+        "einsum",
+        "scaled_dot_product_attention",
+        "flex_attention",
+        "embedding",
+        "expert_products",
+        "grouped_mm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+    ]
+)
+
+
+def _verified(found: Any, plan: Any) -> dict[str, Any]:
+    import parplan
+    from parplan.errors import ParplanError
+
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=kill_after_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"status": "ENDED", "detail": f"after {kill_after_s:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"status"')]
-    if lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    return {"status": "CRASHED", "detail": f"exit code {done.returncode}: {last[0][:300]}"}
+        outcome = parplan.verify(found.module, found.inputs.args, kwargs=found.inputs.kwargs, plan=plan)
+    except ParplanError as error:
+        return {"passed": None, "detail": _line(error)}
+    worst = max(outcome.rows, key=lambda one: (not one.passed, one.max_relative_difference / one.tolerance))
+    found_row = {"passed": outcome.passed, "difference": worst.max_relative_difference, "allowed": worst.tolerance}
+    return found_row | ({} if outcome.passed else {"detail": f"{worst.group}, {worst.worst}"})
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:400] or type(error).__name__
+
+
+def measured(target: str, verified: bool, cpu_s: int) -> dict[str, Any]:
+    """The row of one model, run in a process of its own that has all imports."""
+    begin, (reader, writer) = time.perf_counter(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1), os.dup2(quiet, 2)
+        try:
+            row = run(target, verified)
+        except BaseException as error:
+            places = [one for one in traceback.extract_tb(error.__traceback__) if "parplan" in one.filename]
+            place = f"{Path(places[-1].filename).name}:{places[-1].lineno}: " if places else ""
+            row = {"status": "CRASHED", "detail": f"{place}{type(error).__name__}: {_line(error)}"}
+        with os.fdopen(writer, "w") as stream:
+            json.dump(row, stream)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    _, status, used = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    detail = f"after {cpu_s} s of CPU time" if code == -signal.SIGXCPU else f"exit code {code}"
+    ended = {"status": "ENDED" if code == -signal.SIGXCPU else "CRASHED", "detail": detail}
+    found: dict[str, Any] = json.loads(text) if text else ended
+    return found | {"cpu_s": used.ru_utime + used.ru_stime, "seconds": time.perf_counter() - begin}
+
+
+def warm_up() -> None:
+    """Import everything and plan a layer once, so that the processes of the models need not."""
+    import torch
+    import transformers  # type: ignore[import-not-found]
+
+    import parplan
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    layer, x = torch.nn.Linear(8, 8), torch.randn(8, 8)
+    decision = parplan.analyze(layer, x, gpus=DEVICES, gpu="a100-80g-sxm", time_limit_s=1)
+    parplan.verify(layer, x, plan=decision.plan)
 
 
 def cases(only: str, part: str) -> Iterator[str]:
-    """The targets that are asked for: of those that contain `only`, every n-th from the k-th on, for k/n."""
+    """The targets that are asked for: of those that contain `only`, every n-th from the k-th on, for k/n.
+
+    Their order is that of a digest, so that those which ran are a sample of all; models of images are last.
+    """
     number, _, count = part.partition("/")
-    chosen = [target for target in names() if only in target]
+    chosen = [target for target in names() if re.search(only, target)]
+    digests = {target: hashlib.sha256(target.encode()).hexdigest() for target in chosen}
+    chosen.sort(key=lambda target: (_images(target.partition(":")[2]) or target.startswith("timm"), digests[target]))
     yield from chosen[int(number) - 1 :: int(count or 1)]
 
 
 def main() -> None:
     """Print a row per model, and how many ended how."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="NAME", help="targets that contain this")
+    parser.add_argument("--only", default="", metavar="REGEX", help="targets that match this")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th, from the K-th on")
-    parser.add_argument("--verify", action="store_true", help="compare plans with the plain model (minutes each)")
+    parser.add_argument("--verify", action="store_true", help="compare plans with the plain model")
     parser.add_argument("--json", type=Path, help="rows by target; those it has are not run again")
-    parser.add_argument("--kill-after", type=float, default=240.0, metavar="S", help="for one model (default: 240)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--again", default="-", metavar="REGEX", help="run rows of this status again")
+    parser.add_argument("--cpu-seconds", type=int, default=240, metavar="S", help="for one model (default: 240)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the rows of --json into a Markdown file")
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(run(options.child, options.verify)))
+
+    def rows() -> dict[str, Any]:  # read again each time: several parts may write
+        text = options.json.read_text() if options.json and options.json.exists() else ""
+        return json.loads(text) if text else {}
+
+    if options.table:
+        from benchmarks.zoo_table import write_table
+
+        write_table(options.table, rows())
         return
-    rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    for target in cases(options.only, options.part):
-        if target not in rows:
-            rows[target] = measured(target, options.verify, options.kill_after)
+    chosen = list(cases(options.only, options.part))
+    warm_up()
+    for target in chosen:
+        row = rows().get(target)
+        lacking = options.verify and row and row["status"] == "planned" and "verified" not in row
+        if row is None or lacking or re.fullmatch(options.again, row["status"]):
+            row = measured(target, options.verify, options.cpu_seconds)
             if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        row = rows[target]
+                text = json.dumps(rows() | {target: row}, indent=1) + "\n"
+                options.json.with_suffix(".tmp").write_text(text, encoding="utf-8")
+                options.json.with_suffix(".tmp").replace(options.json)
         share = f"{row['may_be_cut']:>5.0%}" if "may_be_cut" in row else "    -"
-        print(
-            f"{target:48} {row['status']:>9} {share}  {row.get('detail') or ', '.join(row['whole'])}"[:160], flush=True
-        )
-    print(", ".join(f"{count} {status}" for status, count in Counter(row["status"] for row in rows.values()).items()))
+        print(f"{target:40} {row['status']:>9} {row['cpu_s']:>4.0f} {share}  {row.get('detail', '')}"[:200], flush=True)
+    print(", ".join(f"{count} {status}" for status, count in Counter(row["status"] for row in rows().values()).items()))
 
 
 if __name__ == "__main__":
