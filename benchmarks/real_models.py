@@ -9,7 +9,7 @@ float64 on both sides, so that nothing but rounding may differ. Rows are written
 that it has are not run again. Needs `pip install -e '.[zoo]'`; exit 1 where a case is not right.
 
 Kinds of plan: `replicas` (samples), `shards` (parameters, heads, vocabulary, experts), `sequence` (positions of texts
-and images, which no parameter has), `mixed-0` and `mixed-1` (random legal strategies on random devices), and `solver`
+and images, which no parameter has), `mixed-0`, `mixed-1` ... (legal strategies on devices, both drawn), and `solver`
 (the plan of `parplan.compile`, with its self-check). A layer that takes fewer shards than there are devices has
 replicas beside them; one that cannot take the kind is cut by samples, or whole.
 """
@@ -249,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = options.kinds.split(",")
     number, _, count = options.part.partition("/")
     names = options.models.split(",")[int(number) - 1 :: int(count or 1)]
-    if unknown := [one for one in (*names, *kinds) if one not in (*MODELS, *KINDS)]:
+    kinds_known = (*KINDS, *(kind for kind in kinds if kind.startswith("mixed-")))
+    if unknown := [one for one in (*names, *kinds) if one not in (*MODELS, *kinds_known)]:
         parser.error(f"{unknown[0]} is neither a model ({', '.join(MODELS)}) nor a kind of plan ({', '.join(KINDS)})")
     rows = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for ranks in map(int, options.ranks.split(",")):
