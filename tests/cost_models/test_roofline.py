@@ -11,9 +11,10 @@ from torch import nn
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Source
 from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset
+from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds
 from parplan.cost_models.ops.op_calls import op_calls
-from parplan.cost_models.ops.work import Engine, Kernel, flops_of
+from parplan.cost_models.ops.work import Engine, Kernel, flops_of, op_work
 from parplan.cost_models.roofline import BUCKET_BYTES, RooflineCosts, part_of
 from parplan.errors import ClusterError
 from parplan.graph.capture.capture import capture
@@ -48,6 +49,24 @@ def test_alexnet_has_the_published_arithmetic() -> None:
     found = {name: flops(graph, layer, ONE) / 512 / 1e6 for name, layer in graph.layers.items()}
     assert {name: round(mflop, 1) for name, mflop in found.items() if mflop} == ALEXNET_MFLOP
     assert sum(found.values()) == pytest.approx(1428, abs=0.5)
+
+
+def test_numbers_of_two_bytes_take_half_of_what_those_of_four_take() -> None:
+    """Of what ops read and write, and of weights and saved activations."""
+    found: list[list[int]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        net = nn.Sequential(nn.Linear(64, 32), nn.Tanh()).to(dtype)
+        graph = capture(net, (torch.randn(16, 64, dtype=dtype),))
+        memory, taken = MemoryModel(graph, "sgd"), list[int]()
+        for layer in graph.layers.values():
+            local = part_of(graph, layer, ONE)
+            held = memory.layer_memory(local)
+            works = [op_work(call) for call in op_calls(graph, local)]
+            taken += [kernel.nbytes for work in works for kernel in (*work.forward, *work.backward)]
+            taken += [held.weights_bytes, held.gradients_bytes, held.saved_bytes]
+        found.append(taken)
+    assert sum(nbytes > 0 for nbytes in found[0]) > 4
+    assert found[0] == [2 * nbytes for nbytes in found[1]]
 
 
 def test_alexnet_on_a_k20_takes_about_the_published_time() -> None:

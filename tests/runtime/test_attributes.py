@@ -171,6 +171,7 @@ READS: dict[str, tuple[Forward, tuple[Callable[[Any], object], ...]]] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", READS)
 def test_a_change_counts_at_the_next_call(case: str) -> None:
     forward, changes = READS[case]

@@ -64,7 +64,7 @@ def check(known: Drawn, strategies: Mapping[str, Strategy], devices: int, batch:
     assert off == {}, told
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(NETS))
 def test_random_plans_keep_the_numbers(seed: int) -> None:
     known = drawn(seed)
@@ -73,7 +73,7 @@ def test_random_plans_keep_the_numbers(seed: int) -> None:
         check(known, random_strategies(known.graph, devices, known.draw), devices, batch, Scheme.GATHER)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(NETS))
 def test_random_passes_keep_the_numbers(seed: int) -> None:
     known = drawn(seed)

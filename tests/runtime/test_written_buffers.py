@@ -142,7 +142,7 @@ FORWARDS: tuple[Forward, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("devices", "kind", "again"), [(1, "one", True), (4, "hybrid", False)], ids=["checkpoint", "hybrid"]
 )
@@ -164,6 +164,7 @@ def _again(model: nn.Module) -> Callable[..., Any]:
     return lambda *args: checkpoint(model, *args, use_reentrant=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("forward", [counted, read_before_and_after, averaged])
 def test_layers_in_passes_see_one_step(forward: Forward, scheme: Scheme) -> None:

@@ -125,6 +125,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[LayerGraph]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> None:
     plain = net(name)
@@ -150,6 +151,7 @@ def test_every_layer_that_samples_reach_has_replicas(name: str) -> None:
     assert [layer.nodes[0].target for layer in whole] == ([torch.ops.aten.arange.default] if name == "numbered" else [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_it_is_priced_at_any_batch(name: str) -> None:
     few, many = capture(net(name), (samples(4),)), capture(net(name), (samples(12),))
@@ -200,6 +202,7 @@ def hard_negatives(m: Net, x: Tensor) -> Tensor:
     return F.cross_entropy(y @ documents.T, torch.arange(len(x)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "mixed"])
 @pytest.mark.parametrize(
     ("idiom", "batches"),

@@ -79,7 +79,7 @@ CHAINS = [seed for seed in range(400) if kind_of(seed) != "rows"]
 ROWS = [seed for seed in range(200) if kind_of(seed) == "rows"]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", CHAINS)
 def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
@@ -89,14 +89,14 @@ def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     check_against_every_plan(drawn, decision)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", ROWS)
 def test_no_plan_of_rows_of_layers_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
     check_against_every_plan(drawn, fastest(drawn))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(100))
 def test_nor_where_memory_is_short(seed: int) -> None:
     """A device has room for a part of what the fastest plan takes."""
@@ -139,6 +139,7 @@ def recurrent(count: int, batch: int = 1, steps: int = 16) -> LayerGraph:
     return capture(net, (inputs,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("gpu", "link", "batch"), [
     ("k20", None, 1), ("v100-sxm2", None, 1), ("h100-sxm", None, 1), ("v100-pcie", None, 4), ("k20", None, 16),
 ])  # fmt: skip

@@ -200,7 +200,7 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
         assert not all(allowed(graph, left, devices).values())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("model", "devices", "seed"), [case for case in seeds() if case[2] % 3 == 0])
 def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)

@@ -79,10 +79,11 @@ def test_a_whole_piece_is_not_copied() -> None:
     assert {tensor.data_ptr() for tensor in found.values()} == {WHOLE.data_ptr()}
 
 
-def test_a_sum_leaves_its_terms_alone() -> None:
-    flats = {device: torch.full((3,), float(device)) for device in (1, 2, 3)}
-    assert transport().reduce("x", (1, 2, 3), flats).wait()[1].tolist() == [6.0] * 3
-    assert flats[1].tolist() == [1.0] * 3
+@pytest.mark.parametrize("group", [(1, 2), (1, 2, 3), (1, 0, 2, 3)])
+def test_a_sum_leaves_its_terms_alone(group: tuple[int, ...]) -> None:
+    flats = {device: torch.full((3,), 10.0**device) for device in group}
+    assert transport().reduce("x", group, flats).wait()[1].tolist() == [sum(10.0**device for device in group)] * 3
+    assert {device: flat.tolist() for device, flat in flats.items()} == {n: [10.0**n] * 3 for n in group}
 
 
 def test_blocks_that_overlap_are_added_and_gaps_are_zero() -> None:
