@@ -4,12 +4,18 @@ PYTHON ?= python
 CODE := parplan tests benchmarks examples
 BENCHMARKS := solver plans verification ddp memory published prediction towers schemes checkpoints attributes fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
-.PHONY: check test test-all bench
+.PHONY: check style types imports test test-all bench
 
-check:
+check: style types imports # `make -j2 check` runs mypy beside the others
+
+style:
 	ruff check $(CODE)
 	ruff format --check $(CODE)
+
+types:
 	mypy
+
+imports:
 	lint-imports
 
 test:
