@@ -8,7 +8,7 @@ the largest part is priced once for each kind of device that has a part, and the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -128,6 +128,7 @@ class RooflineCosts:
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
         self._memories: dict[PartKey, LayerMemory] = {}
+        self._reductions: dict[tuple[PartKey, Hashable], float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
@@ -193,6 +194,9 @@ class RooflineCosts:
         A cut parameter is summed over the replicas of each shard, and the shards that share the part, all parts at
         once; another over all devices. Frozen parameters cost nothing.
         """
+        key = part_key(layer, strategy), strategy.grid.key
+        if (known := self._reductions.get(key)) is not None:
+            return known
         axis = layer.axis(strategy.axis) if strategy.shards > 1 else None
         part = part_of(self.graph, layer, strategy)
         by_copies: dict[int, int] = defaultdict(int)  # shards that hold the same part -> bytes
@@ -203,11 +207,13 @@ class RooflineCosts:
             nbytes = TensorSpec(local_shape(self.graph, part, name), spec.dtype).nbytes
             is_cut = axis is not None and name in axis.dims
             by_copies[axis.sharers(name, strategy.shards) if axis and is_cut else strategy.shards] += nbytes
-        total_s, rows = 0.0, [strategy.grid.row(row) for row in range(strategy.replicas)]
+        total_s, grid = 0.0, strategy.grid
+        rows = [grid.row(row) for row in range(grid.replicas)] if {*by_copies} - {1} else []
         for copies, nbytes in by_copies.items():
             devices = tuple(device for row in rows for copy in range(copies) for device in row[copy::copies])
-            grid = Grid(devices, strategy.replicas * copies, strategy.shards // copies)
-            total_s += self._all_reduce_s(strategy.grid if copies == 1 else grid, nbytes)
+            own = Grid(devices, grid.replicas * copies, grid.shards // copies) if copies > 1 else grid
+            total_s += self._all_reduce_s(own, nbytes)
+        self._reductions[key] = total_s
         return total_s
 
     def _all_reduce_s(self, grid: Grid, nbytes: int) -> float:

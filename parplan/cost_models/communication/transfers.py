@@ -11,9 +11,8 @@ whole is run, and priced, as a ring all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -61,12 +60,31 @@ class _Price:
     kind: str
 
 
-@dataclass(frozen=True, eq=False)
 class _Table:
-    """The prices of all pairs of layouts: an index into the distinct ones, shape (sources, targets)."""
+    """The prices of pairs of layouts, of each pair once: an index into the distinct ones, filled as pairs are met."""
 
-    distinct: Sequence[_Price]
-    index: NDArray[np.int_]
+    def __init__(self) -> None:
+        self.distinct: list[_Price] = []
+        self._numbers: dict[_Price, int] = {}
+        self._places: dict[Layout, int] = {}
+        self._index = np.full((64, 64), -1, dtype=np.int32)
+
+    def index(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], price: Callable[[Layout, Layout], _Price]
+    ) -> NDArray[np.int32]:
+        """Where the prices of all pairs are in `distinct`, shape (sources, targets)."""
+        rows, columns = ([self._places.setdefault(one, len(self._places)) for one in own] for own in (sources, targets))
+        if (size := len(self._index)) < len(self._places):
+            more = max(len(self._places), 2 * size) - size
+            self._index = np.pad(self._index, (0, more), constant_values=-1)
+        pairs = np.ix_(rows, columns)
+        for a, b in zip(*np.nonzero(self._index[pairs] < 0), strict=True):
+            if self._index[rows[a], columns[b]] < 0:
+                found = price(sources[a], targets[b])
+                number = self._numbers.setdefault(found, len(self.distinct))
+                self.distinct += [found] if number == len(self.distinct) else []
+                self._index[rows[a], columns[b]] = number
+        return self._index[pairs]
 
 
 class Transfers:
@@ -82,7 +100,7 @@ class Transfers:
         self.links = links
         self._rings: dict[Hashable, Linear] = {}
         self._prices: dict[Hashable, _Price] = {}
-        self._tables: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Table] = {}
+        self._table = _Table()
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from layout `source` to layout `target` (not a partial sum)."""
@@ -95,15 +113,9 @@ class Transfers:
         self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> TransferMatrix:
         """The times of `transfer` for all pairs, shape (sources, targets)."""
-        key = (tuple(sources), tuple(targets))
-        if key not in self._tables:
-            pairs = [self._price(source, target) for source, target in product(*key)]
-            places: dict[_Price, int] = {}
-            index = np.array([places.setdefault(price, len(places)) for price in pairs])
-            self._tables[key] = _Table(list(places), index.reshape(len(sources), len(targets)))
-        prices = self._tables[key]
-        by_price = np.array([price.time.seconds(value.nbytes) for price in prices.distinct])
-        forward_s = by_price[prices.index]
+        numbers, places = np.unique(self._table.index(sources, targets, self._price), return_inverse=True)
+        distinct = [self._table.distinct[number].time.seconds(value.nbytes) for number in numbers]
+        forward_s = np.array(distinct)[places.reshape(len(sources), len(targets))]
         return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
 
     def all_reduce(self, grid: Grid, nbytes: int) -> float:

@@ -9,6 +9,7 @@ so a given plan is priced exactly. Readers that are not alike pay each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -101,8 +102,11 @@ def _edge(
     """Seconds of the values on one edge, by how each pair of roles moves them (planner/simulation/step_work.py)."""
     given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
     wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
-    pairs = [[0.0 if role_allowed(one.role, other) else np.inf for other in roles] for one in options]
-    allowed = np.array(pairs, dtype=np.float64)
+    allowed = np.zeros((len(options), len(roles)))
+    for one, other in product(Stage, Stage):
+        if not role_allowed(one, other):
+            given_so, wanted_so = [option.role is one for option in options], [role is other for role in roles]
+            allowed[np.ix_(given_so, wanted_so)] = np.inf
     zero = np.zeros(allowed.shape)
     once, within, inwards, outwards = [zero, zero], [zero, zero], [zero, zero], [zero, zero]
     for value, layouts in wanted.items():
