@@ -154,7 +154,7 @@ class _Run:
 
     def tighten(self, reduced: Reduced) -> Reduced | None:
         """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""
-        for _ in range(ROUNDS):
+        while True:
             before = sum(reduced.problem.sizes)
             after = self.price(reduced)
             if after is None:
@@ -163,7 +163,6 @@ class _Run:
             if after is reduced or sum(after.problem.sizes) > 0.8 * before or self.left() < 0:
                 return after
             reduced = after
-        return reduced
 
     def price(self, reduced: Reduced) -> Reduced | None:
         """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
@@ -192,7 +191,7 @@ class _Run:
             return self.cutoff()
 
         cells = sum(edge.cost_s.size for edge in reduced.problem.edges)
-        rounds = 1 if cells <= SEARCHED_CELLS else np.inf
+        rounds = ROUNDS if cells <= SEARCHED_CELLS else np.inf
         marginals = improve(reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff())
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 

@@ -56,6 +56,8 @@ def improve(
 ) -> list[FloatArray]:
     """Climb and search for `rounds` rounds, or until a proof, or until `time.monotonic()` passes `deadline`.
 
+    Ends sooner where less than half of the strategies can be in a better choice: the rest is a smaller problem.
+
     Args:
         problem: presolved; no strategy is forbidden.
         offer: takes every choice that is worth evaluating; returns the cutoff: seconds that a choice has to stay below.
@@ -67,9 +69,10 @@ def improve(
     """
     search = _Search(problem, offer, deadline, cutoff)
     done = 0
-    while done < rounds and search.open:
+    while done < rounds and search.open and not search.halved:
         search.climb(done)
-        search.polish(done)
+        if not search.halved:
+            search.polish(done)
         raise_bound(search.bound)
         done += 1
     return np.split(search.marginals, search.arrays.start[1:-1])
@@ -94,6 +97,11 @@ class _Search:
     def open(self) -> bool:
         """Whether time is left and nothing is proven."""
         return time.monotonic() < self.deadline and self.bound < self.cutoff
+
+    @property
+    def halved(self) -> bool:
+        """Whether less than half of the strategies can be in a better choice."""
+        return bool(2 * np.count_nonzero(self.marginals < self.cutoff) < len(self.marginals))
 
     def climb(self, number: int) -> None:
         """Messages under prices that move in ever smaller steps, with a choice made every few passes."""

@@ -107,6 +107,19 @@ def test_nothing_is_done_after_the_deadline() -> None:
     assert not listener.choices
 
 
+def test_ends_when_half_of_the_strategies_are_out() -> None:
+    """A strategy far too slow in every node: what is left is solved as a smaller problem, not searched any longer."""
+    rng = np.random.default_rng(3)
+    nodes = tuple(Node(f"n{v}", np.append(rng.integers(0, 4, 2), [1e6, 2e6, 3e6]).astype(float)) for v in range(9))
+    edges = tuple(Edge(u, v, rng.integers(0, 9, (5, 5)).astype(float)) for v in range(9) for u in range(v))
+    problem = Problem(nodes, edges)
+    truth, listener = brute_force(problem), Listener(problem)
+    marginals = listener.improve(rounds=np.inf)
+    assert all((lower >= listener.objective)[2:].all() for lower in marginals)
+    assert truth.choice is not None
+    assert all(lower[k] <= truth.objective for lower, k in zip(marginals, truth.choice, strict=True))
+
+
 def test_a_clique_too_wide_for_elimination() -> None:
     rng = np.random.default_rng(1)
     nodes = tuple(Node(f"n{v}", rng.integers(0, 9, 6).astype(float)) for v in range(10))
