@@ -66,18 +66,10 @@ class Fold:
         """By the middle copy of a layer, the last one."""
         return {middle: last for _, middle, last in self.alike}
 
-    def often(self, graph: LayerGraph, value: str, target: str) -> int:
-        """How many transfers the one of `value` to a kept layer stands for.
-
-        A layer between first and last block takes what all blocks take, and what its own block makes, as often as there
-        are such layers. What it takes from the block before it, all but the first of them take from one like
-        themselves, as the last block does.
-        """
-        maker = graph.producer.get(value, "")
-        between = self.kept.get(maker) in self.times
-        if target in self.times:
-            return self.times[target] if between or value in graph.layers[self.last[target]].inputs else 1
-        return self.times[self.kept[maker]] if between and target in self.last.values() else 1
+    @cached_property
+    def first_block(self) -> Mapping[str, str]:
+        """By the first copy of a layer, the middle one."""
+        return {first: middle for first, middle, _ in self.alike}
 
     def describe(self, graph: LayerGraph) -> str:
         """Words for a report: `32 equal blocks of 16 layers from model.layers.0.input_layernorm on`."""

@@ -9,6 +9,7 @@ so a given plan is priced exactly. Readers that are not alike pay each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -46,11 +47,11 @@ def edge_parts(
         names: of the nodes.
         position: the node of every layer, or of the one that stands for it.
     """
-    found: dict[tuple[int, int], EdgeParts] = {}
+    found: dict[tuple[int, int, int | None], EdgeParts] = {}
 
     def add(edge: EdgeParts) -> None:
-        known = found.get((edge.source, edge.target))
-        found[edge.source, edge.target] = edge if known is None else known.added(edge)
+        known = found.get((edge.source, edge.target, edge.back))
+        found[edge.source, edge.target, edge.back] = edge if known is None else known.added(edge)
 
     nodes = frozenset(names)
     by_name = {name: options[index] for name, index in position.items()}
@@ -59,19 +60,21 @@ def edge_parts(
             continue
         a, b = position[source], position[target]
         own = [value for value in values if target not in like.get(value, {})]
-        often = dict.fromkeys(own, 1)
-        if fold is not None and shape.passes == 1:
-            often = dict.fromkeys(own, fold.times.get(target, 1))
-        elif fold is not None:  # what the first block hands on may be of another role than what the others do
-            often = {value: fold.often(graph, value, target) for value in own}
         roles = [option.role for option in options[b]]
-        for times in sorted(set(often.values())) or [1]:
-            wanted = {
-                value: [graph.layers[target].layout(value, o.strategy) for o in options[b]]
-                for value in own
-                if often[value] == times
-            }
-            add(_edge(graph, costs, (a, b), wanted, roles, source, options[a], shape).scaled(times))
+        times = 1 if fold is None else fold.times.get(target, 1)
+        parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
+        if fold is not None and shape.passes > 1 and times > 1 and source in fold.first_block:
+            # What begins the passes may be in the first block. The blocks behind the second take from one like
+            # themselves: as the last one does, but in the backward of their own.
+            middle, last = position[fold.first_block[source]], position[fold.last[target]]
+            handed = [value for value in own if value not in graph.layers[fold.last[target]].inputs]
+            common = [value for value in own if value not in handed]
+            parts = [(a, b, common, times, None), (a, b, handed, 1, None), (middle, last, handed, times - 1, b)]
+        for one, other, values, often, back in parts:
+            wanted = {v: [graph.layers[target].layout(v, o.strategy) for o in options[other]] for v in values}
+            roles = [option.role for option in options[other]]
+            edge = _edge(graph, costs, (one, other), wanted, roles, source, options[one], shape)
+            add(replace(edge.scaled(often), back=back))
     for value, every in like.items():
         leaders = {target: source for target, source in every.items() if target in nodes}
         for target, source in leaders.items():
@@ -125,7 +128,7 @@ def _edge(
             total[0] = total[0] + np.where(where, cost.forward_s, 0.0)
             total[1] = total[1] + np.where(where, cost.backward_s, 0.0)
     several = [(one[0], one[1]) if one[0].any() or one[1].any() else None for one in (within, inwards, outwards)]
-    return EdgeParts(*ends, allowed, (once[0], once[1]), *several)
+    return EdgeParts(*ends, allowed, (once[0], once[1]), several[0], several[1], several[2])
 
 
 def pass_matrix(

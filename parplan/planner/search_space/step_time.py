@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class EdgeParts:
         once: forward and backward of values that move once.
         within: those between layers in passes, per pass.
         inwards, outwards: those over the boundary of the passes, per pass.
+        back: the node in whose backward they count, if not the target.
     """
 
     source: int
@@ -95,12 +97,15 @@ class EdgeParts:
     within: tuple[FloatArray, FloatArray] | None = None
     inwards: tuple[FloatArray, FloatArray] | None = None
     outwards: tuple[FloatArray, FloatArray] | None = None
+    back: int | None = None
 
     def scaled(self, times: int) -> EdgeParts:
         """Parts of so many equal edges."""
-        moved = (self.once, self.within, self.inwards, self.outwards)
-        pairs = (None if one is None else (times * one[0], times * one[1]) for one in moved)
-        return EdgeParts(self.source, self.target, self.allowed, *pairs)  # type: ignore[arg-type]
+        moved = {name: getattr(self, name) for name in ("once", "within", "inwards", "outwards")}
+        more: dict[str, Any] = {
+            name: (times * one[0], times * one[1]) for name, one in moved.items() if one is not None
+        }
+        return replace(self, **more)
 
     def added(self, other: EdgeParts) -> EdgeParts:
         """Both between the same two nodes."""
@@ -113,7 +118,7 @@ class EdgeParts:
         return EdgeParts(
             self.source, self.target, self.allowed + other.allowed,
             both(self.once, other.once), both(self.within, other.within),  # type: ignore[arg-type]
-            both(self.inwards, other.inwards), both(self.outwards, other.outwards),
+            both(self.inwards, other.inwards), both(self.outwards, other.outwards), self.back,
         )  # fmt: skip
 
 
@@ -277,7 +282,7 @@ class _Backward:
         self.by_device = parts.shape.by_device
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
-            self.into[edge.target].append(e)
+            self.into[edge.target if edge.back is None else edge.back].append(e)
         self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
 
     def build(self) -> None:
