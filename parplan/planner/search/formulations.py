@@ -57,8 +57,11 @@ class Formulations:
         key = (shape, beyond_s, pinned.pins)
         if key not in self._formulations:
             begin = time.perf_counter()
-            self._formulations[key] = self._formulated(shape, beyond_s, pinned)
+            found = self._formulated(shape, beyond_s, pinned)
             self.costs_s += time.perf_counter() - begin
+            if shape.passes > 1 and not self.case.request.pins:
+                return found  # asked for once; many devices have many such shapes, too large to keep
+            self._formulations[key] = found
             if len(self._formulations) == 1:  # layers may have been measured
                 self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
