@@ -103,6 +103,14 @@ class SlotAssigner:
         dim = 0 if value in self._numbers else self._graph.batch_dims.get(value)
         return self.place(value, self._step_setting.delivery(dim), end)
 
+    def arrives(self, value: str, layout: Layout, turn: int | None) -> bool:
+        """Whether `value` still has to be moved for a segment that reads it in `layout`."""
+        home = self.slots.get(_home(value, turn)) or self.slots.get(value)
+        if home is None:
+            return True
+        rows = self._rows_like(home, layout)
+        return not self._same_place(home, layout, rows) and (layout, rows) not in self._moved.get(home.name, {})
+
     def same_place(self, home: Slot, layout: Layout) -> bool:
         """Whether every device of `layout` already holds what it wants."""
         return self._same_place(home, layout, self._rows_like(home, layout))

@@ -1,7 +1,12 @@
-"""Layers joined to segments: consecutive layers on one grid with nothing to move between them are one compute step."""
+"""Layers joined to segments: consecutive layers on one grid with nothing to move between them are one compute step.
+
+A segment waits for all that it reads, and what it makes leaves at its end. So a layer that reads a value from elsewhere
+begins one, and a layer whose value others read elsewhere ends one: branches on other devices need not wait.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +57,10 @@ class Segments:
         self._heads = frozenset(heads)
         self._passes = passes
         self._segments: list[_Segment] = []
+        self._readers: dict[str, list[str]] = defaultdict(list)
+        for name, layer in graph.layers.items():
+            for value in layer.inputs:
+                self._readers[value].append(name)
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -76,15 +85,28 @@ class Segments:
         if not self._segments or layer.name in self._heads:
             return False
         last = self._segments[-1]
-        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn:
+        if last.code is not Code.LAYERS or last.grid != strategy.grid or last.turn != turn or self._leaves(last):
             return False
         known = {**last.operands, **last.results}
+        others = (v for v in layer.inputs if v not in known and v not in self._graph.user_inputs)  # those come first
+        if any(self._slots.arrives(value, layer.layout(value, strategy), turn) for value in others):
+            return False
         in_place = all(
             self._slots.same_place(self._slots.slots[known[value]], layer.layout(value, strategy))
             for value in layer.inputs
             if value in known
         )
         return in_place and all(self._uses_alike(layer, other) for other in last.layers)
+
+    def _leaves(self, segment: _Segment) -> bool:
+        """Whether another layer reads in another layout what the segment's last layer makes."""
+        for value in self._graph.layers[segment.layers[-1]].outputs:
+            home = self._slots.slots[segment.results[value]]
+            for reader in self._readers[value]:
+                layout = self._spread.layers[reader].layout(value, self._spread.strategies[reader])
+                if not self._slots.same_place(home, layout):
+                    return True
+        return False
 
     def _uses_alike(self, layer: Layer, other_name: str) -> bool:
         """Whether two layers use the same blocks of the parameters and buffers they share."""

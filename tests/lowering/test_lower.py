@@ -229,6 +229,33 @@ def test_buckets_split_segments_so_that_sums_start_early(monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
+class Meeting(nn.Module):
+    """Two layers that read a third one's result, and one that reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        return torch.cat((self.a(h), self.b(h)), 1)
+
+
+def test_branches_on_other_devices_begin_when_their_value_is_there_and_do_not_wait_for_each_other() -> None:
+    """Here as one segment each, `stem + a` would keep the value of `stem`, and `b + cat` would wait for `a`."""
+    graph = capture(Meeting(), (torch.zeros(12, 4),))
+    table = {name: Strategy(devices=(1,) if name in ("b", "cat") else (0,)) for name in graph.layers}
+    lines = [line.strip() for line in lower(graph, table, one_process(2)).text().splitlines()]
+    assert lines[1:7] == [
+        "stem on 1x1 (0): x -> linear",
+        "move linear 1x1 (0) -> linear@1 1x1 (1)",
+        "a on 1x1 (0): linear -> linear_1",
+        "move linear_1 1x1 (0) -> linear_1@1 1x1 (1)",
+        "b on 1x1 (1): linear@1 -> linear_2",
+        "cat on 1x1 (1): linear_1@1, linear_2 -> cat",
+    ]
+
+
 def test_devices_hold_what_they_use() -> None:
     graph = graph_of("mlp")
     table = {name: Strategy() for name in graph.layers} | {"2": Strategy(1, 2, "out-features", (1, 0))}
