@@ -53,6 +53,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
         assigner.begins.append(len(segments))
         for name in known.layers(Stage.PASSES):
             segments.add(laid.layers[name], one.number)
+    assigner.begins.append(len(segments))
     add_once(Stage.AFTER)
     outputs = tuple(assigner.deliver(value, len(segments)) for value in graph.user_outputs if isinstance(value, str))
     updates = {buffer: assigner.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}

@@ -69,8 +69,9 @@ def staged(
     inner = [placed for placed in moves if not isinstance(placed.step, Join)]
     begins = [turns.index(one.number) for one in passes] + [len(steps)]
     complete = _completed_by(steps, buckets)
+    at_once = [placed for placed in inner if not _turn(placed, slots)]
     return Staged(
-        before=tuple(forward(steps, inner, stop=first)),
+        before=tuple(forward(steps, at_once, stop=first)),
         passes=tuple(
             OnePass(
                 forward=tuple(_pass_forward(steps, inner, slots, one.number, begins)),
@@ -98,24 +99,27 @@ def _pass_forward(
     turn: int,
     begins: Sequence[int],
 ) -> Iterator[Forward]:
-    """Forward steps of one pass: what would bring its results after all passes brings them after this one."""
+    """Forward steps of one pass: the next one's samples leave as it begins, and its results come after it."""
     start, stop = begins[turn], begins[turn + 1]
-    others = [placed for placed in moves if (own := _turn(placed, slots)) is None or own >= turn]
-    yield from forward(steps, others, start, stop)
+    coming = [placed for placed in moves if _turn(placed, slots) == turn + 1 and placed.forward_at < stop]
+    yield from (placed.step for placed in coming if placed.forward_at < start)
+    yield from forward(
+        steps, [placed for placed in moves if _turn(placed, slots) in (None, turn)] + coming, start, stop
+    )
     yield from (placed.step for placed in moves if _turn(placed, slots) == turn and placed.forward_at >= stop)
 
 
 def _pass_back(
     steps: Sequence[Compute], moves: Sequence[ScheduledMove], slots: Mapping[str, Slot], turn: int
 ) -> Iterator[Step]:
-    """Backward steps of one pass: those of its moves that go back behind another pass's steps come last."""
+    """Backward steps of one pass; those of its moves that go back behind other passes' steps come first or last."""
     own = [placed for placed in reversed(moves) if _turn(placed, slots) == turn]
     at = [index for index, step in enumerate(steps) if step.turn == turn]
-    for index in [len(steps), *reversed(at)]:
-        if index < len(steps):
-            yield steps[index]
+    yield from (placed.step for placed in own if placed.backward_at > at[-1])
+    for index in reversed(at):
+        yield steps[index]
         yield from (placed.step for placed in own if placed.backward_at == index)
-    yield from (placed.step for placed in own if placed.backward_at not in {len(steps), *at})
+    yield from (placed.step for placed in own if placed.backward_at < at[0])
 
 
 def _after(

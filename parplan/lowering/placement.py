@@ -44,7 +44,7 @@ class SlotAssigner:
     Attributes:
         slots: by name.
         moves: what fills them, in the order it was asked for.
-        begins: the first segment of every pass, as far as they are known.
+        begins: the first segment of every pass, then the first one behind them, as far as they are known.
     """
 
     def __init__(
@@ -171,6 +171,8 @@ class SlotAssigner:
         start, end = self._start(source, base, reader), reader
         if first and self._crosses(source) and source.turn:
             end = self.begins[source.turn] - 1  # the second half of the way back is behind the pass before
+        if source.turn is not None and source.turn + 2 < len(self._passes) < len(self.begins):
+            end = self.begins[source.turn + 2]  # out of the passes: its gradient when the pass behind begins to go back
         self.add(target, start)
         self.moves.append(ScheduledMove(Transfer(source, target), start, end))
         return target

@@ -109,6 +109,22 @@ def test_staged_steps_are_the_same_steps_pass_by_pass() -> None:
             assert [found.slots[slot].turn for slot in one.outputs] == [number]
 
 
+def test_one_pass_is_on_its_way_while_another_is_computed_there_and_back() -> None:
+    """Gradients of the results: the last pass's and the next one's at once, then one as each pass goes back."""
+    found = program(8, Scheme.BROADCAST, fewest=2)
+    lines = [line.strip() for line in found.text().splitlines()]
+    lines = lines[lines.index("backward:") :]
+    back = [lines.index(next(line for line in lines if line.startswith(f"move linear_1#{p}"))) for p in range(4)]
+    begins = [lines.index(next(line for line in lines if line.startswith(f"pass {p}:"))) for p in range(4)]
+    assert back[3] < back[2] < begins[3] < back[1] < begins[2] < back[0] < begins[1]
+    for number, one in enumerate(staged(found).passes):
+        texts = [step.text() for step in one.forward]
+        first = next(place for place, text in enumerate(texts) if text.startswith(f"pass {number}:"))
+        others = [text for text in texts[:first] if f"#{number + 1}" in text]
+        assert bool(others) is (number < 3)
+        assert not [text for text in texts if f"#{number + 2}" in text]
+
+
 def test_passes_know_every_process_own_samples() -> None:
     samples = [one.samples for one in staged(program(2, Scheme.BROADCAST)).passes]
     assert samples == [((Range(0, 2),), ()), ((), (Range(0, 2),))]
