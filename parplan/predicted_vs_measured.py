@@ -28,8 +28,8 @@ from parplan.planner.search.context import SIMULATED, plain
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.options import Option
 from parplan.planner.simulation.list_schedule import schedule
+from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.step_tasks import step_parts
-from parplan.planner.simulation.step_work import Work, work_of
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.pictures.trace import predicted_spans
@@ -153,25 +153,25 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     step = predict(graph, cluster, costs, plan)
     formulation = formulate(graph, cluster, costs, {name: (own,) for name, own in plain(plan).items()})
     options = {name: own[0] for name, own in zip(formulation.names, formulation.options, strict=False)}
-    work = work_of(graph, cluster.count, costs, plan)
-    statistics = {name: option.batch_norm_sync_s for name, option in options.items() if option.batch_norm_sync_s > 0}
-    transfers: dict[str, BothTimes] = defaultdict(BothTimes)  # by value, to all its readers
+    work = priced(graph, lowered(graph, plan, cluster.count), costs)
+    read = (*(v for layer in graph.layers.values() for v in layer.inputs), *graph.user_outputs)
+    # By value, to all its readers; nothing where it lies as they want it.
+    transfers = {v: BothTimes() for v in read if isinstance(v, str) and (v in graph.producer or v in graph.user_inputs)}
     readers: dict[str, list[str]] = defaultdict(list)
-    for move in work.moves:
-        legs = [leg for part in move.legs for leg in part]
-        transfers[move.value] += BothTimes(sum(leg.forward_s for leg in legs), sum(leg.backward_s for leg in legs))
-        if any(move.legs):
-            readers[move.value] += (name or RESULTS for name in move.targets)
-    sources = {move.value: move.source or INPUTS for move in work.moves}
+    for move in work.moves.values():
+        moved = transfers.get(move.value, BothTimes())
+        transfers[move.value] = moved + BothTimes(move.forward_s, move.backward_s)
+        if move.forward_s > 0 and move.value in graph.values:
+            readers[move.value] += (name or RESULTS for name in move.readers)
     times = {}
     for name, option in options.items():
-        layer, runs = work.layers[name], work.times(name)  # in all its passes
-        both = BothTimes(runs * layer.forward_s, runs * layer.backward_s)
+        layer = work.layers[name]  # in all its passes
+        both = BothTimes(layer.passes * layer.forward_s, layer.passes * layer.backward_s)
         times[name] = ExpectedLayer(both, option.cost.source.value)
     expected = Expected(
         layers=times,
-        transfers={**transfers, **{f"{name}.statistics": BothTimes(s, s) for name, s in statistics.items()}},
-        labels={value: f"{sources[value]} -> {', '.join(own)}" for value, own in readers.items()},
+        transfers=transfers,
+        labels={v: f"{graph.producer.get(v, INPUTS)} -> {', '.join(dict.fromkeys(own))}" for v, own in readers.items()},
         reduce_s=step.exposed_reduce_s,
         update_s=step.update_s,
         overhead_s=step.overhead_s,
@@ -201,7 +201,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
 
 
-def _spans(work: Work, cluster: Cluster) -> tuple[TraceSpan, ...]:
+def _spans(work: PricedProgram, cluster: Cluster) -> tuple[TraceSpan, ...]:
     """The simulated step; none where there are too many devices."""
     if cluster.count > SIMULATED:
         return ()

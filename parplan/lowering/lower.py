@@ -71,6 +71,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
         holdings=held,
         strategies=laid.strategies,
         devices=step_setting.devices,
+        scheme=step_setting.scheme,
         staged=staged(
             steps,
             assigner.moves,

@@ -19,7 +19,7 @@ import torch
 from parplan.fields import ranges
 from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, region, regions, shape_of
 from parplan.lowering.holdings import Bucket
-from parplan.plan import LISTED_DEVICES, Strategy
+from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
 __all__ = [
     "Assembly", "Bucket", "Code", "Compute", "Exchange", "Forward", "Join", "Messages", "OnePass", "Operand", "Program",
@@ -362,6 +362,7 @@ class Program:
         holdings: block of every parameter that each device holds, by placeholder.
         strategies: of every layer, as lowered.
         devices: how many logical devices there are.
+        scheme: how samples get from many replicas to layers with fewer.
         staged: the same steps pass by pass, where results come from passes alone.
     """
 
@@ -375,6 +376,7 @@ class Program:
     holdings: Mapping[str, Mapping[int, Block]]
     strategies: Mapping[str, Strategy]
     devices: int
+    scheme: Scheme = Scheme.GATHER
     staged: Staged | None = None
 
     @property

@@ -15,7 +15,7 @@ from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, 
 from parplan.planner.search.context import SIMULATED, Case
 from parplan.planner.search_space.pin_constraints import Pinned, named
 from parplan.planner.search_space.verifier import check
-from parplan.planner.simulation.step_work import Work, work_of
+from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.timeline import Kind, Lane, Timeline
 
 __all__ = [
@@ -196,17 +196,15 @@ def simulated_reports(
     facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
 ) -> tuple[LayerReport, ...]:
     """Facts of layers with what they take in all their passes together."""
-    work = work_of(graph, cluster.count, costs, plan)
-    return tuple(_in_passes(one, work) for one in facts)
+    found = priced(graph, lowered(graph, plan, cluster.count), costs)
+    return tuple(_in_passes(one, found) for one in facts)
 
 
-def _in_passes(facts: LayerReport, work: Work) -> LayerReport:
-    layer, times = work.layers[facts.name], work.times(facts.name)
-    first = [move for move in work.into.get(facts.name, ()) if move.targets[0] == facts.name]
-    legs = [leg for move in first for part in move.legs for leg in part]
+def _in_passes(facts: LayerReport, found: PricedProgram) -> LayerReport:
+    layer = found.layers[facts.name]
     return replace(
         facts,
-        forward_s=times * layer.forward_s,
-        backward_s=times * layer.backward_s,
-        transfer_s=sum(leg.forward_s + leg.backward_s for leg in legs) + 2 * times * layer.batch_norm_sync_s,
+        forward_s=layer.passes * layer.forward_s,
+        backward_s=layer.passes * layer.backward_s,
+        transfer_s=sum(move.forward_s + move.backward_s for move in found.into.get(facts.name, ())),
     )

@@ -19,8 +19,9 @@ from parplan.cost_models.communication.schemes import hops
 from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
-from parplan.layout import Grid, Layout
+from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
 from parplan.planner.search_space.shape import Shape, role_allowed
@@ -102,7 +103,7 @@ def _edge(
     options: Sequence[Option],
     shape: Shape,
 ) -> EdgeParts:
-    """Seconds of the values on one edge, by how each pair of roles moves them (planner/simulation/step_work.py)."""
+    """Seconds of the values on one edge, by how each pair of roles moves them (lowering/placement.py)."""
     given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
     wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
     allowed = np.zeros((len(options), len(roles)))
@@ -185,8 +186,5 @@ def _layout(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> La
 
 
 def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
-    """Where a result goes: samples back to where they came from, spread over all devices."""
-    dim = graph.batch_dims.get(value)
-    if dim is None:
-        return Layout(Grid((0,), 1, 1), None)
-    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+    """Where a result goes: samples back to where they came from, anything else to every device."""
+    return StepSetting.per_process(devices, graph.batch or 1).delivery(graph.batch_dims.get(value))

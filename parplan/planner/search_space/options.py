@@ -11,8 +11,9 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, LayerCost, LayerMemory
 from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
-from parplan.layout import Grid, Layout
+from parplan.layout import Layout
 from parplan.lowering.stages import Stage
+from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import NodeParts
@@ -124,8 +125,7 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
 
 def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
     """Where a user input is before the step: samples spread over all devices, anything else on each of them."""
-    dim = graph.batch_dims.get(value)
-    return Layout(Grid(tuple(range(devices)), devices, 1), dim if devices > 1 else None)
+    return StepSetting.per_process(devices, graph.batch or 1).arrival(graph.batch_dims.get(value))
 
 
 def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:

@@ -1,25 +1,24 @@
-"""Tasks of a plan's step with their dependencies, in the order in which a program takes them.
+"""Tasks of a lowered program's step with their dependencies, in the program's order.
 
-A layer's forward comes after its inputs, and behind it the transfers that can start then; its backward after the
-gradients of its results, and behind it its gradient sum and its inputs' gradients.
-
-Forward: inputs arrive, then every layer; with passes the layers behind the boundary once per pass, the next pass's
-samples asked for when a pass begins. Backward: the same from the end. Or each pass goes back before the next begins.
+A segment begins when all that it reads is there, and what it makes leaves at its end, as the executor runs it; inside,
+its layers follow each other, and backward each layer's gradient sum begins when its backward is done. Samples that
+cross the boundary of passes travel beside the compute of a pass, those of one pass at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from parplan.lowering.stages import Stage
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Split, Staged, Step
 from parplan.planner.simulation.list_schedule import Task
-from parplan.planner.simulation.step_work import Busy, Crossing, LayerWork, Leg, Move, Work
+from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
-__all__ = ["Kind", "Lane", "Part", "Parts", "Resource", "step_parts"]
+__all__ = ["Kind", "Lane", "Part", "Resource", "step_parts"]
 
 
 class Kind(Enum):
@@ -79,19 +78,76 @@ def _busy_lanes(sent: Busy, received: Busy) -> Mapping[Any, float]:
     return {one: part for lane, own in sides for device, part in own for one in _lane(lane, (device,))}
 
 
-class Parts:
-    """The parts that any order of a step is made of. Layers that run once count as pass 0."""
+class _Slots:
+    """Tasks after which the slots of a program, or their gradients, are there: per slot, those of every giver."""
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.passes = work, work.stages.passes
+    def __init__(self) -> None:
+        self._tasks: dict[str, list[Mapping[int, int]]] = defaultdict(list)
+
+    def add(self, slot: str, given: Mapping[int, int]) -> None:
+        """A giver's tasks by device."""
+        self._tasks[slot].append(given)
+
+    def alias(self, slot: str, other: str) -> None:
+        """One slot is there when the other is."""
+        self._tasks[slot] += self._tasks[other]
+
+    def at(self, slot: str, device: int) -> Tasks:
+        """Tasks of a device; all of a giver that has none there."""
+        return tuple(
+            task
+            for given in self._tasks[slot]
+            for task in ((given[device],) if device in given else dict.fromkeys(given.values()))
+        )
+
+    def whole(self, slot: str) -> Tasks:
+        """The tasks of all devices."""
+        return tuple(task for given in self._tasks[slot] for task in dict.fromkeys(given.values()))
+
+
+class _StepTasks:
+    """Tasks of a program's entries as they are walked."""
+
+    def __init__(self, priced: PricedProgram) -> None:
+        self.priced = priced
         self.found: list[Part] = []
         self.begun: Tasks = ()  # barrier: tasks added from here on depend on these
-        self._held: list[list[int]] = [[] for _ in range(work.devices)]  # what a device computes and sums
+        self._held: list[list[int]] = [[] for _ in range(priced.program.devices)]  # what a device computes and sums
         self._computed: dict[int, Tasks] = {}  # the last task on its compute lane
-        self.went: dict[tuple[str, int], Mapping[int, int]] = {}  # tasks of a layer's devices
-        self.came: dict[tuple[str, int], Mapping[int, int]] = {}
-        self.arrived: dict[tuple[int, int], Tasks] = {}  # the last task of a move's part
-        self.given_back: dict[tuple[int, int], Tasks] = {}
+        self._values, self._gradients = _Slots(), _Slots()
+        self._of_pass: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # compute of every pass
+        self._crossed: dict[tuple[Kind, int], list[int]] = defaultdict(list)  # transfers over the boundary for it
+
+    def all(self) -> tuple[Part, ...]:
+        """All tasks of a step."""
+        priced, staged = self.priced, self.priced.program.staged
+        between = any(layer.passes > 1 and layer.period < layer.passes for layer in priced.layers.values())
+        one_f_one_b = between if priced.policy.one_f_one_b is None else priced.policy.one_f_one_b
+        if one_f_one_b and staged is not None:
+            self.pass_by_pass(staged)
+        else:
+            self.forward(priced.program.forward)
+            self.begun = self.gate(range(len(self.found)))  # the loss needs all results, and gradients need the loss
+            self.backward(priced.program.backward)
+        self.update(list(priced.layers.values()))
+        for device, held in enumerate(self._held):
+            self.add(Kind.OVERHEAD, "", priced.overhead_s, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
+        return tuple(self.found)
+
+    def pass_by_pass(self, staged: Staged) -> None:
+        """Each pass goes back before the next one begins, and weights may be updated between them."""
+        self.forward(staged.before)
+        for number, one in enumerate(staged.passes):
+            self.forward(one.forward)
+            results = [task for slot in one.outputs for task in self._values.whole(slot)]
+            self.begun = self.gate([*results, *self._of_pass[Kind.FORWARD, number]])
+            due = [own for own in self.priced.layers.values() if own.passes > 1 and (number + 1) % own.period == 0]
+            self.backward(one.backward, frozenset(own.name for own in due))
+            due = [own for own in due if number + 1 < own.passes and own.update_s > 0]
+            done = self._of_pass[Kind.BACKWARD, number]
+            self.begun = self.gate([*done, *(self.update(due) if due else ())])
+        self.begun = ()
+        self.backward(staged.after)
 
     def add(
         self,
@@ -105,7 +161,7 @@ class Parts:
         capacity: Mapping[Any, float] = NONE,
         low_priority: bool = False,
     ) -> int:
-        """List a part; gives its index."""
+        """List a task; gives its index."""
         needed = tuple(dict.fromkeys((*self.begun, *after)))
         for resource in exclusive:
             if resource.lane in (Lane.COMPUTE, Lane.SUMS):
@@ -119,53 +175,80 @@ class Parts:
         """A moment that all of `after` lie before, for others to come after."""
         return (self.add(None, "", 0.0, after=after),)
 
-    # -- layers --
+    def forward(self, steps: Sequence[Forward]) -> None:
+        """Forward steps."""
+        for step in steps:
+            if isinstance(step, Compute):
+                given = self.segment(step, Kind.FORWARD, self._values, step.reads)
+                for result in step.results:
+                    self._values.add(result.slot, given)
+            elif isinstance(step, Split):
+                for target in step.targets:
+                    self._values.alias(target, step.source)
+            elif isinstance(step, Join):
+                for source in step.sources:
+                    self._values.alias(step.target, source)
+            elif (move := self.priced.moves.get(step.target)) is None or move.forward_s == 0:
+                self._values.alias(step.target, step.source)
+            else:
+                task = self.transfer(move, Kind.FORWARD, self._values.whole(move.given.name))
+                self._values.add(step.target, dict.fromkeys(move.wanted.devices, task))
 
-    def forward(self, name: str, number: int = 0) -> list[int]:
-        """A layer's forward and the transfers behind it; gives its compute."""
-        layer, work = self.work.layers[name], self.work
-        shown = number if layer.stage is Stage.PASSES and self.passes > 1 else None
-        after = {device: self._read(name, number, device) for device in layer.devices}
-        own = self._run(Kind.FORWARD, layer, layer.forward_s, after, shown)
-        self.went[name, number] = own
-        for move in work.out_of.get(name, ()):
-            if move.crossing is not Crossing.INWARDS:
-                self.forward_transfer(move, number)
-        return list(own.values())
+    def backward(self, steps: Sequence[Step], due: frozenset[str] | None = None) -> None:
+        """Backward steps.
 
-    def backward(self, name: str, number: int = 0, last: bool = True) -> list[int]:
-        """A layer's backward, its gradient sum if it is the `last` before an update, and its inputs' gradients."""
-        layer, work = self.work.layers[name], self.work
-        shown = number if layer.stage is Stage.PASSES and self.passes > 1 else None
-        after = {device: self._given(name, number, device) for device in layer.devices}
-        own = self._run(Kind.BACKWARD, layer, layer.backward_s, after, shown)
-        self.came[name, number] = own
-        if last:
-            self._sum(layer, own, shown)
-        for move in work.into.get(name, ()):
-            due = last if move.crossing is Crossing.ONCE else move.crossing is not Crossing.OUTWARDS
-            if due and name == move.targets[0]:  # the first to read a shared value is the last to give its gradient
-                self.backward_transfer(move, number)
-        return list(own.values())
+        Args:
+            due: layers that sum their gradients after these; None: all, in the pass that goes back last.
+        """
+        for step in steps:
+            if isinstance(step, Compute):
+                results = [result.slot for result in step.results]
+                given = self.segment(step, Kind.BACKWARD, self._gradients, results, due)
+                for slot in step.reads:
+                    self._gradients.add(slot, given)
+            elif isinstance(step, Split):
+                for target in step.targets:
+                    self._gradients.alias(step.source, target)
+            elif isinstance(step, Join):
+                for source in step.sources:
+                    self._gradients.alias(source, step.target)
+            elif isinstance(step, Reduce):
+                continue  # with the layers whose gradients they are
+            elif (move := self.priced.moves.get(step.target)) is None or move.backward_s == 0:
+                self._gradients.alias(step.source, step.target)
+            else:
+                task = self.transfer(move, Kind.BACKWARD, self._gradients.whole(step.target))
+                self._gradients.add(move.given.name, dict.fromkeys(move.given.devices, task))
 
-    def _run(
-        self, kind: Kind, layer: LayerWork, seconds: float, after: Mapping[int, Tasks], number: int | None
-    ) -> dict[int, int]:
-        if layer.stage is Stage.PASSES and self.passes > 1:  # in the program's order, as a stream serves them
-            after = {device: (*tasks, *self._computed.get(device, ())) for device, tasks in after.items()}
-        if layer.batch_norm_sync_s > 0:
-            everything = [one for tasks in after.values() for one in tasks]
-            exclusive, seconds_s = _lane(Lane.COMPUTE, layer.devices), layer.batch_norm_sync_s
-            what = f"{layer.name}.statistics"
-            shared = self.add(Kind.TRANSFER, what, seconds_s, exclusive, everything, number, layer.devices)
-            after = dict.fromkeys(layer.devices, (shared,))
-        return {
-            device: self.add(kind, layer.name, seconds, _lane(Lane.COMPUTE, (device,)), tasks, number, (device,))
-            for device, tasks in after.items()
-        }
+    def segment(
+        self, step: Compute, kind: Kind, slots: _Slots, needed: Sequence[str], due: frozenset[str] | None = None
+    ) -> Mapping[int, int]:
+        """A segment's layers on each device, after what it needs; gives the last tasks by device.
 
-    def _sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
-        """Sum its gradients: what that takes from compute, then the rest beside it."""
+        A batch norm over replicas counts with its normalisation forward, and with its statistics backward.
+        """
+        devices, number = step.grid.devices, step.turn
+        after = {device: [task for slot in needed for task in slots.at(slot, device)] for device in devices}
+        if step.code is (Code.STATISTICS if kind is Kind.FORWARD else Code.NORMALISE):
+            return {device: self.gate(after[device])[0] for device in devices}
+        own = dict[int, int]()
+        for name in step.layers if kind is Kind.FORWARD else reversed(step.layers):
+            layer = self.priced.layers[name]
+            seconds = layer.forward_s if kind is Kind.FORWARD else layer.backward_s
+            for device in devices:
+                tasks: Iterable[int] = (own[device],) if device in own else after[device]
+                if number is not None:  # in the program's order, as a stream serves them
+                    tasks = (*tasks, *self._computed.get(device, ()))
+                lanes = _lane(Lane.COMPUTE, (device,))
+                own[device] = self.add(kind, name, seconds, lanes, tasks, number, (device,))
+            if kind is Kind.BACKWARD and (number in (None, 0) if due is None else name in due):
+                self.sum(layer, own, number)
+        if number is not None:
+            self._of_pass[kind, number] += own.values()
+        return own
+
+    def sum(self, layer: LayerWork, own: dict[int, int], number: int | None) -> None:
+        """Sum a layer's gradients: what that takes from compute, then the rest beside it."""
         if layer.compute_interference_s > 0:
             for device in layer.devices:
                 exclusive, after, seconds = _lane(Lane.COMPUTE, (device,)), (own[device],), layer.compute_interference_s
@@ -174,130 +257,34 @@ class Parts:
             exclusive = _lane(Lane.SUMS, layer.devices)
             self.add(Kind.REDUCTION, layer.name, layer.overlappable_s, exclusive, own.values(), number, layer.devices)
 
-    def _read(self, name: str, number: int, device: int) -> Tasks:
-        """Tasks that the layer's forward on `device` comes after."""
-        found: list[int] = []
-        for move in self.work.into.get(name, ()):
-            every = move.crossing is Crossing.OUTWARDS
-            for part in range(self.passes) if every else (move.number(number),):
-                there = self.arrived.get((move.index, part))
-                if there is None and move.source is not None:
-                    made = self.went[move.source, 0 if move.crossing is Crossing.INWARDS else part]
-                    there = _on(made, device)
-                found += there or ()
-        return tuple(found)
-
-    def _given(self, name: str, number: int, device: int) -> Tasks:
-        """Tasks that the layer's backward on `device` comes after."""
-        found: list[int] = []
-        for move in self.work.out_of.get(name, ()):
-            every = move.crossing is Crossing.INWARDS
-            for part in range(self.passes) if every else (move.number(number),):
-                if (back := self.given_back.get((move.index, part))) is not None:
-                    found += back
-                    continue
-                # It did not have to move: after the backward of the layers that read it.
-                if move.crossing is Crossing.ONCE:
-                    known = [own for (reader, _), own in self.came.items() if reader in move.targets]
-                else:
-                    turn = 0 if move.crossing is Crossing.OUTWARDS else part
-                    known = [self.came[reader, turn] for reader in move.targets if reader is not None]
-                found += (task for own in known for task in _on(own, device))
-        return tuple(found)
-
-    # -- transfers --
-
-    def forward_transfer(self, move: Move, number: int, after: Tasks = ()) -> None:
-        """A value's part sets out when it is made, and not before `after`."""
-        part = move.number(number)
-        if move.source is not None:
-            made = self.went[move.source, 0 if move.crossing is Crossing.INWARDS else part]
-            after = (*after, *made.values())
-        last = after
-        for leg in move.legs[part]:
-            last = (self._transfer(move, leg, leg.forward_s, leg.sent, leg.received, last, part),)
-        if move.legs[part]:
-            self.arrived[move.index, part] = last
-
-    def backward_transfer(self, move: Move, number: int, after: Tasks = ()) -> None:
-        """Its gradient sets out when all readers have given theirs, and not before `after`."""
-        part = move.number(number)
-        if move.source is None or not any(leg.backward_s > 0 for leg in move.legs[part]):
-            return
-        for name in filter(None, move.targets):
-            in_passes = self.work.layers[name].stage is Stage.PASSES
-            after = (*after, *self.came[name, number if in_passes else 0].values())
-        last = after
-        for leg in reversed(move.legs[part]):
-            last = (self._transfer(move, leg, leg.backward_s, leg.received, leg.sent, last, part),)
-        self.given_back[move.index, part] = last
-
-    def _transfer(
-        self, move: Move, leg: Leg, seconds: float, sent: Busy, received: Busy, after: Tasks, part: int
-    ) -> int:
-        lanes = _busy_lanes(sent, received)
-        hidden_s = self.work.hidden * seconds if move.beside else 0.0
+    def transfer(self, move: Move, kind: Kind, after: Tasks) -> int:
+        """A transfer or its way back; what crosses the boundary of passes first waits for its turn."""
+        forward, number = kind is Kind.FORWARD, move.wanted.turn
+        seconds = move.forward_s if forward else move.backward_s
+        lanes = _busy_lanes(*((move.sent, move.received) if forward else (move.received, move.sent)))
+        about = (number, move.devices, lanes)
+        if move.beside and move.inwards is forward and number is not None:
+            # The pass before it begins: its samples, or gradients, are there, and the pass before that is computed.
+            before, computed = ((kind, number - one if forward else number + one) for one in (1, 2))
+            after = (*after, *self.gate([*self._of_pass[computed], *self._crossed[before]]))
+        hidden_s = self.priced.hidden * seconds if move.beside else 0.0
         held_s = seconds - hidden_s
-        compute, number = _lane(Lane.COMPUTE, leg.devices), None if move.crossing is Crossing.ONCE else part
-        about = (number, leg.devices, lanes)
+        compute = _lane(Lane.COMPUTE, move.devices)
         if held_s or not move.beside:  # also where the processor that computes carries
             after = (self.add(Kind.TRANSFER, move.value, held_s, compute, after, *about),)
         if move.beside and (hidden_s or not held_s):
             after = (self.add(Kind.TRANSFER, move.value, hidden_s, (), after, *about, low_priority=True),)
-        return after[-1]
-
-    # -- the ends --
-
-    def arrive(self) -> None:
-        """Inputs that come once."""
-        for move in self.work.out_of.get(None, ()):
-            if move.crossing is Crossing.ONCE:
-                self.forward_transfer(move, 0)
-
-    def lose(self) -> None:
-        """The loss needs all results, and everything that goes back needs the loss."""
-        self.begun = self.gate(range(len(self.found)))
-
-    def crossing(self, way: Crossing) -> list[Move]:
-        """The moves that go one way over the boundary."""
-        return [move for move in self.work.moves if move.crossing is way]
-
-    def run_passes(self, numbers: Sequence[int], way: Crossing, compute: Callable[[int], Iterable[int]]) -> None:
-        """`compute` pass after pass, what the next pass needs over the boundary on its way meanwhile.
-
-        Args:
-            numbers: the passes in their order.
-            way: INWARDS with the forward, OUTWARDS with the backward.
-            compute: adds the tasks of a pass; gives those that the next pass comes after.
-        """
-        moves, computed = self.crossing(way), tuple[int, ...]()
-        inwards = way is Crossing.INWARDS
-        transfer, arrivals = (
-            (self.forward_transfer, self.arrived) if inwards else (self.backward_transfer, self.given_back)
-        )
-        for move in moves:
-            transfer(move, numbers[0])
-        for place, number in enumerate(numbers):
-            arrived = [task for move in moves for task in arrivals.get((move.index, number), ())]
-            gate = self.gate([*computed, *arrived])
-            for following in numbers[place + 1 : place + 2]:
-                for move in moves:
-                    transfer(move, following, gate)
-            computed = tuple(compute(number))
-
-    def results_back(self) -> None:
-        """Gradients of the results that are not of passes."""
-        for move in self.work.into.get(None, ()):
-            if move.targets == (None,) and move.crossing is Crossing.ONCE:
-                self.backward_transfer(move, 0)
+        if move.beside and move.inwards is forward and number is not None:
+            self._crossed[kind, number].append(after[0])
+        return after[0]
 
     def update(self, layers: Sequence[LayerWork]) -> list[int]:
         """Devices update what they hold of these layers, when their compute and sums are done; then come late sums."""
         updated = []
-        for device in range(self.work.devices):
+        for device, held in enumerate(self._held):
             lanes = (*_lane(Lane.COMPUTE, (device,)), *_lane(Lane.SUMS, (device,)))
             seconds = sum(layer.update_s for layer in layers if device in layer.devices)
-            updated.append(self.add(Kind.UPDATE, "", seconds, lanes, self._held[device], None, (device,)))
+            updated.append(self.add(Kind.UPDATE, "", seconds, lanes, held, None, (device,)))
         found = list(updated)
         for layer in (layer for layer in layers if layer.post_update_s > 0):
             lanes = (*_lane(Lane.COMPUTE, layer.devices), *_lane(Lane.SUMS, layer.devices))
@@ -305,94 +292,7 @@ class Parts:
             found.append(self.add(Kind.REDUCTION, layer.name, layer.post_update_s, lanes, after, None, layer.devices))
         return found
 
-    def end(self) -> None:
-        """Updates, and the runtime's own time."""
-        self.update(list(self.work.layers.values()))
-        for device in range(self.work.devices):
-            exclusive = _lane(Lane.COMPUTE, (device,))
-            self.add(Kind.OVERHEAD, "", self.work.overhead_s, exclusive, self._held[device], None, (device,))
 
-
-def _on(tasks: Mapping[int, int], device: int) -> Tasks:
-    """The task of a device, or of all where it has none."""
-    return (tasks[device],) if device in tasks else tuple(tasks.values())
-
-
-def step_parts(work: Work) -> tuple[Part, ...]:
+def step_parts(priced: PricedProgram) -> tuple[Part, ...]:
     """Everything there is to do in one training step, in the order of the program."""
-    between = any(layer.stage is Stage.PASSES and layer.period < work.stages.passes for layer in work.layers.values())
-    one_f_one_b = between if work.policy.one_f_one_b is None else work.policy.one_f_one_b
-    pass_by_pass = one_f_one_b and work.stages.passes > 1 and not work.stages.layers(Stage.AFTER)
-    return (_OneForwardOneBackward if pass_by_pass else _AllForwardFirst)(work).all()
-
-
-class _AllForwardFirst(Parts):
-    """All passes go forward before any goes back."""
-
-    def all(self) -> tuple[Part, ...]:
-        """All parts of a step."""
-        when = self.work.stages
-        self.arrive()
-        for name in when.layers(Stage.BEFORE):
-            self.forward(name)
-        names = when.layers(Stage.PASSES)
-        if self.passes > 1:
-            self.run_passes(
-                range(self.passes),
-                Crossing.INWARDS,
-                lambda number: [task for name in names for task in self.forward(name, number)],
-            )
-        for name in when.layers(Stage.AFTER):
-            self.forward(name)
-        self.lose()
-        self.results_back()
-        for name in reversed(when.layers(Stage.AFTER)):
-            self.backward(name)
-        if self.passes > 1:
-            self.run_passes(
-                range(self.passes)[::-1],
-                Crossing.OUTWARDS,
-                lambda number: [task for name in names[::-1] for task in self.backward(name, number, number == 0)],
-            )
-        for name in reversed(when.layers(Stage.BEFORE)):
-            self.backward(name)
-        self.end()
-        return tuple(self.found)
-
-
-class _OneForwardOneBackward(Parts):
-    """Each pass goes back before the next one begins, and weights may be updated between them."""
-
-    def all(self) -> tuple[Part, ...]:
-        """All parts of a step."""
-        before = self.work.stages.layers(Stage.BEFORE)
-        self.arrive()
-        for name in before:
-            self.forward(name)
-        self.run_passes(range(self.passes), Crossing.INWARDS, self._pass)
-        self.begun = ()
-        self.results_back()
-        for name in reversed(before):
-            self.backward(name)
-        self.end()
-        return tuple(self.found)
-
-    def _pass(self, number: int) -> Tasks:
-        """A pass forward and backward, and the updates after it; gives the barrier that the next one comes after."""
-        names = self.work.stages.layers(Stage.PASSES)
-        for name in names:
-            self.forward(name, number)
-        outwards = self.crossing(Crossing.OUTWARDS)
-        results = [task for move in outwards for task in self.arrived.get((move.index, number), ())]
-        made = [task for name in names for task in self.went[name, number].values()]
-        self.begun = self.gate([*results, *made])
-        for move in outwards:
-            self.backward_transfer(move, number)
-        done, due = list[int](), list[LayerWork]()
-        for name in reversed(names):
-            layer = self.work.layers[name]
-            last = (number + 1) % layer.period == 0
-            done += self.backward(name, number, last)
-            due += [layer] if last and number + 1 < self.passes and layer.update_s > 0 else []
-        self.begun = self.gate([*done, *(self.update(due) if due else ())])
-        return self.begun
+    return _StepTasks(priced).all()

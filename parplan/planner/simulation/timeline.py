@@ -29,12 +29,13 @@ from functools import cached_property
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
+from parplan.lowering.program import Program
 from parplan.plan import Plan
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
+from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
 from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
-from parplan.planner.simulation.step_work import RUNTIME_POLICY, PassPolicy, work_of
 
-__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate"]
+__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate", "simulate_program"]
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,22 @@ def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
         found[kind] = found.get(kind, 0.0) + seconds
 
 
+def simulate_program(
+    graph: LayerGraph, program: Program, costs: CostModel, policy: PassPolicy = RUNTIME_POLICY
+) -> Timeline:
+    """Simulate one training step of a program that was lowered from `graph`.
+
+    Args:
+        policy: how passes are run, where that is not as the runtime does it.
+    """
+    parts = step_parts(priced(graph, program, costs, policy))
+    return Timeline(parts, schedule(parts), program.devices)
+
+
 def simulate(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, policy: PassPolicy = RUNTIME_POLICY
 ) -> Timeline:
-    """Simulate one training step of `plan`.
+    """Simulate one training step of `plan`, lowered for one process per device.
 
     Args:
         policy: how passes are run, where that is not as the runtime does it.
@@ -198,5 +211,4 @@ def simulate(
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
-    parts = step_parts(work_of(graph, cluster.count, costs, plan, policy))
-    return Timeline(parts, schedule(parts), cluster.count)
+    return simulate_program(graph, lowered(graph, plan, cluster.count), costs, policy)
