@@ -5,19 +5,22 @@ tables stay small and one pass takes milliseconds. Without maxima and limits thi
 prices a Lagrangian relaxation (relaxation.py). A second pass gives, for every strategy, the best cost of all choices
 that use it.
 
-Strategies with equal lines in all edge matrices of a node form one class; only classes enter the tables.
+Strategies with equal lines in all edge matrices of a node form one class; only classes enter the tables. Tables list
+the combinations of classes that no forbidden pair rules out: where all layers of a branch have to follow one placement,
+those are few of all. Which ones they are depends on no price, so they are listed once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.problem import FloatArray, Mask, Problem
 from parplan.planner.solver.rows import RowTable
 
 __all__ = ["Classes", "Tree", "classes_of", "group_lines", "plant"]
@@ -25,6 +28,13 @@ __all__ = ["Classes", "Tree", "classes_of", "group_lines", "plant"]
 MAX_TABLE = 1_000_000
 MAX_TOTAL = 10_000_000
 """Entries of the largest table, and of all, above which a problem is too wide for elimination."""
+
+MAX_NUMBER = 2.0**62
+"""Combinations of classes above which they have no number."""
+
+Ints = NDArray[np.intp]
+Pairs = Sequence[tuple[int, int, Mask]]
+"""Two nodes and which pairs of their classes may meet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,28 +78,30 @@ def group_lines(lines: FloatArray) -> Classes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Factor:
-    """Something added into a bucket: an edge (its index) or a message (its sender), and the shape it takes there."""
-
-    index: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-
-@dataclass(frozen=True, eq=False)
 class _Bucket:
-    """One eliminated node: `scope` are its neighbours then, in order of elimination; the first is its parent."""
+    """One eliminated node and its table: an entry per combination of its class with those of the nodes in `scope`.
+
+    Attributes:
+        scope: its neighbours then, in order of elimination; the first is its parent. `sizes` are their classes.
+        own: the node's class, per entry; entries of one combination of the scope's classes stand together.
+        edges, senders: what is added, an edge's costs or an eliminated node's message, and the place there per entry.
+        starts: the first entry of every combination of the scope's classes.
+        keys: the numbers of those combinations, ascending.
+    """
 
     node: int
     scope: tuple[int, ...]
-    shape: tuple[int, ...]
-    edges: tuple[_Factor, ...]
-    senders: tuple[_Factor, ...]
+    sizes: tuple[int, ...]
+    own: Ints
+    edges: tuple[tuple[int, Ints], ...]
+    senders: tuple[tuple[int, Ints], ...]
+    starts: Ints
+    keys: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """The upward pass: per node (in order of elimination) its table, and what it sends to its parent."""
+    """The upward pass: per node its table, and its message to its parent; none where no choice is possible."""
 
     value: float
     table: dict[int, FloatArray]
@@ -98,9 +110,10 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """An order of elimination with all shapes worked out; costs come with each call."""
+    """An order of elimination with the entries of all tables listed; costs come with each call."""
 
     buckets: tuple[_Bucket, ...]
+    sizes: tuple[int, ...]
 
     def upward(self, node_cost: Sequence[FloatArray], edge_cost: Sequence[FloatArray]) -> Tables:
         """Eliminate: node costs per class, edge costs per pair of classes. `value` is the optimum."""
@@ -108,101 +121,189 @@ class Tree:
         messages: dict[int, FloatArray] = {}
         value = 0.0
         for bucket in self.buckets:
-            table = node_cost[bucket.node].reshape(bucket.shape[:1] + (1,) * len(bucket.scope))
-            for factor in bucket.edges:
-                cost = edge_cost[factor.index]
-                table = table + (cost.T if factor.transposed else cost).reshape(factor.shape)
-            for factor in bucket.senders:
-                table = table + messages[factor.index].reshape(factor.shape)
-            tables[bucket.node], messages[bucket.node] = table, table.min(axis=0)
+            if not len(bucket.own):
+                return Tables(np.inf, {}, {})
+            table = node_cost[bucket.node][bucket.own]
+            for index, places in bucket.edges:
+                table += edge_cost[index].ravel()[places]
+            for sender, places in bucket.senders:
+                table += messages[sender][places]
+            tables[bucket.node], messages[bucket.node] = table, np.minimum.reduceat(table, bucket.starts)
             if not bucket.scope:
-                value += float(messages[bucket.node])
+                value += float(messages[bucket.node][0])
         return Tables(value, tables, messages)
 
     def choice(self, tables: Tables) -> list[int]:
         """The optimal class of every node, the lowest where several are."""
-        picked: dict[int, int] = {}
-        for bucket in reversed(self.buckets):
-            line = np.moveaxis(tables.table[bucket.node], 0, -1)[tuple(picked[u] for u in bucket.scope)]
-            picked[bucket.node] = int(line.argmin())
-        return [picked[v] for v in range(len(picked))]
+        picked = [0] * len(self.sizes)
+        for bucket in reversed(self.buckets if tables.table else ()):
+            key = _number([picked[u] for u in bucket.scope], bucket.sizes)
+            place = int(np.searchsorted(bucket.keys, key))
+            entries = slice(*np.append(bucket.starts, len(bucket.own))[place : place + 2])
+            picked[bucket.node] = int(bucket.own[entries][tables.table[bucket.node][entries].argmin()])
+        return picked
 
     def marginals(self, tables: Tables) -> list[FloatArray]:
         """Per node and class, the least cost of all choices that use it."""
         total: dict[int, FloatArray] = {}
-        result: dict[int, FloatArray] = {}
-        for bucket in reversed(self.buckets):
+        result = [np.full(size, np.inf) for size in self.sizes]
+        for bucket in reversed(self.buckets if tables.table else ()):
             v = bucket.node
-            rest = tables.value - float(tables.message[v]) if not bucket.scope else total[v]
-            whole = tables.table[v] + rest
-            result[v] = whole.reshape(bucket.shape[0], -1).min(axis=1)
-            for factor in bucket.senders:
-                # The least cost of everything but the sender, in the shape of its message.
-                message = tables.message[factor.index]
-                away = tuple(axis for axis, size in enumerate(factor.shape) if size == 1 and whole.shape[axis] != 1)
-                least = whole.min(axis=away, keepdims=True).reshape(message.shape)
-                with np.errstate(invalid="ignore"):
-                    total[factor.index] = np.where(np.isfinite(message), least - message, np.inf)
-        return [result[v] for v in range(len(result))]
+            rest = total[v] if bucket.scope else tables.value - tables.message[v]
+            whole = tables.table[v] + np.repeat(rest, np.diff(np.append(bucket.starts, len(bucket.own))))
+            np.minimum.at(result[v], bucket.own, whole)
+            for sender, places in bucket.senders:
+                # The least cost of everything but the sender, per combination of the classes in its scope.
+                least = np.full(len(tables.message[sender]), np.inf)
+                np.minimum.at(least, places, whole)
+                message = tables.message[sender]
+                total[sender] = np.subtract(least, message, out=np.full_like(least, np.inf), where=np.isfinite(message))
+        return result
 
 
-def plant(problem: Problem, sizes: Sequence[int]) -> Tree | None:
-    """A tree for the problem with `sizes` classes per node; None if its tables would be too large."""
-    order = _eliminate(problem, sizes)
+@dataclass(frozen=True, eq=False)
+class _Listed:
+    """Combinations of classes: a column of classes per node, and per edge or sender the place of its seconds."""
+
+    columns: dict[int, Ints]
+    edges: dict[int, Ints]
+    senders: dict[int, Ints]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def kept(self, pairs: Pairs) -> _Listed:
+        """Combinations without those that pairs of two nodes' classes rule out."""
+        keep = np.ones(len(self), dtype=bool)
+        for u, w, mask in pairs:
+            if u in self.columns and w in self.columns:
+                keep &= mask[self.columns[u], self.columns[w]]
+        parts = ({key: of[keep] for key, of in part.items()} for part in (self.columns, self.edges, self.senders))
+        return _Listed(*parts)
+
+    def joined(self, other: _Listed, sizes: Sequence[int]) -> _Listed | None:
+        """Combinations of both that agree on the nodes they share; None if they are too many."""
+        shared = [u for u in other.columns if u in self.columns]
+        widths = [sizes[u] for u in shared]
+        if np.prod(widths, dtype=float) > MAX_NUMBER:
+            return None
+        theirs, own = (_number([one.columns[u] for u in shared], widths) for one in (other, self))
+        order = np.argsort(theirs, kind="stable")
+        first, last = (np.searchsorted(theirs[order], own, side) for side in ("left", "right"))
+        counts = last - first
+        if counts.sum() > MAX_TABLE:
+            return None
+        kept = np.repeat(np.arange(len(self)), counts)
+        added = order[np.arange(len(kept)) + (first - np.cumsum(counts) + counts)[kept]]
+
+        def both(mine: dict[int, Ints], more: dict[int, Ints]) -> dict[int, Ints]:
+            return {key: of[added] for key, of in more.items()} | {key: of[kept] for key, of in mine.items()}
+
+        columns, edges = both(self.columns, other.columns), both(self.edges, other.edges)
+        return _Listed(columns, edges, both(self.senders, other.senders))
+
+
+def plant(problem: Problem, classes: Sequence[Classes]) -> Tree | None:
+    """A tree for the problem with its nodes' classes; None if its tables would be too large."""
+    sizes = [len(own.first) for own in classes]
+    ends = [(classes[edge.source].first, classes[edge.target].first) for edge in problem.edges]
+    allowed = [np.isfinite(edge.cost_s[np.ix_(*both)]) for edge, both in zip(problem.edges, ends, strict=True)]
+    order = _eliminate(problem, sizes, allowed)
     if order is None:
         return None
-    place = {v: i for i, (v, _) in enumerate(order)}
-    scopes = {v: tuple(sorted(near, key=place.__getitem__)) for v, near in order}
-    edges: dict[int, list[_Factor]] = {v: [] for v in scopes}
-    senders: dict[int, list[_Factor]] = {v: [] for v in scopes}
-    for index, edge in enumerate(problem.edges):
-        # An end with one class is no axis of any table: the edge's costs then belong to the other end.
-        v, u = sorted((edge.source, edge.target), key=lambda end: (sizes[end] == 1, place[end]))
-        edges[v].append(_Factor(index, _shape((v, *scopes[v]), {v, u}, sizes), v == edge.target))
-    for v, scope in scopes.items():
+    place = {v: i for i, (v, _, _) in enumerate(order)}
+    added: dict[int, list[_Listed]] = {v: [_Listed({v: np.arange(sizes[v])}, {}, {})] for v in place}
+    for e, edge in enumerate(problem.edges):
+        # An end with one class is no column of any table: the edge's costs then belong to the other end.
+        v = min((edge.source, edge.target), key=lambda end: (sizes[end] == 1, place[end]))
+        source, target = np.nonzero(allowed[e])
+        columns = {u: of for u, of in ((edge.source, source), (edge.target, target)) if sizes[u] > 1 or u == v}
+        added[v].append(_Listed(columns, {e: source * sizes[edge.target] + target}, {}))
+    buckets: list[_Bucket] = []
+    total = 0
+    for v, near, pairs in order:
+        table, *rest = added.pop(v)
+        while rest:  # first what adds the fewest nodes
+            other = min(rest, key=lambda one: (len(one.columns.keys() - table.columns.keys()), -len(one)))
+            rest.remove(other)
+            joined = table.joined(other, sizes)
+            if joined is None:
+                return None
+            table = joined.kept(pairs)
+        total += len(table)
+        scope = tuple(sorted(near, key=place.__getitem__))
+        widths = tuple(sizes[u] for u in scope)
+        if total > MAX_TOTAL or np.prod(widths, dtype=float) > MAX_NUMBER:
+            return None
+        number = np.broadcast_to(_number([table.columns[u] for u in scope], widths), len(table))
+        by = np.lexsort((table.columns[v], number))
+        starts = np.flatnonzero(np.diff(number[by], prepend=-1))
         if scope:
-            senders[scope[0]].append(_Factor(v, _shape((scope[0], *scopes[scope[0]]), set(scope), sizes)))
-    shapes = {v: tuple(sizes[u] for u in (v, *scope)) for v, scope in scopes.items()}
-    return Tree(tuple(_Bucket(v, scopes[v], shapes[v], tuple(edges[v]), tuple(senders[v])) for v, _ in order))
+            columns = {u: table.columns[u][by][starts] for u in scope}
+            added[scope[0]].append(_Listed(columns, {}, {v: np.arange(len(starts))}))
+        edges, senders = (tuple((key, of[by]) for key, of in part.items()) for part in (table.edges, table.senders))
+        buckets.append(_Bucket(v, scope, widths, table.columns[v][by], edges, senders, starts, number[by][starts]))
+    return Tree(tuple(buckets), tuple(sizes))
 
 
-def _shape(axes: Sequence[int], present: set[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sizes[u] if u in present else 1 for u in axes)
+def _number(columns: Sequence[Ints | int], sizes: Sequence[int]) -> Ints:
+    """Numbers of combinations of classes, in lexicographic order; 0 of none."""
+    number: Ints = np.array(0)
+    for column, size in zip(columns, sizes, strict=True):
+        number = number * size + column
+    return number
 
 
-def _eliminate(problem: Problem, sizes: Sequence[int]) -> list[tuple[int, set[int]]] | None:
-    """Greedy order, smallest table first: each node with its neighbours (of several classes) at that time."""
-    near: list[set[int]] = [set() for _ in sizes]
-    for edge in problem.edges:
+def _eliminate(
+    problem: Problem, sizes: Sequence[int], allowed: Sequence[Mask]
+) -> list[tuple[int, tuple[int, ...], Pairs]] | None:
+    """Greedy order, smallest table first: each node with its neighbours (of several classes) at that time.
+
+    With the pairs of classes that may meet there, of those nodes of which not all may.
+    """
+    near: list[dict[int, Mask]] = [{} for _ in sizes]
+
+    def meet(u: int, w: int, pairs: Mask) -> None:
+        near[u][w] = near[u][w] & pairs if w in near[u] else pairs
+        near[w][u] = near[u][w].T
+
+    for edge, pairs in zip(problem.edges, allowed, strict=True):
         if sizes[edge.source] > 1 and sizes[edge.target] > 1:
-            near[edge.source].add(edge.target)
-            near[edge.target].add(edge.source)
+            meet(edge.source, edge.target, pairs)
     weigh = [_weight(v, near, sizes) for v in range(len(sizes))]
     heap = [(weight, v) for v, weight in enumerate(weigh)]
     heapq.heapify(heap)
-    order: list[tuple[int, set[int]]] = []
-    total, gone = 0.0, [False] * len(sizes)
+    order: list[tuple[int, tuple[int, ...], Pairs]] = []
+    gone = [False] * len(sizes)
     while heap:
         weight, v = heapq.heappop(heap)
         if gone[v] or weight != weigh[v]:
             continue
-        total += weight
-        if weight > MAX_TABLE or total > MAX_TOTAL:
+        if weight > MAX_TABLE:
             return None
         gone[v] = True
-        order.append((v, near[v]))
+        known = ((u, w, near[u][w]) for u, w in combinations((v, *near[v]), 2) if w in near[u])
+        order.append((v, tuple(near[v]), [one for one in known if not one[2].all()]))
         for u in near[v]:
-            near[u] = (near[u] | near[v]) - {u, v}
+            del near[u][v]
+        for u, w in combinations(near[v], 2):
+            one, other = near[v][u], near[v][w]
+            every = one.all() or other.all()
+            meet(u, w, np.ones((sizes[u], sizes[w]), dtype=bool) if every else one.T.astype(np.float32) @ other > 0)
         for u in near[v]:
             weigh[u] = _weight(u, near, sizes)
             heapq.heappush(heap, (weigh[u], u))
     return order
 
 
-def _weight(v: int, near: list[set[int]], sizes: Sequence[int]) -> float:
-    weight = float(sizes[v])
-    for u in near[v]:
-        weight *= sizes[u]
+def _weight(v: int, near: Sequence[Mapping[int, Mask]], sizes: Sequence[int]) -> float:
+    """A guess of the entries of a table: a node has as many classes as its strictest pairs with others there leave."""
+    weight, left = float(sizes[v]), {u: sizes[u] * float(pairs.mean()) for u, pairs in near[v].items()}
+    while left:
+        u = min(left, key=left.__getitem__)
+        weight *= left.pop(u)
         if weight > MAX_TABLE:  # never eliminated: how much larger does not matter
             return 2.0 * MAX_TABLE
+        for w in left.keys() & near[u].keys():
+            left[w] = min(left[w], sizes[w] * float(near[u][w].mean()))
     return weight

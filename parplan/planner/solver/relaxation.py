@@ -50,15 +50,15 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The relaxation at some prices: its value is a lower bound on T.
+    """The relaxation at some prices: its value is a lower bound on T, and `objective` T of the choice.
 
-    `base` and `seconds` are the base costs and the rows' own seconds at the choice, `loads` the sums of the limits.
+    `seconds` are the rows' own seconds at the choice, `loads` the sums of the limits.
     """
 
     prices: Prices
     value: float
     choice: list[int]
-    base: float
+    objective: float
     seconds: FloatArray
     loads: FloatArray
 
@@ -85,13 +85,11 @@ class Pool:
         portions[places] = 1.0
         return portions
 
-    def grow(self, seconds: FloatArray) -> None:
-        """Add the critical selections of a choice, given the rows' own seconds there."""
-        if not all(self.complete):
-            _, reached = self.table.maxima(seconds)
-            for top, complete in zip(self.tops, self.complete, strict=True):
-                if not complete:
-                    self._add(top, self.table.multiplicity(reached, top)[None])
+    def grow(self, reached: Sequence[int]) -> None:
+        """Add the selections that are critical at a choice, given the row that reaches every maximum there."""
+        for top, complete in zip(self.tops, self.complete, strict=True):
+            if not complete:
+                self._add(top, self.table.multiplicity(reached, top)[None])
 
     def _add(self, top: int, lines: FloatArray) -> int:
         """Add what is new; the place of the last line."""
@@ -148,9 +146,11 @@ class Relaxation:
         """Solve at `prices`."""
         value, choice = self._solved(prices.rows, prices.limits)
         base, seconds, loads = self.measure(choice)
+        values, reached = self.table.maxima(seconds)
         if np.isfinite(value):
-            self.pool.grow(seconds)
-        return Priced(prices, value, choice, base, seconds, loads)
+            self.pool.grow(reached)
+        weights = np.array([maximum.weight for maximum in self.problem.maxima])
+        return Priced(prices, value, choice, base + float(weights @ values), seconds, loads)
 
     def measure(self, choice: Sequence[int]) -> tuple[float, FloatArray, FloatArray]:
         """Base costs of a choice, the own seconds of all rows, and the sums of all limits."""
@@ -164,8 +164,11 @@ class Relaxation:
         costs = self._costs(prices.rows, prices.limits)
         tables: Tables = self.tree.upward(costs.node_class, costs.edge)
         found = self.tree.marginals(tables)
-        triples = zip(self.classes, found, costs.node, costs.node_class, strict=True)
-        return [(best - low)[c.of] + cost + costs.constant for c, best, cost, low in triples]
+        result = []
+        for c, best, cost, low in zip(self.classes, found, costs.node, costs.node_class, strict=True):
+            rest = np.subtract(best, low, out=np.full_like(best, np.inf), where=np.isfinite(low))
+            result.append(rest[c.of] + cost + costs.constant)
+        return result
 
     def _solved(self, multiplicity: FloatArray, limits: FloatArray) -> tuple[float, list[int]]:
         costs = self._costs(multiplicity, limits)
@@ -196,13 +199,13 @@ def relax(problem: Problem, rows: Sequence[LimitRow], pool: Pool | None = None) 
     """
     table = row_table(problem) if pool is None else pool.table
     classes = classes_of(table)
-    tree = plant(problem, [len(c.first) for c in classes])
+    tree = plant(problem, classes)
     if tree is None:
         return None
     edges = []
     for edge, terms in zip(problem.edges, table.edges, strict=True):
         s, t = classes[edge.source].first, classes[edge.target].first
-        edges.append((edge.cost_s[np.ix_(s, t)], Terms(terms.rows, terms.seconds[:, s][:, :, t])))
+        edges.append((edge.cost_s[np.ix_(s, t)], Terms(terms.rows, np.ascontiguousarray(terms.seconds[:, s][:, :, t]))))
     return Relaxation(problem, tree, classes, edges, table, pool or Pool(table), list(rows))
 
 
