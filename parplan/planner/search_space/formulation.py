@@ -257,12 +257,24 @@ def _placements(
     edges = []
     for branches, placements in zip(phases, shape.homes, strict=True):
         known: list[int | None] = [*(() if shape.placed else (None,)), *range(len(placements))]
+        lanes: list[list[int]] = [list(range(len(shape.lanes)))]
+        for number, placement in enumerate(placements):
+            loads = np.zeros(len(shape.lanes))
+            for branch, (_, block) in zip(branches, placement, strict=True):
+                for v in branch:
+                    both = zip(options[v], nodes[v].once_s + nodes[v].backward_s, strict=True)
+                    seconds = min((float(own_s) for one, own_s in both if one.placement == number), default=0.0)
+                    loads += [seconds * (lane in block) for lane in shape.lanes]
+            # The first lane of every block before the others, which have no more to do.
+            first = {shape.lanes.index(min(set(block) & set(shape.lanes))) for _, block in placement}
+            lanes.append(sorted(lanes[0], key=lambda lane: (lane not in first, -loads[lane])))
         for v in (v for branch in branches for v in branch):
             agree = [[0.0 if one.placement == other else np.inf for other in known] for one in options[v]]
             none = np.zeros((len(options[v]), len(known)))
             edges.append(EdgeParts(v, len(nodes), np.array(agree), (none, none)))
             serial = np.array([one.placement is None for one in options[v]])
-            nodes[v] = replace(nodes[v], beside=np.where(serial, 1.0, nodes[v].lanes))
+            order = [lanes[0 if one.placement is None else one.placement + 1] for one in options[v]]
+            nodes[v] = replace(nodes[v], beside=np.where(serial, 1.0, nodes[v].lanes), order=np.array(order).T)
         nodes.append(NodeParts.alone(np.zeros(len(known)), len(shape.lanes)))
     return edges
 

@@ -27,11 +27,12 @@ own, and so is its backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parplan.plan import Scheme
 from parplan.planner.search_space.shape import Shape
@@ -54,6 +55,7 @@ class NodeParts:
         update_s: the optimizer's update and the part of the sum after it.
         lanes: whether an option uses each lane, shape (lanes, options).
         beside: of layers of branches, whether each lane's time has an option: its own, and what runs one after another.
+        order: of layers of branches, per option all lanes by how much its placement gives them to do, the most first.
     """
 
     once_s: FloatArray
@@ -66,10 +68,11 @@ class NodeParts:
     update_s: FloatArray
     lanes: FloatArray
     beside: FloatArray | None = None
+    order: NDArray[np.intp] | None = None
 
     def scaled(self, times: int) -> NodeParts:
         """Parts of so many equal layers."""
-        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside"))
+        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside", "order"))
         return replace(self, **{name: times * getattr(self, name) for name in names})
 
     @staticmethod
@@ -197,16 +200,7 @@ def assembled(parts: StepParts) -> tuple[list[FloatArray], list[FloatArray], tup
         edges.append(cost + part.outwards[1] if part.outwards is not None else cost)
     maxima: list[Maximum] = []
     for phase in parts.phases:
-        rows = []
-        for track, place in _tracks(parts, phase):
-            row = _Sum()
-            for v in track:
-                counted = _counted(parts, v, place)
-                row.node(v, counted * parts.nodes[v].once_s)
-                for e in (e for e, part in enumerate(parts.edges) if part.target == v):
-                    row.edge(e, _held(parts, e, place) * parts.edges[e].once[0])
-            rows.append(row.row())
-        maxima.append(Maximum("forward of branches", (*rows, *_shared(parts, rows)), 1.0))
+        maxima.append(Maximum("forward of branches", tuple(_phase_rows(parts, phase, False)), 1.0))
     if shape.passes > 1:
         for backward in (False, True):
             name = "backward in passes" if backward else "forward in passes"
@@ -238,18 +232,40 @@ def _held(parts: StepParts, e: int, place: int | None) -> FloatArray | float:
     return held
 
 
-def _shared(parts: StepParts, rows: Sequence[Row]) -> list[Row]:
-    """The sum of rows with each option counted by its share of the devices: disjoint blocks are no more than all."""
+def _phase_rows(
+    parts: StepParts, phase: Sequence[Sequence[int]], backward: bool, begin: Mapping[int, float] | None = None
+) -> list[Row]:
+    """Rows of the time that a phase of branches takes one way: of its lanes, or its branches where none is followed.
+
+    A row takes another lane for every placement: the first that with the most to do, the next that with the second
+    most. Which placement is chosen then hardly matters to the prices of rows, and their bound is close.
+
+    Args:
+        begin: factors of the maxima at which it begins.
+    """
+    rows = []
+    for track, place in _tracks(parts, phase):
+        row = _Sum(maxima=dict(begin or {}))
+        for v in track:
+            own, lanes = parts.nodes[v], slice(None) if place is None else parts.nodes[v].order[place]  # type: ignore[index]
+            options = np.arange(len(own.once_s))
+            counted = np.ones(len(options)) if own.beside is None or place is None else own.beside[lanes, options]
+            row.node(v, counted * (own.backward_s if backward else own.once_s))
+            for e in (e for e, part in enumerate(parts.edges) if part.target == v):
+                edge = parts.edges[e]
+                held = 1.0 if place is None else np.maximum(parts.nodes[edge.source].lanes[lanes].T, counted)
+                row.edge(e, held * edge.once[backward])
+        rows.append(row.row())
     if not parts.shape.average:
-        return []
-    whole = _Sum()
-    for row in rows:
-        whole.maxima.update(row.maxima)
-        for v, values in row.nodes.items():
+        return rows
+    # By the shares of the devices that options count by: disjoint blocks are no more than all of them.
+    whole = _Sum(maxima=dict(begin or {}))
+    for branch in rows:
+        for v, values in branch.nodes.items():
             whole.node(v, parts.nodes[v].lanes[0] * values)
-        for e, values in row.edges.items():
+        for e, values in branch.edges.items():
             whole.edge(e, parts.nodes[parts.edges[e].target].lanes[0] * values)
-    return [whole.row()]
+    return [*rows, whole.row()]
 
 
 def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
@@ -295,14 +311,12 @@ class _Backward:
             elif id(phase_of[v]) not in gone:
                 gone.add(id(phase_of[v]))
                 begin = self.add("branches begin to go back", done.row())
-                ends = []
                 for track, place in _tracks(self.parts, phase_of[v]):
                     own = _Sum(maxima={begin: 1.0})
                     for member in reversed(track):
                         own = self.node(member, own, place)
-                    ends.append(own.row())
-                ends += self.shared(begin, [member for branch in phase_of[v] for member in branch])
-                done = _Sum(maxima={self.add("backward of branches", *ends): 1.0})
+                rows = _phase_rows(self.parts, phase_of[v], True, {begin: 1.0})
+                done = _Sum(maxima={self.add("backward of branches", *rows): 1.0})
         rows = [done.row()]
         for place, end in enumerate(self.ends):
             if end is not None:
@@ -316,17 +330,6 @@ class _Backward:
         """A maximum for later ones to use; gives its place."""
         self.maxima.append(Maximum(name, rows))
         return len(self.maxima) - 1
-
-    def shared(self, begin: int, members: Sequence[int]) -> list[Row]:
-        """The backward of branches by their shares of the devices, where no device is followed."""
-        if not self.parts.shape.average:
-            return []
-        whole = _Sum(maxima={begin: 1.0})
-        for v in members:
-            whole.node(v, self.parts.nodes[v].backward_s)
-            for e in self.into[v]:
-                whole.edge(e, self.parts.edges[e].once[1])
-        return _shared(self.parts, [whole.row()])
 
     def node(self, v: int, done: _Sum, lane: int | None = None) -> _Sum:
         """Node v goes back after what is `done`; gives what is done then, the gradients that it sends back included.
