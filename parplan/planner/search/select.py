@@ -236,7 +236,8 @@ class _Run:
 
         def once(problem: Problem, part: float) -> Solution:
             limit_s = case.deadline.part_s(part * self.part)
-            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell)
+            bound_only = formulation.shape.average
+            found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, refute=bound_only)
             return case.deadline.watched(found, limit_s)
 
         first = found = once(problem, MAIN if self.best is None else SHARE)

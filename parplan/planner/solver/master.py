@@ -74,6 +74,7 @@ class Master:
                     for other, factor in table.uses[row]:
                         if other == m:
                             shared.SetCoefficient(self.rows[row], -factor)
+        self.cuts: list[tuple[Sequence[int], pywraplp.Constraint]] = []
         self.solver.Objective().SetCoefficient(self.bound, 1)
         self.solver.Objective().SetMaximization()
 
@@ -81,6 +82,7 @@ class Master:
         """Add what a choice says of all prices."""
         base, seconds, loads = self.relaxation.measure(choice)
         cut = self.solver.Constraint(-self.solver.infinity(), base / self.unit)
+        self.cuts.append((choice, cut))
         cut.SetCoefficient(self.bound, 1.0)
         for row in np.flatnonzero(abs(seconds) > 1e-9 * self.unit).tolist():
             cut.SetCoefficient(self.rows[row], -float(seconds[row]) / self.unit)
@@ -112,6 +114,13 @@ class Master:
             self.cut(point.choice)
             best = point if point.value > best.value else best
         return best
+
+    def mean(self) -> list[tuple[float, Sequence[int]]]:
+        """Choices with the shares that make up the mean whose T the program's optimum is."""
+        if self.solver.Solve() != 0:
+            return []
+        shares = ((cut.dual_value(), choice) for choice, cut in self.cuts)
+        return [(share, choice) for share, choice in shares if share > 0]
 
     def _flow(self, rows: FloatArray) -> FloatArray:
         """The nearest true flow to one that rounding has moved: shares of each maximum, from the top down."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from parplan.planner.solver.master import Master
 from parplan.planner.solver.problem import (
     FloatArray,
     Infeasibility,
+    Mask,
     Problem,
     Reduced,
     Solution,
@@ -40,8 +42,6 @@ CUT = 1e-9
 ROUNDS, PRICE_ROUNDS, STEPS = 3, 8, 60
 WORKERS = 4
 """Threads of the search: the same on any machine, as they decide which of equal choices is found."""
-OFTEN = 5
-"""Choices met by cutting planes per one that is improved."""
 MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LOCAL_S, LATE = 1.0, 0.02
@@ -64,6 +64,7 @@ def solve(
     hint: Sequence[int] | None = None,
     cutoff: float = np.inf,
     on_progress: Progress | None = None,
+    refute: bool = False,
 ) -> Solution:
     """The best choice with its proof.
 
@@ -75,12 +76,27 @@ def solve(
         hint: a choice to start from, used if it is feasible.
         cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does, by more than GAP.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
+        refute: only find out whether a choice stays below the cutoff: the first that does ends the search, with the
+            bound so far.
     """
     run = _Run(problem, time_limit_s, workers or WORKERS, cutoff, on_progress)
+    run.refute = refute
     if hint is not None:
         run.offer(hint)
     reduced = presolve(problem, run.deadline)
     return run.solution(feasible=reduced is not None and run.finish(reduced))
+
+
+def followed(problem: Problem) -> list[int]:
+    """Nodes of several strategies of which every strategy of their neighbours allows one."""
+    allowed: list[list[Mask]] = [[] for _ in problem.nodes]
+    for edge in problem.edges:
+        allowed[edge.source].append(np.isfinite(edge.cost_s))
+        allowed[edge.target].append(np.isfinite(edge.cost_s).T)
+    return [
+        v for v, own in enumerate(allowed)
+        if problem.nodes[v].size > 1 and len(own) > 1 and all((pairs.sum(axis=0) == 1).all() for pairs in own)
+    ]  # fmt: skip
 
 
 class _Run:
@@ -94,6 +110,8 @@ class _Run:
         self.limit_s, self.deadline = time_limit_s, self.began + time_limit_s
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
+        self.refute = False
+        self.mean: list[tuple[float, Sequence[int]]] = []
         self.objective, self.bound, self.cut = cutoff, least(problem), np.inf
         self.below = np.isfinite(cutoff)
         self.told = np.inf, self.bound
@@ -104,6 +122,7 @@ class _Run:
         better = found.feasible and found.objective < self.objective
         if better:
             self.choice, self.objective = [int(k) for k in choice], found.objective
+            self.deadline = -np.inf if self.refute else self.deadline
             self.report(self.objective, self.bound)
         return better
 
@@ -173,7 +192,8 @@ class _Run:
             if relaxation is None:
                 return self.price_wide(reduced)
             pool = relaxation.pool
-            best, marginals = self.climb(reduced, relaxation, prices, met), relaxation.marginals
+            best = self.climb(reduced, relaxation, prices, met)
+            self.raise_bound(best.value - 1e-12 * abs(best.value))
             if not np.isfinite(best.value):
                 return None  # forbidden pairs leave no choice
             more = broken_rows(reduced.problem, best.choice, rows)
@@ -181,7 +201,13 @@ class _Run:
                 break
             rows += more
             prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
-        return self.cut_off(reduced, marginals(best.prices)) if np.isfinite(self.objective) else reduced
+        assert relaxation is not None
+        if np.isfinite(self.objective) and best.value < self.cutoff() and (decisions := followed(reduced.problem)):
+            if not self.branch(reduced, relaxation, best, met, decisions):
+                return reduced
+            self.cut = min(self.cut, self.cutoff())
+            return None
+        return self.cut_off(reduced, relaxation.marginals(best.prices)) if np.isfinite(self.objective) else reduced
 
     def price_wide(self, reduced: Reduced) -> Reduced | None:
         """Messages and windows instead of elimination, where its tables are too large; the cut that they allow."""
@@ -208,17 +234,18 @@ class _Run:
         """The best prices found; every choice on the way is offered and added to `met`, the best one also improved."""
 
         def seen(point: Priced) -> float:
-            self.offer(reduced.lift(point.choice))
+            if point.objective < self.objective:
+                self.offer(reduced.lift(point.choice))
             met.append(point.choice)
             return self.objective if np.isfinite(self.objective) else 1.1 * abs(point.value)
 
         start = start or relaxation.start()
-        if start.portions is not None:
+        if start.portions is not None and all(relaxation.pool.complete):
             best = climb(relaxation, start, self.objective, STEPS, seen, self.deadline)
         else:
             best = relaxation.at(start)
-        self.raise_bound(best.value - 1e-12 * abs(best.value))
-        if self.cutoff() > self.bound and self.left() > 0:
+            seen(best)
+        if self.cutoff() > best.value and self.left() > 0:
             self.improve(reduced, best.choice)
         if (
             self.objective - best.value > MASTER_GAP * abs(self.objective)
@@ -230,17 +257,64 @@ class _Run:
             for choice in met:
                 master.cut(choice)
 
+            fastest = best.objective
+
             def improved(point: Priced) -> float:
-                if len(met) % OFTEN == 0 and self.left() > 0:
+                nonlocal fastest
+                if point.objective < fastest and self.left() > 0:
+                    fastest = point.objective
                     self.improve(reduced, point.choice)
                 return seen(point)
 
             found = master.climb(best, target, MASTER_STEPS, improved, self.deadline)
+            self.mean = master.mean()
             if found is not best:
                 best = found
-                self.raise_bound(best.value - 1e-12 * abs(best.value))
                 self.improve(reduced, best.choice)
         return best
+
+    def branch(
+        self, reduced: Reduced, relaxation: Relaxation, start: Priced, met: list[list[int]], decisions: Sequence[int]
+    ) -> bool:
+        """Best-first branch and bound over nodes that their neighbours follow: with those fixed, bounds are close.
+
+        False where it is not done in time.
+        """
+        problem, count = reduced.problem, 0
+        waiting: list[tuple[float, int, dict[int, int], Priced]] = [(start.value, 0, {}, start)]
+        while waiting and waiting[0][0] < self.cutoff() and self.left() > 0.05:
+            self.raise_bound(waiting[0][0])
+            bound, _, fixed, best = heapq.heappop(waiting)
+            masks = [np.isin(np.arange(own.size), fixed.get(v, range(own.size))) for v, own in enumerate(problem.nodes)]
+            free = [v for v in decisions if v not in fixed]
+            if not free:
+                part = restrict(problem, masks)
+                found = solve(part.problem, self.left(), self.workers, cutoff=self.cutoff())
+                if found.choice is not None:
+                    self.offer(reduced.lift(part.lift(found.choice)))
+                if found.status in (Status.FEASIBLE, Status.UNKNOWN):
+                    self.raise_bound(min([found.bound, *(one[0] for one in waiting)]))
+                    return False
+                continue
+            costs = (np.where(mask, own.cost_s, np.inf) for mask, own in zip(masks, problem.nodes, strict=True))
+            nodes = tuple(replace(own, cost_s=cost) for own, cost in zip(problem.nodes, costs, strict=True))
+            inside = replace(relaxation, problem=replace(problem, nodes=nodes))
+            if fixed:
+                self.mean = []
+                known = [one for one in met if all(one[v] == k for v, k in fixed.items())]
+                best = self.climb(reduced, inside, replace(best.prices, portions=None), known)
+            # The decision on which the choices that the bound is a mean of agree the least.
+            shares = {u: np.zeros(problem.nodes[u].size) for u in free}
+            for share, one in self.mean:
+                for u in free:
+                    shares[u][one[u]] += share
+            v = min(free, key=lambda u: float(shares[u].max()))
+            marginals = inside.marginals(best.prices)[v]
+            for k in np.flatnonzero(marginals < self.cutoff()).tolist():
+                count += 1
+                heapq.heappush(waiting, (max(bound, float(marginals[k])), count, {**fixed, v: k}, best))
+        self.raise_bound(min([self.cutoff(), *(one[0] for one in waiting)]))
+        return not waiting or waiting[0][0] >= self.cutoff()
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""

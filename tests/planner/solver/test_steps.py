@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.instances import chain, residual
 from benchmarks.steps import branches, on_blocks, passes
-from parplan.planner.solver.problem import Problem, Status, evaluate
+from parplan.planner.solver import solve as solver
+from parplan.planner.solver.problem import Edge, Maximum, Node, Problem, Row, Status, evaluate
 from parplan.planner.solver.solve import GAP, solve
 from tests.planner.oracle import brute_force
 
@@ -52,6 +54,51 @@ def test_a_cutoff_is_met_or_said_to_be_out_of_reach() -> None:
         assert (below.status, below.choice) == (Status.INFEASIBLE, None)
         assert above.status is Status.OPTIMAL
         assert above.objective == pytest.approx(truth, rel=GAP)
+
+
+def test_a_refutation_ends_with_the_first_choice_below_the_cutoff() -> None:
+    for seed in range(12):
+        problem = SMALL["branches"](seed)
+        truth = brute_force(problem).objective
+        none, some = (solve(problem, 60, workers=1, cutoff=cutoff, refute=True) for cutoff in (truth, 1.5 * truth))
+        assert (none.status, none.choice) == (Status.INFEASIBLE, None)
+        assert some.choice is not None
+        assert some.bound <= truth * (1 + 1e-9) <= some.objective * (1 + 1e-9) < 1.5 * truth
+
+
+def _placed(seed: int) -> Problem:
+    """Two phases of three layers, each on 2 placements with 2 strategies of its own: the longest of 3 lanes counts."""
+    rng, lanes = np.random.default_rng([81, seed]), 3
+    nodes = [*(Node(f"layer{v}", np.zeros(4)) for v in range(6)), *(Node("placement", np.zeros(2)) for _ in range(2))]
+    follow = np.where(np.repeat(np.eye(2), 2, axis=0) > 0, 0.0, np.inf)
+    edges = [Edge(v, v + 1, rng.integers(0, 5, (4, 4)).astype(float)) for v in range(5)]
+    edges += [Edge(v, 6 + v // 3, follow) for v in range(6)]
+    maxima = []
+    for first in (0, 3):
+        seconds = [rng.integers(0, 20, (lanes, 4)) * rng.integers(0, 2, (lanes, 4)) for _ in range(3)]
+        rows = tuple(Row({first + v: seconds[v][lane].astype(float) for v in range(3)}) for lane in range(lanes))
+        maxima.append(Maximum("phase", rows, 1.0))
+    return Problem(tuple(nodes), tuple(edges), maxima=tuple(maxima))
+
+
+def test_branching_on_what_others_follow_agrees_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    branched, branch = 0, solver._Run.branch
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal branched
+        branched += 1
+        return branch(*arguments)
+
+    monkeypatch.setattr(solver._Run, "branch", counted)
+    for seed in range(60):
+        problem = _placed(seed)
+        truth, found = brute_force(problem), solve(problem, 60, workers=1)
+        assert found.status is Status.OPTIMAL
+        assert found.objective == pytest.approx(truth.objective, rel=GAP)
+        assert found.bound <= truth.objective * (1 + 1e-9)
+        below = solve(problem, 60, workers=1, cutoff=truth.objective)
+        assert (below.status, below.choice) == (Status.INFEASIBLE, None)
+    assert branched > 10
 
 
 LARGE: dict[str, Callable[[], Problem]] = {
