@@ -77,7 +77,7 @@ def decide(
 
     def solve_baseline(problem: Problem) -> Solution:
         limit_s = case.deadline.part_s(BASELINE_TIME)
-        return case.deadline.watched(solve(problem, limit_s), limit_s)
+        return case.deadline.watched(solve(problem, limit_s))
 
     search, found = _searched(case, pins)
     case = search.case

@@ -17,7 +17,7 @@ from parplan.planner.search.branches import homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
-from parplan.planner.solver.problem import Solution, Status, objective
+from parplan.planner.solver.problem import Solution, objective
 
 __all__ = ["SIMULATED", "Case", "Deadline", "fits", "followed", "formulated", "plain", "shape_of", "without_period"]
 
@@ -36,9 +36,6 @@ class Deadline:
     LEAST = 0.02
     """Part of the limit that a search gets even where nothing is left: enough for a first choice."""
 
-    UNUSED_S = 0.1
-    """Seconds before its limit at which a solve begins nothing new; one that ends there was ended by the limit."""
-
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.hit = False
@@ -56,10 +53,9 @@ class Deadline:
         """What a search may take: a part of what is left."""
         return max(part * self.left_s(), self.LEAST * self.limit_s)
 
-    def watched(self, found: Solution, limit_s: float) -> Solution:
-        """A solution, after looking whether its time ended the solve."""
-        ended = found.status in (Status.FEASIBLE, Status.UNKNOWN) and found.seconds >= limit_s - self.UNUSED_S
-        self.hit = self.hit or ended
+    def watched(self, found: Solution) -> Solution:
+        """A solution, after looking whether the clock had a part in it."""
+        self.hit = self.hit or found.limited
         return found
 
 

@@ -207,7 +207,8 @@ class _Run:
                 formulation = self.search.one_pass()
                 problem = masked(replace(formulation, problem=without_boundaries(formulation)), self.pinned)
                 limit_s = self.case.deadline.part_s(SHARE * self.part)
-                refuted = solve(problem, limit_s, cutoff=self.cutoff).status is Status.INFEASIBLE
+                found = self.case.deadline.watched(solve(problem, limit_s, cutoff=self.cutoff))
+                refuted = found.status is Status.INFEASIBLE
                 self.covered += [PASSES] * refuted
             # Passes hold as much memory as one pass: where no plan of that fits, none of theirs does.
             known = self.first
@@ -238,7 +239,7 @@ class _Run:
             limit_s = case.deadline.part_s(part * self.part)
             bound_only = formulation.shape.average
             found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, refute=bound_only)
-            return case.deadline.watched(found, limit_s)
+            return case.deadline.watched(found)
 
         first = found = once(problem, MAIN if self.best is None else SHARE)
         if case.request.plan is not None or formulation.shape.average:
@@ -372,7 +373,7 @@ class _Run:
                 (*self.earlier, fastest),
                 (1 + tolerance) * fastest.step_s,
                 lambda formulation: masked(formulation, self.pinned),
-                lambda problem, hint: solve(problem, limit_s, hint=hint),
+                lambda problem, hint: self.case.deadline.watched(solve(problem, limit_s, hint=hint)),
                 self.candidate,
             )
         fewer = best.changes < fastest.changes

@@ -73,9 +73,9 @@ def descend(
 
 
 def settle(problem: Problem, choice: Sequence[int], deadline: float) -> list[int]:
-    """The lowest strategy at each node, in order, that costs no more; for a feasible choice."""
+    """The lowest strategy at each of the first BRIEF nodes, in order, that costs no more; for a feasible choice."""
     state = _State(problem, choice)
-    for v in range(len(problem.nodes)):
+    for v in range(min(BRIEF, len(problem.nodes))):
         if time.monotonic() > deadline:
             break
         lower = (state.exceeded(v) <= 0) & (np.arange(problem.nodes[v].size) < state.choice[v])

@@ -279,6 +279,7 @@ class Solution:
         bound: seconds; no choice costs less (within 1e-9 of it). OPTIMAL means gap <= 1e-6.
         gap: (objective - bound) / objective.
         seconds: wall time of the solve.
+        limited: the time limit ended a part of it, so that another machine may find another choice.
     """
 
     status: Status
@@ -288,6 +289,7 @@ class Solution:
     gap: float
     seconds: float
     infeasibility: Infeasibility | None = None
+    limited: bool = False
 
 
 def row_seconds(problem: Problem, row: Row, choice: Sequence[int], maxima: Sequence[float]) -> float:

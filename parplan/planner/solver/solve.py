@@ -44,8 +44,12 @@ WORKERS = 4
 """Threads of the search: the same on any machine, as they decide which of equal choices is found."""
 MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
-LOCAL_S, LATE = 1.0, 0.02
-"""Seconds, and share of the time limit, that settling ties takes at most after the limit."""
+LATE = 0.02
+"""Share of the time limit that settling ties takes at most after the limit."""
+NEAR_S = 0.1
+"""Seconds before the time limit from which on it has ended something."""
+FIRST = 10 * BRIEF
+"""Looks at a node that local search takes at most for a first choice."""
 SHARE = 0.3
 """Share of the time limit that local search may take where a graph is too wide for elimination."""
 PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
@@ -110,7 +114,7 @@ class _Run:
         self.limit_s, self.deadline = time_limit_s, self.began + time_limit_s
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
-        self.refute = False
+        self.refute = self.limited = False
         self.mean: list[tuple[float, Sequence[int]]] = []
         self.objective, self.bound, self.cut = cutoff, least(problem), np.inf
         self.below = np.isfinite(cutoff)
@@ -218,7 +222,9 @@ class _Run:
 
         cells = sum(edge.cost_s.size for edge in reduced.problem.edges)
         rounds = ROUNDS if cells <= SEARCHED_CELLS else np.inf
-        marginals = improve(reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff())
+        known = reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff()
+        marginals, hurried = improve(*known)
+        self.limited |= hurried
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
     def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
@@ -350,27 +356,31 @@ class _Run:
     def local(self, reduced: Reduced, seconds: float) -> list[int]:
         """A choice to start the search from, also offered as it is."""
         until = time.monotonic() + seconds
-        choice = descend(reduced.problem, first_choice(reduced.problem), until)
+        choice = descend(reduced.problem, first_choice(reduced.problem), until, FIRST)
         if not self.offer(reduced.lift(choice)) and self.choice is None:
-            choice = descend(reduced.problem, leanest_choice(reduced.problem), until)
+            choice = descend(reduced.problem, leanest_choice(reduced.problem), until, FIRST)
             self.offer(reduced.lift(choice))
+        self.limited |= time.monotonic() > until
         return choice
 
     def solution(self, feasible: bool) -> Solution:
         """Result of the run; INFEASIBLE with its cause."""
+        limited = self.limited or (np.isfinite(self.deadline) and self.left() < NEAR_S)
         if self.choice is None:
             feasible = feasible and not (self.below and self.objective - self.bound <= GAP * abs(self.objective))
             status = Status.UNKNOWN if feasible else Status.INFEASIBLE
             cause: Infeasibility | None = (
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
             )
-            return Solution(status, None, np.inf, self.bound, np.inf, time.monotonic() - self.began, cause)
+            seconds = time.monotonic() - self.began
+            return Solution(status, None, np.inf, self.bound, np.inf, seconds, cause, limited)
         if self.left() > 0:
-            choice = settle(self.problem, self.choice, time.monotonic() + min(LOCAL_S, LATE * self.limit_s))
+            choice = settle(self.problem, self.choice, self.deadline + LATE * self.limit_s)
             final = evaluate(self.problem, choice)
             if final.feasible and final.objective <= self.objective + 1e-12 * abs(self.objective):
                 self.choice, self.objective = choice, final.objective
         bound = min(self.bound, self.objective)
         gap = (self.objective - bound) / (abs(self.objective) or 1e-300) if self.objective > bound else 0.0
         status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
-        return Solution(status, tuple(self.choice), self.objective, bound, gap, time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        return Solution(status, tuple(self.choice), self.objective, bound, gap, seconds, limited=limited)

@@ -53,7 +53,7 @@ def improve(
     rounds: float,
     deadline: float,
     cutoff: float = np.inf,
-) -> list[FloatArray]:
+) -> tuple[list[FloatArray], bool]:
     """Climb and search for `rounds` rounds, or until a proof, or until `time.monotonic()` passes `deadline`.
 
     Ends sooner where less than half of the strategies can be in a better choice: the rest is a smaller problem.
@@ -65,7 +65,8 @@ def improve(
         cutoff: seconds that a choice has to stay below.
 
     Returns:
-        Per node and strategy, a lower bound on T of every choice that uses it.
+        Per node and strategy, a lower bound on T of every choice that uses it; and whether passes were left out because
+        of the deadline.
     """
     search = _Search(problem, offer, deadline, cutoff)
     done = 0
@@ -75,7 +76,7 @@ def improve(
             search.polish(done)
         raise_bound(search.bound)
         done += 1
-    return np.split(search.marginals, search.arrays.start[1:-1])
+    return np.split(search.marginals, search.arrays.start[1:-1]), search.hurried
 
 
 class _Search:
@@ -91,7 +92,7 @@ class _Search:
         self.cost, self.cutoff, self.bound = np.inf, cutoff, -np.inf
         self.marginals = np.full(len(self.arrays.cost), -np.inf)
         self.prices = np.zeros(len(self.arrays.memory.capacity))
-        self.floor = 0.0
+        self.floor, self.hurried = 0.0, False
 
     @property
     def open(self) -> bool:
@@ -116,7 +117,8 @@ class _Search:
             scale /= np.maximum(memory.capacity, 1.0).sum() or 1.0
             self.prices, self.floor = np.full_like(self.prices, 1e-3 * scale), 1e-6 * scale
             each = 2 * (time.monotonic() - began) / WARM
-            passes = int(min(passes, max(HURRY * (self.deadline - began) / each, WARM)))
+            possible = max(HURRY * (self.deadline - began) / each, WARM)
+            passes, self.hurried = int(min(passes, possible)), possible < passes
         smooth = None
         for number_of_pass in range(passes):
             step = STEPS[min(number, 1)] * (LAST_STEP / STEPS[min(number, 1)]) ** (number_of_pass / passes)

@@ -1,0 +1,46 @@
+"""The plan of a model is the same file, byte for byte, however many cores, threads and hash seeds a machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CODE = """
+import os, sys, warnings
+name, gpus, cores, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+os.cpu_count = lambda: cores
+warnings.simplefilter("ignore")
+import importlib, torch, parplan, parplan.api
+torch.set_num_threads(cores)
+if name.endswith(".profile"):
+    analysis = parplan.api.analyze_profile(name, gpus=gpus, time_limit_s=3000.0)
+else:
+    model, inputs = importlib.import_module(f"examples.{name}").small()
+    analysis = parplan.analyze(model, inputs, gpus=gpus, gpu="k20", time_limit_s=3000.0)
+assert not any("time limit" in note for note in analysis.notes), analysis.notes
+open(path, "w").write(analysis.plan.to_json())
+"""
+
+
+def planned(name: str, gpus: int, cores: int, seed: int, path: Path) -> bytes:
+    settings = {"PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(cores), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CODE, name, str(gpus), str(cores), str(path)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=True)
+    return path.read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("examples/alexnet.profile", 4), ("alexnet", 8), ("two_tower", 4), ("two_tower", 6), ("resnet50", 3), ("mlp", 7)],
+)
+def test_the_plan_does_not_depend_on_cores_threads_or_hash_seeds(name: str, gpus: int, tmp_path: Path) -> None:
+    plans = {planned(name, gpus, cores, seed, tmp_path / f"{cores}.json") for seed, cores in enumerate((1, 2, 4, 8))}
+    assert len(plans) == 1
