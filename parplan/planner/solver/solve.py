@@ -46,6 +46,8 @@ MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LATE = 0.02
 """Share of the time limit that settling ties takes at most after the limit."""
+REFUTE = 4.0
+"""Deterministic time (about seconds) of the search that only refutes: its problem bounds another one."""
 NEAR_S = 0.1
 """Seconds before the time limit from which on it has ended something."""
 FIRST = 10 * BRIEF
@@ -81,7 +83,7 @@ def solve(
         cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does, by more than GAP.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
         refute: only find out whether a choice stays below the cutoff: the first that does ends the search, with the
-            bound so far.
+            bound so far, and so does a fixed effort.
     """
     run = _Run(problem, time_limit_s, workers or WORKERS, cutoff, on_progress)
     run.refute = refute
@@ -341,7 +343,8 @@ class _Run:
                 guess = (
                     self.bound if self.bound > 0 else float(sum(n.cost_s.max() for n in reduced.problem.nodes)) or 1.0
                 )
-            found = search(reduced.problem, rows, self.deadline, self.workers, guess, cutoff, hint, report)
+            workers, effort = (1, REFUTE) if self.refute else (self.workers, np.inf)
+            found = search(reduced.problem, rows, self.deadline, workers, guess, cutoff, hint, report, effort)
             if found.choice is not None:
                 self.offer(reduced.lift(found.choice))
             self.raise_bound(found.bound)
