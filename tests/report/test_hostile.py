@@ -10,6 +10,7 @@ import json
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,12 @@ def check_all(name: str) -> None:
     """Everything that prints names."""
     decision, other = named(name), alexnet()
     for detail in Detail:
-        harmless(printed(lambda console, detail=detail: render(decision, console, detail)), name)
+        harmless(printed(partial(render, decision, detail=detail)), name)
     report = to_dict(decision)
     harmless(printed(lambda console: render_explanation(report, layer_named(report, name), console)), name)
     for pair in ((decision.plan, other.plan), (other.plan, decision.plan)):
         found = plan_diff(*pair)
-        harmless(
-            printed(lambda console, found=found: render_diff(found, (name, name), {name: (1.0, 2.0)}, console)), name
-        )
+        harmless(printed(partial(render_diff, found, (name, name), {name: (1.0, 2.0)})), name)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
