@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -82,11 +82,14 @@ def test_hostile_names_are_text_on_the_terminal(name: str) -> None:
     check_all(name)
 
 
+@pytest.mark.full
+@settings(max_examples=40, deadline=None)
 @given(st.text(min_size=1, max_size=60))
 def test_any_name_is_text_on_the_terminal(name: str) -> None:
     check_all(name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_messages_on_files_are_text(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
