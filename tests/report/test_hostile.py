@@ -83,7 +83,7 @@ def test_hostile_names_are_text_on_the_terminal(name: str) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(min_size=1, max_size=60))
 def test_any_name_is_text_on_the_terminal(name: str) -> None:
     check_all(name)
