@@ -26,7 +26,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLinks
 from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
-from parplan.cost_models.measurement.runnable_parts import gradient_marks, part_entry
+from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry
 from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
@@ -63,7 +63,7 @@ class _Point:
     """
 
     size_s: float
-    gradients: str
+    gradients: tuple[bool, ...]
     forward: float
     backward: float
     spread: float
@@ -183,14 +183,14 @@ class MeasuredCosts(AdaptedCosts):
 
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
         """Measured over ideal seconds of a part that was not measured; None where nothing like it was."""
-        size_s, gradients = self._size_s(entry), gradient_marks(entry.signature)
+        size_s = self._size_s(entry)
         family = (busy, entry.family)
         if family not in self._points:
             found = [self._point(other) for other in self._profiles[busy].family(entry.family)]
             self._points[family] = [point for point in found if point is not None]
         points = self._points[family]
         # A backward that gives more gradients, or fewer, is another one: not what to interpolate with.
-        alike = [point for point in points if point.gradients == gradients]
+        alike = [point for point in points if point.gradients == entry.gradients]
         below = max((p for p in alike if p.size_s <= size_s), key=lambda p: p.size_s, default=None)
         above = min((p for p in alike if p.size_s >= size_s), key=lambda p: p.size_s, default=None)
         if below is not None and above is not None:
@@ -228,7 +228,7 @@ class MeasuredCosts(AdaptedCosts):
             return None
         scale, ideal_s = self._scale(measured), max(size_s, self._fallback.ideal_seconds(0.0, 0.0))
         forward, backward = measured.forward_s * scale / ideal_s, measured.backward_s * scale / ideal_s
-        return _Point(size_s, gradient_marks(entry.signature), forward, backward, measured.spread)
+        return _Point(size_s, entry.gradients, forward, backward, measured.spread)
 
     def _size_s(self, entry: PartEntry) -> float:
         # Views move nothing: all of them are of one size.

@@ -44,7 +44,8 @@ _BYTES = st.none() | _WHOLE
 
 _MEASUREMENTS = st.builds(Measurement, _SECONDS, _SECONDS, _SPREAD, _SOME, _SECONDS, _BYTES, _BYTES, _WHEN)
 _SIGNATURE = st.lists(_TEXT, min_size=1, max_size=3).map("\n".join)
-_PARTS = st.builds(PartEntry, _SIGNATURE, _TEXT, st.floats(0, 1e30), st.floats(0, 1e30), _MEASUREMENTS, _NAME)
+_AMOUNT, _GRADIENTS = st.floats(0, 1e30), st.lists(st.booleans(), max_size=3).map(tuple)
+_PARTS = st.builds(PartEntry, _SIGNATURE, _TEXT, _AMOUNT, _AMOUNT, _MEASUREMENTS, _NAME, _GRADIENTS)
 _LINKS = st.builds(LinkEntry, _NAME, _NAME, _SOME, _WHOLE, _SECONDS, _SPREAD, _SOME, _SECONDS, _WHEN, _NAME)
 _CONDITIONS = st.builds(Conditions, _NAME, st.integers(1, 99), _NAME, _TEXT, _TEXT)
 _GROUPS = st.builds(

@@ -205,6 +205,15 @@ def test_a_backward_with_fewer_gradients_is_no_neighbour() -> None:
     assert cost.source is Source.ESTIMATED
 
 
+def test_which_operands_need_a_gradient_is_not_read_out_of_the_signature() -> None:
+    graph, profile = widths(), SessionProfile()
+    for number, name in enumerate(("1", "5")):
+        entry = part(graph, name)
+        signature = f"the same ops [by] other words {number}"
+        profile.put(replace(entry, signature=signature, measurement=Measurement(1e-3, 1e-3, 0.0, 9)))
+    assert priced(graph, profile).layer(graph.layers["2"], ONE).source is Source.INTERPOLATED
+
+
 def test_ops_never_measured_get_the_median_of_their_like_marked_as_estimates() -> None:
     graph = classifier()
     fallback = RooflineCosts(graph, cpus())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 from parplan.graph.packed_sequences import longest
 
-__all__ = ["LayerPart", "family_of", "gradient_marks", "part_entry", "part_signature"]
+__all__ = ["LayerPart", "family_of", "part_entry", "part_signature"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -40,15 +39,6 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
     return "\n".join(lines + [SHARED] * part.shares_statistics)
 
 
-# In a signature: the end of a tensor's shape, and the mark of one that needs a gradient.
-_SHAPE_END = re.compile(r"\](g?)")
-
-
-def gradient_marks(signature: str) -> str:
-    """Which tensors of a part need a gradient: "g" or "-" for each list in its signature, shapes and constants."""
-    return "".join(mark or "-" for mark in _SHAPE_END.findall(signature))
-
-
 def family_of(graph: LayerGraph, part: LocalLayer) -> str:
     """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
     ops = [call.op for call in op_calls(graph, part) if not call.is_view]
@@ -58,9 +48,12 @@ def family_of(graph: LayerGraph, part: LocalLayer) -> str:
 
 def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
     """A measurement of a part as a profile keeps it."""
-    kernels = [kernel for call in op_calls(graph, part) for kernel in op_work(call).forward]
+    calls = op_calls(graph, part)
+    kernels = [kernel for call in calls for kernel in op_work(call).forward]
     flops, nbytes = sum(kernel.flops for kernel in kernels), float(sum(kernel.nbytes for kernel in kernels))
-    return PartEntry(part_signature(graph, part), family_of(graph, part), flops, nbytes, measurement)
+    gradients = tuple(operand.requires_grad for call in calls for operand in (*call.inputs, *call.outputs))
+    signature, family = part_signature(graph, part), family_of(graph, part)
+    return PartEntry(signature, family, flops, nbytes, measurement, gradients=gradients)
 
 
 @dataclass(frozen=True)

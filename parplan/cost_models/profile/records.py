@@ -48,6 +48,7 @@ class PartEntry:
         nbytes: memory traffic of its forward, in bytes.
         measurement: the figures.
         origin: name of the file it was imported from; "" where it was measured on this machine.
+        gradients: which operands of its ops need a gradient, op after op, inputs before outputs.
     """
 
     signature: str
@@ -56,6 +57,7 @@ class PartEntry:
     nbytes: float
     measurement: Measurement
     origin: str = ""
+    gradients: tuple[bool, ...] = ()
 
     @property
     def key(self) -> tuple[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from math import isinf
 from typing import Any, Generic
 
@@ -17,7 +18,7 @@ from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from parplan.fields import Field, count, number, read_fields, text
 
-__all__ = ["CONDITIONS", "LINKS", "PARTS", "EntryTable"]
+__all__ = ["CONDITIONS", "LINKS", "PARTS", "EntryTable", "gradients_in"]
 
 _CHARACTER = "[^\0\ud800-\udfff]"  # what SQLite and UTF-8 files keep as it is: no NUL, no half of a surrogate pair
 _UNKNOWN_SPREAD = 1.0  # as sampling.Measurement has it
@@ -42,6 +43,7 @@ class EntryTable(Generic[Entry]):
         row = dict(vars(entry))
         if isinstance(entry, PartEntry):
             row |= vars(row.pop("measurement"))
+            row["gradients"] = "".join("g" if needed else "-" for needed in entry.gradients)
         if isinf(row["spread"]):  # relative to a median of 0 s
             row["spread"] = _UNKNOWN_SPREAD
         return read_fields(row, self.fields, f"{self.word} {' '.join(map(str, entry.key))[:80]!r}", ProfileError)
@@ -57,7 +59,18 @@ class EntryTable(Generic[Entry]):
 
 def _part(row: dict[str, Any]) -> PartEntry:
     figures = {field.name: row.pop(field.name) for field in fields(Measurement)}
-    return PartEntry(**row, measurement=Measurement(**figures))
+    marks = row.pop("gradients", None)
+    gradients = gradients_in(row["signature"]) if marks is None else tuple(mark == "g" for mark in marks)
+    return PartEntry(**row, measurement=Measurement(**figures), gradients=gradients)
+
+
+def gradients_in(signature: str) -> tuple[bool, ...]:
+    """`PartEntry.gradients` of an entry from before that field, from the operands in its signature.
+
+    An operand is written as "0:torch.float32[64, 16]", with a "g" behind it where it needs a gradient.
+    """
+    between = pairwise(signature.split("]"))
+    return tuple(behind.startswith("g") for operand, behind in between if ":torch." in operand)
 
 
 _name = partial(text, pattern=f"{_CHARACTER}+", expected="text that is not empty")
@@ -72,6 +85,13 @@ def _bytes_or_none(name: str) -> Field:
 
     known = count(name, 0)
     return Field(name, "a whole number of bytes, or null where it was not measured", read)
+
+
+def _read_gradients(value: Any) -> str | None:
+    return None if value is None else str(_GRADIENTS.read(value))
+
+
+_GRADIENTS = text("gradients", "[g-]*")
 
 
 def _read_time(value: Any) -> str:
@@ -100,6 +120,7 @@ PARTS = EntryTable(
         _bytes_or_none("peak_bytes"),
         _WHEN,
         _text("origin").optional(),
+        Field("gradients", 'a "g" or "-" for each operand, or null', _read_gradients, required=False),
     ),
     ("signature",),
     _part,

@@ -101,8 +101,9 @@ def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
 def _lines(table: EntryTable[Entry], entries: Sequence[Entry]) -> str:
     rows = [table.row(entry) for entry in sorted(entries, key=lambda entry: entry.key)]
     for row in rows:
-        if not row["origin"]:
-            del row["origin"]
+        for name in ("origin", "gradients"):
+            if name in row and not row[name]:
+                del row[name]
         if "signature" in row:
             row["signature"] = row["signature"].split("\n")  # a line of it per op: to be read
     lines = ",\n".join(f"        {_json(row)}" for row in rows)

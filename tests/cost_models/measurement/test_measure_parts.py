@@ -14,9 +14,10 @@ from parplan.cost_models.measured import MeasuredCosts
 from parplan.cost_models.measurement import measure_parts as measuring
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
-from parplan.cost_models.measurement.runnable_parts import LayerPart, family_of, gradient_marks, part_signature
+from parplan.cost_models.measurement.runnable_parts import LayerPart, family_of, part_entry, part_signature
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.schema import gradients_in
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule
@@ -232,9 +233,10 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["alexnet", "perceptron"])
-def test_a_signature_tells_which_tensors_need_a_gradient(name: str) -> None:
+def test_an_entry_has_which_operands_need_a_gradient_and_so_has_one_from_before_that_field(name: str) -> None:
     graph = perceptron() if name == "perceptron" else network(name).graph
     for layer in graph.layers.values():
         part = part_of(graph, layer, ONE)
-        needed = sum(o.requires_grad for call in op_calls(graph, part) for o in (*call.inputs, *call.outputs))
-        assert gradient_marks(part_signature(graph, part)).count("g") == needed
+        needed = tuple(o.requires_grad for call in op_calls(graph, part) for o in (*call.inputs, *call.outputs))
+        entry = part_entry(graph, part, Measurement(1.0, 1.0, 0.0, 1))
+        assert entry.gradients == gradients_in(entry.signature) == needed

@@ -8,11 +8,13 @@ import random
 import sqlite3
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parplan.cost_models.profile import store_file
+from parplan.cost_models.profile.schema import PARTS
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.errors import ProfileError
 from tests.cost_models.profiles import CPU, H200, group, link, part
@@ -90,6 +92,29 @@ def test_a_file_of_the_first_release_is_read_and_added_to(tmp_path: Path, read_o
             store.under(CPU).put(part("tanh"), link(64, 2.0))
             assert [entry.signature for entry in store.under(CPU).all()] == ["relu", "tanh"]
             assert [entry.seconds for entry in store.under(CPU).links("gloo")] == [2.0]
+
+
+OPERANDS = "add 0:torch.float32[4, 3]g 1:torch.float32[] 2:torch.float32[4, 3]g (0, 1, [1, 2])"
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_an_entry_from_before_its_field_has_the_gradients_in_its_signature(tmp_path: Path, read_only: bool) -> None:
+    path = tmp_path / "p.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FILE_OF_0_1 + f"UPDATE parts SET signature = '{OPERANDS}'")
+    with ProfileStore(path, read_only=read_only) as store, ProfileStore(path) as other:
+        assert store.under(CPU).all()[0].gradients == (True, False, True)
+        other.under(CPU).put(replace(part(OPERANDS), gradients=(False, False, True)), part("tanh"))
+        assert [entry.gradients for entry in other.under(CPU).all()] == [(False, False, True), ()]
+        # As an earlier version writes it: without the column.
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            names = ", ".join(f'"{field.name}"' for field in PARTS.fields[:-1])
+            connection.execute(
+                f"INSERT OR REPLACE INTO parts (conditions, {names}) SELECT 1, {names} FROM parts LIMIT 1"
+            )
+            connection.commit()
+        assert store.under(CPU).get(OPERANDS) == other.under(CPU).get(OPERANDS)
+        assert other.under(CPU).all()[0].gradients == (True, False, True)
 
 
 # ---- files that cannot be used ---------------------------------------------------------------------------------------
