@@ -51,8 +51,8 @@ def edge_parts(
     found: dict[tuple[int, int, int | None], EdgeParts] = {}
 
     def add(edge: EdgeParts) -> None:
-        known = found.get((edge.source, edge.target, edge.back))
-        found[edge.source, edge.target, edge.back] = edge if known is None else known.added(edge)
+        known = found.get((edge.source, edge.target, edge.backward_of))
+        found[edge.source, edge.target, edge.backward_of] = edge if known is None else known.added(edge)
 
     nodes = frozenset(names)
     by_name = {name: options[index] for name, index in position.items()}
@@ -75,7 +75,7 @@ def edge_parts(
             wanted = {v: [graph.layers[target].layout(v, o.strategy) for o in options[other]] for v in values}
             roles = [option.role for option in options[other]]
             edge = _edge(graph, costs, (one, other), wanted, roles, source, options[one], shape)
-            add(replace(edge.scaled(often), back=back))
+            add(replace(edge.scaled(often), backward_of=back))
     for value, every in like.items():
         leaders = {target: source for target, source in every.items() if target in nodes}
         for target, source in leaders.items():

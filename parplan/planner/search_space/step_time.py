@@ -90,7 +90,7 @@ class EdgeParts:
         once: forward and backward of values that move once.
         within: those between layers in passes, per pass.
         inwards, outwards: those over the boundary of the passes, per pass.
-        back: the node in whose backward they count, if not the target.
+        backward_of: the node in whose backward they count, if not the target.
     """
 
     source: int
@@ -100,7 +100,7 @@ class EdgeParts:
     within: tuple[FloatArray, FloatArray] | None = None
     inwards: tuple[FloatArray, FloatArray] | None = None
     outwards: tuple[FloatArray, FloatArray] | None = None
-    back: int | None = None
+    backward_of: int | None = None
 
     def scaled(self, times: int) -> EdgeParts:
         """Parts of so many equal edges."""
@@ -121,7 +121,7 @@ class EdgeParts:
         return EdgeParts(
             self.source, self.target, self.allowed + other.allowed,
             both(self.once, other.once), both(self.within, other.within),  # type: ignore[arg-type]
-            both(self.inwards, other.inwards), both(self.outwards, other.outwards), self.back,
+            both(self.inwards, other.inwards), both(self.outwards, other.outwards), self.backward_of,
         )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ class _Backward:
         self.by_device = parts.shape.by_device
         self.into: list[list[int]] = [[] for _ in parts.nodes]
         for e, edge in enumerate(parts.edges):
-            self.into[edge.target if edge.back is None else edge.back].append(e)
+            self.into[edge.target if edge.backward_of is None else edge.backward_of].append(e)
         self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
 
     def build(self) -> None:
