@@ -263,13 +263,13 @@ def _eliminate(
     """
     near: list[dict[int, Mask]] = [{} for _ in sizes]
 
-    def meet(u: int, w: int, pairs: Mask) -> None:
+    def restrict(u: int, w: int, pairs: Mask) -> None:
         near[u][w] = near[u][w] & pairs if w in near[u] else pairs
         near[w][u] = near[u][w].T
 
     for edge, pairs in zip(problem.edges, allowed, strict=True):
         if sizes[edge.source] > 1 and sizes[edge.target] > 1:
-            meet(edge.source, edge.target, pairs)
+            restrict(edge.source, edge.target, pairs)
     weigh = [_weight(v, near, sizes) for v in range(len(sizes))]
     heap = [(weight, v) for v, weight in enumerate(weigh)]
     heapq.heapify(heap)
@@ -289,7 +289,7 @@ def _eliminate(
         for u, w in combinations(near[v], 2):
             one, other = near[v][u], near[v][w]
             every = one.all() or other.all()
-            meet(u, w, np.ones((sizes[u], sizes[w]), dtype=bool) if every else one.T.astype(np.float32) @ other > 0)
+            restrict(u, w, np.ones((sizes[u], sizes[w]), dtype=bool) if every else one.T.astype(np.float32) @ other > 0)
         for u in near[v]:
             weigh[u] = _weight(u, near, sizes)
             heapq.heappush(heap, (weigh[u], u))
