@@ -225,7 +225,7 @@ def compile(  # the name users know from torch.compile
     request = replace(options, plan=None).request(price_pins=False)
 
     def pricing() -> Pricing:
-        return Pricing.for_devices(compiled.device_count, compiled.device, request)
+        return Pricing.for_devices(compiled.device_count, compiled.device, request, compiled.home)
 
     def planner(graph: LayerGraph) -> Plan:
         if options.plan is not None:

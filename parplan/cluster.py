@@ -90,14 +90,18 @@ class Cluster:
 
     Args:
         name: what to call it; empty for none.
+        home: the device where inputs arrive and results go, where one process runs all devices; None: one process per
+            device (torchrun), each of which brings its own samples.
 
     Raises:
-        ClusterError: no device, levels that do not nest, or the outermost level does not join all devices.
+        ClusterError: no device, levels that do not nest, the outermost level does not join all devices, or there is no
+            such `home`.
     """
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
     name: str = ""
+    home: int | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -105,6 +109,8 @@ class Cluster:
         if self.count > 1 and (not self.links or self.links[-1].size < self.count):
             reach = self.links[-1].size if self.links else 1
             raise ClusterError(f"the outermost link joins {reach} devices of {self.count}; add a level that joins all")
+        if self.home is not None and not 0 <= self.home < self.count:
+            raise ClusterError(f"inputs arrive on device {self.home}, and there are devices 0 to {self.count - 1}")
         for inner, outer in pairwise(self.links):
             if outer.size <= inner.size or (outer.size < self.count and outer.size % inner.size):
                 raise ClusterError(

@@ -153,7 +153,7 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
     step = predict(graph, cluster, costs, plan)
     formulation = formulate(graph, cluster, costs, {name: (own,) for name, own in plain(plan).items()})
     options = {name: own[0] for name, own in zip(formulation.names, formulation.options, strict=False)}
-    work = priced(graph, lowered(graph, plan, cluster.count), costs)
+    work = priced(graph, lowered(graph, plan, cluster), costs)
     read = (*(v for layer in graph.layers.values() for v in layer.inputs), *graph.user_outputs)
     # By value, to all its readers; nothing where it lies as they want it.
     transfers = {v: BothTimes() for v in read if isinstance(v, str) and (v in graph.producer or v in graph.user_inputs)}

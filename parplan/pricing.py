@@ -50,9 +50,9 @@ class Pricing:
     progress: Listener | None = None
 
     @staticmethod
-    def for_devices(count: int, device: torch.device, request: PlanRequest) -> Pricing:
-        """For `count` devices like `device`, which is one of this machine's."""
-        return Pricing(this_cluster(count, device), request, device)
+    def for_devices(count: int, device: torch.device, request: PlanRequest, home: int | None = None) -> Pricing:
+        """For `count` devices like `device`, which is one of this machine's; `home` as in `Cluster`."""
+        return Pricing(replace(this_cluster(count, device), home=home), request, device)
 
     def decided(self, graph: LayerGraph, request: PlanRequest | None = None) -> Decision:
         """The plan with all that is to be said of it; `request` instead of its own."""

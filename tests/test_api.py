@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.errors import CaptureError, ClusterError, ParplanError, PlanError
+from parplan.report.as_json import to_dict
 from tests.planner.graphs import Loss
 from tests.plans import PLANS, plan_by
 
@@ -23,6 +24,20 @@ def perceptron() -> nn.Sequential:
 
 def inputs(batch: int = 12) -> Tensor:
     return torch.randn(batch, 12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("home", [None, 0])
+def test_one_process_with_several_memories_is_priced_with_inputs_on_its_first_device(
+    monkeypatch: pytest.MonkeyPatch, home: int | None
+) -> None:
+    places = (0, 0) if home is None else (0, 1)  # as with two GPUs
+    monkeypatch.setattr("parplan.runtime.programs.program_cache.memories", lambda transport: places)
+    compiled = parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2)
+    decision = compiled.decision
+    assert decision is not None
+    assert decision.cluster.home == compiled.home == home
+    assert to_dict(decision)["cluster"]["home"] == home
+    assert ("Inputs arrive on device 0" in " ".join(decision.notes)) is (home is not None)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

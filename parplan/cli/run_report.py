@@ -154,7 +154,8 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
 
     def predict(graph: LayerGraph, plan: Plan) -> Expected:
         request = PlanRequest(optimizer=job.options.optimizer)
-        predictions.append(Pricing.for_devices(compiled.device_count, device, request).predicted(graph, plan))
+        pricing = Pricing.for_devices(compiled.device_count, device, request, compiled.home)
+        predictions.append(pricing.predicted(graph, plan))
         return predictions[-1].expected
 
     compiled.predict_times = predict

@@ -186,7 +186,7 @@ class RooflineCosts:
         return memory_over_step(self._memory_model, self._program(strategies))
 
     def _program(self, strategies: Mapping[str, Strategy]) -> Program:
-        return lower(self.graph, strategies, StepSetting.per_process(self.cluster.count, self.graph.batch or 1))
+        return lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parplan.cluster import Cluster
 from parplan.layout import Grid, Layout, Range, split_evenly
 from parplan.plan import Scheme
 
@@ -50,6 +51,14 @@ class StepSetting:
         """One process per device, with the samples spread evenly over them, also over every group of neighbours."""
         samples = tuple((number + 1) * batch // devices - number * batch // devices for number in range(devices))
         return cls(devices, samples, tuple(range(devices)), scheme=scheme)
+
+    @classmethod
+    def on(cls, cluster: Cluster, batch: int, scheme: Scheme = Scheme.GATHER) -> StepSetting:
+        """The setting that a cluster's steps are priced in: a process per device, or one with its home device."""
+        if cluster.home is None:
+            return cls.per_process(cluster.count, batch, scheme)
+        memories = tuple(range(cluster.count))
+        return cls(cluster.count, (batch,), memories, cluster.home, cluster.home, scheme=scheme)
 
     @property
     def batch(self) -> int:

@@ -226,8 +226,13 @@ def _explained(
 
 
 def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
-    """Sentences on a model that was captured at one batch size only, on searches cut short, and on too much memory."""
+    """Sentences on where inputs arrive, models captured at one batch size only, searches cut short, too much memory."""
     graph, notes = case.graph, list[str]()
+    if (home := case.cluster.home) is not None:
+        notes.append(
+            f"Inputs arrive on device {home} and results go back there: one process runs all devices. Under torchrun "
+            "every process brings its own samples."
+        )
     if counts := uneven_replicas(plan, graph):
         parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
         notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')

@@ -38,6 +38,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "cluster": {
             "name": cluster.describe(),
             "count": cluster.count,
+            "home": cluster.home,
             **({} if cluster.mixed else _device(cluster.device)),
             "devices": [
                 {**_device(group.device), "count": len(group.members), "numbers": list(group.members)}

@@ -30,7 +30,7 @@ def loss_outside(
     for value, spec in wanted.items():
         name = graph.producer[value]
         given = graph.layers[name].layout(value, plan.layers[name])
-        moved = costs.transfer(spec, given, delivery_layout(graph, cluster.count, value))
+        moved = costs.transfer(spec, given, delivery_layout(graph, cluster, value))
         seconds += moved.forward_s + moved.backward_s
     share = seconds / step.step_s
     nbytes = sum(spec.nbytes for spec in wanted.values())

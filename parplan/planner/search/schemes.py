@@ -196,7 +196,7 @@ def simulated_reports(
     facts: Iterable[LayerReport], graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan
 ) -> tuple[LayerReport, ...]:
     """Facts of layers with what they take in all their passes together."""
-    found = priced(graph, lowered(graph, plan, cluster.count), costs)
+    found = priced(graph, lowered(graph, plan, cluster), costs)
     return tuple(_in_passes(one, found) for one in facts)
 
 

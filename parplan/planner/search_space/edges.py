@@ -88,7 +88,7 @@ def edge_parts(
             delivered.setdefault(graph.producer[result], []).append(result)
     for maker, results in delivered.items():
         a, b = position[maker], len(names)
-        ends = {value: [delivery_layout(graph, cluster.count, value)] for value in results}
+        ends = {value: [delivery_layout(graph, cluster, value)] for value in results}
         add(_edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape))
     return list(found.values())
 
@@ -171,7 +171,7 @@ def _on_from(
     alike = [first, *(name for name, leader in leaders.items() if leader == first)]
     wanted = {name: [_layout(graph, name, value, option.strategy) for option in options[name]] for name in alike}
     if maker is None:
-        homes = {arrival_layout(graph, cluster.count, value)}
+        homes = {arrival_layout(graph, cluster, value)}
     else:
         homes = {_layout(graph, maker, value, option.strategy) for option in options[maker]}
     given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
@@ -185,6 +185,7 @@ def _layout(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> La
     return graph.layers[layer].layout(value, strategy)
 
 
-def delivery_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
-    """Where a result goes: samples back to where they came from, anything else to every device."""
-    return StepSetting.per_process(devices, graph.batch or 1).delivery(graph.batch_dims.get(value))
+def delivery_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
+    """Where a result goes: to the home device of one process, else samples back to where they came from, anything else
+    to every device."""
+    return StepSetting.on(cluster, graph.batch or 1).delivery(graph.batch_dims.get(value))

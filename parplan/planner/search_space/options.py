@@ -67,11 +67,11 @@ def priced_option(
     reduce_s = costs.reduction(layer, strategy)
     post_update_s = costs.step.late * reduce_s
     compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
-    # Bringing it what it takes of the user's inputs from where they are: each device has its own samples.
+    # Bringing it what it takes of the user's inputs from where they arrive.
     arrivals = (
         costs.transfer(
             of_pass(graph, v, shape) if inside else graph.values[v],
-            arrival_layout(graph, cluster.count, v),
+            arrival_layout(graph, cluster, v),
             layer.layout(v, strategy),
         )
         for v in layer.inputs
@@ -123,9 +123,10 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     )
 
 
-def arrival_layout(graph: LayerGraph, devices: int, value: str) -> Layout:
-    """Where a user input is before the step: samples spread over all devices, anything else on each of them."""
-    return StepSetting.per_process(devices, graph.batch or 1).arrival(graph.batch_dims.get(value))
+def arrival_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
+    """Where a user input is before the step: on the home device of one process, else samples spread over all devices,
+    anything else on each of them."""
+    return StepSetting.on(cluster, graph.batch or 1).arrival(graph.batch_dims.get(value))
 
 
 def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:

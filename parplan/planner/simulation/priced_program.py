@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import lcm
 
+from parplan.cluster import Cluster
 from parplan.cost_models.communication.traffic import traffic
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph, TensorSpec
@@ -130,8 +131,8 @@ class PricedProgram:
         return found
 
 
-def lowered(graph: LayerGraph, plan: Plan, devices: int) -> Program:
-    """The program of a training step of `plan` with one process per device, as prices see it: all parts are equal.
+def lowered(graph: LayerGraph, plan: Plan, cluster: Cluster) -> Program:
+    """The program of a training step of `plan` in the cluster's setting, as prices see it: all parts are equal.
 
     Prices are of the mean or the largest part. So it is of a batch that all replicas and passes share evenly, in which
     no part is empty or happens to lie where another one does.
@@ -140,8 +141,8 @@ def lowered(graph: LayerGraph, plan: Plan, devices: int) -> Program:
         PlanError: the plan leaves a layer out, has too many devices, or its scheme asks for passes that cannot be.
     """
     passes = stages(graph, plan.layers, plan.scheme).passes
-    even = lcm(devices, *(strategy.replicas for strategy in plan.layers.values())) * passes
-    return lower(graph, plan.layers, StepSetting.per_process(devices, even * (graph.batch or 1), plan.scheme))
+    even = lcm(cluster.count, *(strategy.replicas for strategy in plan.layers.values())) * passes
+    return lower(graph, plan.layers, StepSetting.on(cluster, even * (graph.batch or 1), plan.scheme))
 
 
 def priced(graph: LayerGraph, program: Program, costs: CostModel, policy: PassPolicy = RUNTIME_POLICY) -> PricedProgram:

@@ -203,7 +203,7 @@ def simulate_program(
 def simulate(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, policy: PassPolicy = RUNTIME_POLICY
 ) -> Timeline:
-    """Simulate one training step of `plan`, lowered for one process per device.
+    """Simulate one training step of `plan`, lowered for the cluster's setting.
 
     Args:
         policy: how passes are run, where that is not as the runtime does it.
@@ -211,4 +211,4 @@ def simulate(
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
-    return simulate_program(graph, lowered(graph, plan, cluster.count), costs, policy)
+    return simulate_program(graph, lowered(graph, plan, cluster), costs, policy)

@@ -343,6 +343,11 @@ class Compiled(Wrapped):
         return self._programs.device_count
 
     @property
+    def home(self) -> int | None:
+        """The logical device where inputs arrive, where one process runs several physical ones; None elsewhere."""
+        return self._programs.home
+
+    @property
     def device(self) -> torch.device:
         """The physical device of the first logical device of this process."""
         return self._transport.physical(self._transport.owned[0])

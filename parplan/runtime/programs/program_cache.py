@@ -108,6 +108,7 @@ class Programs:
 
     Attributes:
         device_count: of logical devices, over all processes.
+        home: the device where inputs arrive, where one process has several memories to bring them to.
         sharding: under torchrun, which blocks of the parameters this rank holds.
         sync: under torchrun with local batch norm, what keeps the ranks' statistics equal.
         copies: of parameters and buffers in the memories of this process's other devices, once for all programs.
@@ -118,6 +119,8 @@ class Programs:
         self._transport = transport
         self._memories = memories(transport)
         self.device_count = len(self._memories)
+        several = transport.processes == 1 and len(set(self._memories)) > 1
+        self.home = 0 if several else None
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
         self._held: Mapping[str, Mapping[int, Block]] = {}

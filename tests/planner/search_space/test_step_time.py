@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 
@@ -15,29 +16,33 @@ import torch
 from torch import nn
 
 from examples import alexnet
+from parplan.cluster import Cluster, Link
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
-from parplan.plan import Scheme
+from parplan.plan import Scheme, Strategy
 from parplan.planner.decide import predict
 from parplan.planner.search.branches import sections
 from parplan.planner.search.context import shape_of
 from parplan.planner.simulation.timeline import simulate
-from tests.planner.random_plans import case, kind_of, random_plans, small_model, step_time_s
+from tests.planner.graphs import perceptron
+from tests.planner.random_plans import case, kind_of, plan_of, random_plans, small_model, step_time_s
 
 EACH = 10
 SEEDS = range(100)
 
 
-def relative_errors(seed: int, scheme: Scheme, kind: str) -> Iterator[float]:
+def relative_errors(seed: int, scheme: Scheme, kind: str, home: int | None = None) -> Iterator[float]:
     """(T - simulated step) / simulated step of random plans of one kind.
 
     Args:
         kind: "all devices": every layer on all devices; "nested": some on the first devices only; "any blocks": some
             on other aligned blocks, and no branches at the same time; "branches": branches at the same time.
+        home: as Cluster.home.
     """
     graph, cluster, costs = case(seed)
+    cluster = replace(cluster, home=home)
     plans = random_plans(
         graph, cluster, random.Random(seed), scheme,
         everywhere=kind in ("any blocks", "branches"), all_devices=kind == "all devices",
@@ -65,6 +70,28 @@ def test_models_are_of_the_kinds_that_their_seeds_say() -> None:
 @pytest.mark.parametrize("seed", chains(True))
 def test_in_one_pass_a_chain_takes_t(seed: int, kind: str) -> None:
     assert all(abs(error) < 1e-6 for error in relative_errors(seed, Scheme.GATHER, kind))
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("kind", ["all devices", "nested", "any blocks"])
+@pytest.mark.parametrize("seed", chains(True))
+def test_in_one_process_a_chain_takes_t_too(seed: int, kind: str) -> None:
+    assert all(abs(error) < 1e-6 for error in relative_errors(seed, Scheme.GATHER, kind, home=seed % 2))
+
+
+def test_one_process_sends_inputs_from_its_home_device_and_takes_results_back() -> None:
+    """Three quarters of the samples leave it, and of the results come back, and their gradients leave it again."""
+    graph, device = perceptron(), cluster_preset("v100-pcie", 1).device
+    x, y = (sum(graph.values[str(name)].nbytes for name in names) for names in (graph.user_inputs, graph.user_outputs))
+    cluster = Cluster.of(device, 4, (Link("link", 4, 0.0, 1e9),))
+    costs = RooflineCosts(graph, cluster)
+    plan = plan_of(graph, cluster, {name: Strategy(4, 1, None, (0, 1, 2, 3)) for name in graph.layers})
+    found = dict[int | None, float]()
+    for home in (None, 2):
+        there = replace(cluster, home=home)
+        found[home] = step_time_s(graph, there, costs, plan)
+        assert simulate(graph, there, costs, plan).step_s == pytest.approx(found[home])
+    assert found[2] - found[None] == pytest.approx(0.75 * (x + 2 * y) / 1e9)
 
 
 @pytest.mark.sampled(3)

@@ -35,7 +35,7 @@ def plans(seed: int) -> Iterator[tuple[LayerGraph, Cluster, CostModel, Plan]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_task_is_an_entry_of_the_program_and_the_reverse(seed: int) -> None:
     for graph, cluster, costs, plan in plans(seed):
-        program = lowered(graph, plan, cluster.count)
+        program = lowered(graph, plan, cluster)
         found, simulated = priced(graph, program, costs), simulate(graph, cluster, costs, plan)
         for kind, without in ((Kind.FORWARD, Code.STATISTICS), (Kind.BACKWARD, Code.NORMALISE)):
             steps = program.forward if kind is Kind.FORWARD else program.backward
@@ -64,7 +64,7 @@ def test_a_transfer_keeps_the_lanes_busy_in_proportion_to_what_the_program_sends
     for graph, cluster, costs, plan in plans(seed):
         if plan.scheme is not Scheme.GATHER:
             continue
-        program = lowered(graph, plan, cluster.count)
+        program = lowered(graph, plan, cluster)
         found = priced(graph, program, costs).moves
         for step in program.transfers:
             sent, received = Counter[int](), Counter[int]()
