@@ -229,6 +229,23 @@ class LayerGraph:
         """Number of parameters, tied ones counted once."""
         return sum(self.values[name].elements for name in self.parameters)
 
+    def label(self, value: str) -> str:
+        """A value's name in messages: the attribute that a parameter or buffer is, or the layer that makes it.
+
+        Returns:
+            Such as "net.4.bias", "the result of net.4", "result 2 of split", "input 'x'".
+        """
+        if path := self.parameters.get(value, self.buffers.get(value)):
+            return path
+        if value in self.constants:
+            return f"{value}, a tensor made in the forward"
+        if value not in self.producer:
+            return f"input {value!r}" if value in self.user_inputs else value
+        layer = self.layers[self.producer[value]]
+        if len(layer.outputs) == 1:
+            return f"the result of {layer.name}"
+        return f"result {layer.outputs.index(value) + 1} of {layer.name}" if value in layer.outputs else layer.name
+
     def as_returned(self, value: str, result: torch.Tensor) -> torch.Tensor:
         """A result in the shape in which the model returns it."""
         dim = self.flattened.get(value)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from torch import nn
+from torch import fx, nn
 
 __all__ = ["calling_line", "code_line", "failing_layer", "failing_module", "is_users", "user_line"]
 
@@ -33,18 +33,23 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
     return found
 
 
-def failing_layer(error: BaseException, layers: Sequence[str], producer: Mapping[str, str]) -> str:
-    """The layer whose line of generated code raised; the first and last of `layers`, which it is of, if none is known.
+def failing_layer(error: BaseException, layers: Mapping[str, Sequence[fx.Node]]) -> tuple[str, str]:
+    """The layer whose line of generated code raised, and the user's line that it stands for.
 
     Args:
-        producer: the layer that makes a value, by the value's name in the code.
+        layers: the ops of every layer that the code is of.
+
+    Returns:
+        The layer, or the first and last one if none is known; the line, empty if it is not known.
     """
-    ends = " .. ".join(dict.fromkeys((layers[0], layers[-1])))
+    ops = {node.name: (name, node) for name, nodes in layers.items() for node in nodes}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         made = (frame.line or "").partition("=")[0].strip()
-        if frame.filename.startswith("<") and producer.get(made) in layers:
-            return producer[made]
-    return ends
+        if frame.filename.startswith("<") and made in ops:
+            name, node = ops[made]
+            return name, code_line(str(node.meta.get("stack_trace") or ""))
+    names = list(layers)
+    return " .. ".join(dict.fromkeys((names[0], names[-1]))), ""
 
 
 def calling_line() -> str:

@@ -48,11 +48,13 @@ def spread(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: 
     trailing = _trailing(graph, frozenset(wanted))
     for value in wanted:
         if graph.producer.get(value) not in trailing:
-            raise PlanError(f"{value}: other layers read this number too, so it cannot differ by replica; {HINT}")
+            raise PlanError(
+                f"{graph.label(value)}: other layers read this number too, so it cannot differ by replica; {HINT}"
+            )
     if graph.fixed_batch:
         raise PlanError(
-            f"{wanted[0]}: the model's code depends on the number of samples (x.shape[0]), so a replica cannot run it "
-            f"on its own samples; use mean() instead of dividing by the batch, or {HINT}"
+            f"{graph.label(wanted[0])}: the model's code depends on the number of samples (x.shape[0]), so a replica "
+            f"cannot run it on its own samples; use mean() instead of dividing by the batch, or {HINT}"
         )
     strategy = _strategy(graph, strategies, trailing, step_setting)
     numbers = {v for n in trailing for v in graph.layers[n].outputs if v not in graph.batch_dims}
@@ -100,7 +102,7 @@ def _with_batch(graph: LayerGraph, layer: Layer, numbers: Set[str]) -> Layer:
     shaped = [value for value in layer.outputs if value in numbers and graph.values[value].shape]
     if shaped:
         raise PlanError(
-            f"{layer.name}: {shaped[0]} of shape {graph.values[shaped[0]].shape} has no samples and is no number, so "
+            f"{graph.label(shaped[0])}, of shape {graph.values[shaped[0]].shape}, has no samples and is no number, so "
             f"replicas cannot have one each; {HINT}"
         )
     values = (*layer.inputs, *layer.outputs)

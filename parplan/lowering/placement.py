@@ -216,8 +216,10 @@ class SlotAssigner:
         parts = [self.slots.get(_home(value, turn)) for turn in range(len(self._passes))]
         homes = [part for part in parts if part is not None]
         if not homes:
-            name = self._graph.parameters.get(value, self._graph.buffers.get(value, value))
-            raise PlanError(f"{name}: the model returns a parameter or buffer as it is; return a copy (x.clone())")
+            raise PlanError(
+                f"{self._graph.label(value)}: the model returns a parameter or buffer as it is; return a copy "
+                "(x.clone())"
+            )
         if value not in self._graph.batch_dims:
             return homes[0]  # the same in every pass
         target = self.slot(value, layout)

@@ -190,7 +190,9 @@ def _inputs(program: ExportedProgram) -> _Inputs:
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             found.constants[name] = program.constants[str(spec.target)]
         else:
-            raise CaptureError(f"input {name!r} of kind {spec.kind.name} is not supported in a captured model")
+            raise CaptureError(
+                f"input {str(spec.target or name)!r} of kind {spec.kind.name} is not supported in a captured model"
+            )
     return found
 
 

@@ -32,7 +32,7 @@ from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls
-from parplan.graph.user_line import user_line
+from parplan.graph.user_line import failing_module, user_line
 
 __all__ = ["ExportRequest", "Exported", "export_call"]
 
@@ -153,9 +153,10 @@ def export_call(
     except (CaptureError, UnequalBlocks):
         raise
     except Exception as error:
-        line = user_line(error)
+        line, layer = user_line(error), failing_module(error, model)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        text = f"{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}\n"
+        where = f"{layer}: " if layer else ""
+        text = f"{type(model).__name__} cannot be captured: {where}{type(error).__name__}: {reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))
         # A wrong call or a wrong shape raises plain Python errors or a RuntimeError.
         in_tracing = (

@@ -140,7 +140,7 @@ class BufferBroadcast:
                     # As batch norm itself does, without a trace in autograd: the backward's saved values are others.
                     held = block(self._store.original(state.name).data, region_of(state.blocks[source]))
                     moving = held.contiguous()
-                    self._transport.broadcast(f"handing on {state.name}", moving, source, everyone)
+                    self._transport.broadcast(f"handing on {self._store.label(state.name)}", moving, source, everyone)
                     if rank != source:
                         held.copy_(moving)
 

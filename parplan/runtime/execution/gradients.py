@@ -79,7 +79,7 @@ class Gradients:
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sums of a bucket whose terms are complete."""
-        name = f"the gradient sum of {', '.join(bucket.parameters)}"
+        name = f"the gradient sum of {', '.join(map(self._store.label, bucket.parameters))}"
         with self._recorder.sums:
             for group in bucket.groups:
                 here = [device for device in group if device in self._transport.owned]

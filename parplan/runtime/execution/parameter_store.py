@@ -75,6 +75,7 @@ class Store:
 
     Attributes:
         shapes: of the block that each device holds of each parameter.
+        label: the name of a parameter, buffer or constant in messages, by placeholder.
 
     Args:
         module: the user's module.
@@ -94,6 +95,7 @@ class Store:
         sharded: bool,
         copies: Copies | None = None,
     ) -> None:
+        self.label = graph.label
         self._paths = {**graph.parameters, **graph.buffers}
         self._parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
         self._buffers = {

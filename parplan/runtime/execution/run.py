@@ -223,13 +223,16 @@ class Run:
             except (IndexError, RuntimeError, ValueError) as error:
                 if type(error) not in (IndexError, RuntimeError, ValueError):  # of a class of its own: kept as it is
                     raise
-                raise type(error)(f"{failing_layer(error, step.layers, executor.graph.producer)}: {error}") from error
+                layers = {name: executor.graph.layers[name].nodes for name in step.layers}
+                layer, line = failing_layer(error, layers)
+                raise type(error)(f"{layer}: {error}" + (f"\n  at {line}" if line else "")) from error
             executor.write_back(step, device)
         for slot, tensor in zip(made, results, strict=True):
             if tuple(tensor.shape) != slot.local_shape(device):
                 raise RuntimeFailure(
-                    f"{' + '.join(step.layers)}: {slot.name} has shape {tuple(tensor.shape)} on device {device} where "
-                    f"{slot.local_shape(device)} was planned; give these layers one replica and one shard"
+                    f"{' + '.join(step.layers)}: {executor.graph.label(slot.value)} has shape {tuple(tensor.shape)} on "
+                    f"device {device} where {slot.local_shape(device)} was planned; give these layers one replica and "
+                    "one shard"
                 )
             parts.add(slot.name, device, tensor.detach())
         if record:

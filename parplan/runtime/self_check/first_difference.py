@@ -221,7 +221,8 @@ def _lost_by_plan(
                     what = f"computed on device {device}{others if len(step.layers) > 1 else ''}"
                 else:
                     what = f"moved to device {device} ({step.text()})"
-                text = f"the first layer that differs is {name}: its value {slot.value} is wrong where it is {what}"
+                which = graph.label(slot.value)
+                text = f"the first layer that differs is {name}: {which} is wrong where it is {what}"
                 return FirstDifference(name, (text,))
     return None
 
