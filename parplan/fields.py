@@ -24,8 +24,8 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "Field", "FieldError", "choice", "count", "did_you_mean", "flag", "list_of", "number", "numbers", "parse_json",
-    "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "table", "text",
+    "Field", "FieldError", "choice", "count", "counted", "did_you_mean", "flag", "list_of", "number", "numbers",
+    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "table", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -112,6 +112,15 @@ def shown(value: Any) -> str:
         return "a whole number beyond reason"  # Python refuses to print the longest
     words = repr(value)
     return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "layer"), counted(1200, "layer")
+    ('1 layer', '1,200 layers')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def text(name: str, pattern: str = ".*", expected: str = "text") -> Field:

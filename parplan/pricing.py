@@ -18,6 +18,7 @@ from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts, rate_notes
 from parplan.errors import CaptureError
+from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Plan
@@ -118,5 +119,7 @@ class Pricing:
                 "work at once, and their links."
             )
         if outcome.left:
-            notes.append(f"{outcome.left} parts were left after {MEASURE_S:.0f} s of measuring and are interpolated.")
+            notes.append(
+                f"{counted(outcome.left, 'part')} of layers left after {MEASURE_S:.0f} s of measuring: interpolated."
+            )
         return (*notes, *(f"Not measured: {why}" for why in outcome.failed[:3]))

@@ -266,7 +266,7 @@ def test_hosts_of_gpus() -> None:
 
 
 def test_measuring_one_device_cannot_stand_for_another() -> None:
-    with pytest.raises(ClusterError, match="cannot stand for a v100"):
+    with pytest.raises(ClusterError, match="cannot stand for v100"):
         parplan.analyze(perceptron(), inputs(), gpus=2, gpu="v100", measure=True)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from parplan import __version__
+from parplan.fields import counted
 
 __all__ = ["Finding", "examine", "report"]
 
@@ -73,7 +74,8 @@ def _devices() -> Iterator[str]:
     from parplan.cost_models.measurement.conditions import cpu_name
 
     memory = device_memory_bytes(torch.device("cpu")) / GIB
-    yield f"{cpu_name()}, {os.cpu_count()} cores, {memory:.1f} GiB; torch uses {torch.get_num_threads()} threads"
+    cores, threads = counted(os.cpu_count() or 1, "core"), counted(torch.get_num_threads(), "thread")
+    yield f"{cpu_name()}, {cores}, {memory:.1f} GiB; torch uses {threads}"
     if not torch.cuda.is_available():
         yield "no CUDA device"
         return

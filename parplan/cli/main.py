@@ -240,7 +240,7 @@ def _decide(options: argparse.Namespace, plan: Plan | None, pins: tuple[Pin, ...
     from parplan.planner.request import PlanOptions
     from parplan.report.progress import Progress
 
-    check_names(ClusterRequest(options.gpus, options.gpu, options.link, cluster=options.cluster))
+    check_names(ClusterRequest(**chosen(ClusterRequest, options)))
     keywords = {**chosen(PlanOptions, options), "plan": plan, "pins": pins}
     # What the model prints while it runs is not part of the report.
     with contextlib.redirect_stdout(sys.stderr), Progress() as progress:

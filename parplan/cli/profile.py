@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parplan.errors import ParplanError
+from parplan.fields import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +50,8 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
             return f"{options.imported}: {merged.describe()}, into {store.path}\n"
     if options.exported:
         with ProfileStore(read_only=True) as store:
-            return f"{export_profile(store, options.exported)} entries written to {options.exported}\n"
+            count = export_profile(store, options.exported)
+            return f"{count} entr{'y' if count == 1 else 'ies'} written to {options.exported}\n"
     if target.target is not None:
         return "\n".join(_measure(target, options)) + "\n"
     with ProfileStore(read_only=True) as store:
@@ -86,7 +88,7 @@ def _measure(target: TargetOptions, options: ProfileOptions) -> Iterator[str]:
         print("What was measured is kept; the same command goes on from there.", file=sys.stderr)
         raise
     outcome = found.outcome
-    yield f"{outcome.measured} parts measured, {outcome.known} known before, in {found.seconds:.0f} s:"
+    yield f"{counted(outcome.measured, 'part')} measured, {outcome.known} known before, in {found.seconds:.0f} s:"
     for conditions in found.conditions:
         yield f"  {conditions}"
     yield f"Kept in {default_path()}"

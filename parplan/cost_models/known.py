@@ -19,6 +19,7 @@ from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import Profile, ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
+from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 
 __all__ = ["KnownCosts", "known_costs"]
@@ -83,10 +84,10 @@ def known_costs(
     day = f", the last on {last[:10]}" if last else ""
     missing = "" if any(profile.links(backend) for profile in profiles.values()) else "; links were not"
     conditions = current_conditions(device, busiest).describe()
-    notes = [f"Costs from the profile of {conditions}: {len(measured)} parts measured{day}{missing}."]
+    notes = [f"Costs from the profile of {conditions}: {counted(len(measured), 'part')} measured{day}{missing}."]
     if busiest < cluster.count:
         notes.append(
-            f"Measured with {busiest} device{'s' if busiest > 1 else ''} at work, planned for {cluster.count}: "
+            f"Measured with {counted(busiest, 'device')} at work, planned for {cluster.count}: "
             f"`parplan profile TARGET --devices {cluster.count}` measures those."
         )
     if as_profiled:

@@ -19,6 +19,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import PRECISIONS
 from parplan.errors import InfeasiblePlan, PinError, PlanError
+from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Proof, Seconds
@@ -237,15 +238,16 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
         parts = " and ".join(f"{count} replicas have {parts_words(plan.batch, count)}" for count in counts)
         notes.append(f'{parts} samples; bends R1 (rules "strict" keeps it).')
     if graph.checkpoints:
-        calls = f"{sum(graph.checkpoints.values())} call" + ("s" if sum(graph.checkpoints.values()) > 1 else "")
+        calls = counted(sum(graph.checkpoints.values()), "call")
         line = next(filter(None, graph.checkpoints), "")
         notes.append(
-            f"{calls} of torch.utils.checkpoint in the forward{f' ({line})' if line else ''} disappear in the capture: "
-            "plans keep what they would compute again, and memory is priced without them."
+            f"{calls} of torch.utils.checkpoint in the forward{f' ({line})' if line else ''} left out by the capture: "
+            "plans keep what would be computed again, and memory is priced without them."
         )
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
-        notes.append(f"No layer can have replicas: {graph.model} works for {graph.batch} samples, and not {reason}")
+        samples = counted(graph.batch or 0, "sample")
+        notes.append(f"No layer can have replicas: {graph.model} works for {samples}, and not {reason}")
     if case.request.plan is None and case.deadline.hit:
         notes.append(
             f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, "

@@ -45,7 +45,7 @@ def render(decision: Decision, console: Console, detail: Detail = Detail.DEFAULT
     page.paragraph(facts, first=plan.model, first_style="bold")
     memory = [units.size(group.device.memory_bytes).text(group.device.memory_bytes) for group in cluster.groups]
     if len(memory) > 1:
-        memory = [f"{size} on a {group.device.kind}" for size, group in zip(memory, cluster.groups, strict=True)]
+        memory = [f"{size} on each {group.device.kind}" for size, group in zip(memory, cluster.groups, strict=True)]
     elif cluster.count > 1:
         memory = [f"{memory[0]} usable on each"]
     rules = "" if plan.rules == "default" else f"; {plan.rules} rules"

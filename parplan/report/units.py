@@ -10,8 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parplan.fields import counted
+
 __all__ = [
     "Scale",
+    "all_devices",
     "counted",
     "devices",
     "number_ranges",
@@ -114,13 +117,13 @@ def percent(share: float) -> str:
     return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things in words.
+def all_devices(count: int) -> str:
+    """Words for every device.
 
-    >>> counted(1, "layer"), counted(1200, "layer")
-    ('1 layer', '1,200 layers')
+    >>> all_devices(4), all_devices(1)
+    ('all 4 devices', 'the only device')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"all {count} devices" if count > 1 else "the only device"
 
 
 def together(text: str) -> str:

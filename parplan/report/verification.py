@@ -6,6 +6,7 @@ import math
 
 from rich.console import Console
 
+from parplan.report import units
 from parplan.report.page import Column, Page, TableRow
 from parplan.verification import TOLERANCE, Verification, VerificationRow
 
@@ -16,8 +17,8 @@ def render_verification(found: Verification, console: Console) -> None:
     """Print the differences as a table, then the verdict."""
     page = Page(console)
     count = found.plan.devices
-    where = f"{count} logical CPU device{'s' if count > 1 else ''}"
-    facts = f": {found.batch:,} samples, on {where} against the plain model, in float64"
+    where = units.counted(count, "logical CPU device")
+    facts = f": {units.counted(found.batch, 'sample')}, on {where} against the plain model, in float64"
     page.paragraph(facts, first=found.plan.model, first_style="bold")
     for note in found.notes:
         page.paragraph(note)

@@ -83,7 +83,7 @@ def share_of(
     if made is None:
         raise PlanError("there is no plan yet; give parplan.compile example inputs, or call the model once")
     if not isinstance(made, Plan):
-        raise PlanError(f"a {type(plan).__name__} is no plan; give model.plan of a compiled model, or a plan's file")
+        raise PlanError(f"{type(plan).__name__} is no plan; give model.plan of a compiled model, or a plan's file")
     own = _process(rank, world_size)
     if own.count == 1:
         return Share()
@@ -156,7 +156,7 @@ class PlanSampler(DistributedSampler[Any]):
     ) -> None:
         share = share_of(plan, rank=rank, world_size=world_size, same_within_group=same_within_group)
         if not hasattr(dataset, "__len__"):
-            raise RuntimeFailure(f"a {type(dataset).__name__} has no length to draw from; use parplan.shard_dataset")
+            raise RuntimeFailure(f"{type(dataset).__name__} has no length to draw from; use parplan.shard_dataset")
         super().__init__(dataset, share.count, share.index, shuffle, seed, drop_last)
         self.share = share
 
@@ -197,7 +197,7 @@ def shard_dataset(
     by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not by_index and not hasattr(dataset, "__iter__"):
         raise RuntimeFailure(
-            f"a {type(dataset).__name__} cannot be split: it has neither __getitem__ and __len__, nor __iter__"
+            f"{type(dataset).__name__} cannot be split: it has neither __getitem__ and __len__, nor __iter__"
         )
     if share.count == 1:
         return dataset

@@ -36,7 +36,7 @@ class Candidate:
     def kind(self) -> str:
         """Kind of object, for a list."""
         if isinstance(self.value, nn.Module):
-            return f"a {type(self.value).__name__}"
+            return f"an instance of {type(self.value).__name__}"
         return "a class" if inspect.isclass(self.value) else "a function"
 
     @property

@@ -199,6 +199,31 @@ def test_a_failure_leaves_files_as_they_were(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["net.py", "plan.json"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("analyze {} --gpus 0", "--gpus 0: a plan needs at least 1 device"),
+        ("analyze {} --gpus 3x0", "--gpus 3x0: a plan needs at least 1 device"),
+        ("analyze {} --gpu nope", "there is no device preset 'nope'"),
+        ("analyze {} --link nope", "there is no link preset 'nope'"),
+        ("analyze {} --gpus 4 --cluster c.toml", "leave out --gpus"),
+        ("analyze {} --gpu k20 --measure", "--measure times the devices of this machine, which cannot stand for k20"),
+        ("analyze {} --cluster c.toml --measure", "which cannot stand for those of --cluster"),
+        ("verify {} --devices 0", "--devices: 0 is not a whole number of at least 1"),
+        ("run-report {} --devices 0", "--devices: 0 is not a whole number of at least 1"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused_before_the_model_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, words: str
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text("raise RuntimeError('imported')\n")
+    assert main(asked.format(model).split()) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "imported" not in said
+
+
 @pytest.mark.parametrize("error", [AttributeError("half imported"), InfeasiblePlan("no")], ids=["bug", "refusal"])
 def test_an_interrupt_that_a_library_swallows_is_no_bug(
     model: str, calls: Calls, capsys: pytest.CaptureFixture[str], error: Exception

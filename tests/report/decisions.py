@@ -281,7 +281,7 @@ def pinned() -> Decision:
         PinPrice("*b=gpu:3,2 shards:2", "pins.toml", 2, step.step_s, 1.01 * step.step_s, True),
         PinPrice("fcb=update:2", "pins.toml", 1, step.step_s, step.step_s, False),
         PinPrice("a_module_with_a_long_name.and.what_is_in_it=replicas:2", "--pin", 1, step.step_s, None, True,
-                 "pin 'relub=shards:2' (--pin): relub: 2 shards cannot occupy 1 devices; use 1 (R6)"),
+                 "pin 'relub=shards:2' (--pin): relub: 2 shards cannot occupy 1 device; use 1 (R6)"),
     )  # fmt: skip
     return replace(
         alexnet(),

@@ -194,7 +194,7 @@ def test_several_kinds_of_devices_are_named_with_their_memories(width: int) -> N
     text = printed(on_two_kinds(alexnet()), width)
     assert max(map(len, text.splitlines())) <= width
     together = " ".join(text.split())
-    assert "3 x v100-sxm2 + 1 x cpu, nvlink 2; 15.0 GiB on a v100-sxm2, 4.00 GiB on a cpu " in together
+    assert "3 x v100-sxm2 + 1 x cpu, nvlink 2; 15.0 GiB on each v100-sxm2, 4.00 GiB on each cpu " in together
     assert "one device (v100-sxm2)" in together
     assert "of 15.0 GiB on " in together
     assert "of 4.00 GiB on device 3" in together

@@ -183,7 +183,7 @@ def test_a_plan_file_will_do(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"plan": None}, "there is no plan yet"),
     ({"plan": "missing.json"}, "cannot read the plan missing.json"),
-    ({"plan": [1, 2]}, "a list is no plan; give model.plan of a compiled model"),
+    ({"plan": [1, 2]}, "list is no plan; give model.plan of a compiled model"),
     ({"plan": plan(4)}, "the plan is for 4 devices, here are 2 processes"),
     ({"rank": 2}, "rank 2 of 2 processes; ranks go from 0 to 1"),
     ({"world_size": None}, "rank and world_size belong together"),
@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any], text: str) -> None:
 
 
 def test_a_sampler_needs_a_length() -> None:
-    with pytest.raises(ParplanError, match=r"a Stream has no length to draw from; use parplan\.shard_dataset"):
+    with pytest.raises(ParplanError, match=r"Stream has no length to draw from; use parplan\.shard_dataset"):
         PlanSampler(Stream(4), plan(2), rank=0, world_size=2)
 
 

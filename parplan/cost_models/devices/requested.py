@@ -85,11 +85,12 @@ def hosts_of(gpus: int | str) -> Hosts:
 
 
 def check_names(request: ClusterRequest) -> None:
-    """Refuse a number of devices or a name that cannot be, without torch and before any model is loaded.
+    """Refuse a number of devices, a name or a combination that cannot be, without torch, before any model is loaded.
 
     Raises:
-        ClusterError: no such number, preset or link, or a cluster file with mistakes.
+        ClusterError: no such number, preset or link, a cluster file with mistakes, or two options that contradict.
     """
+    _check_combination(request)
     from parplan.cost_models.devices.presets import device_preset, link_preset
 
     if request.gpus is not None:
@@ -104,14 +105,34 @@ def check_names(request: ClusterRequest) -> None:
         load_cluster(request.cluster)
 
 
+def _check_combination(request: ClusterRequest) -> None:
+    if request.memory_bytes is not None and request.memory_bytes < 1:
+        raise ClusterError(f"{request.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
+    if request.cluster is None:
+        if request.measure and (request.gpu or "").lower() not in ("", "cpu"):
+            raise ClusterError(
+                f"--measure times the devices of this machine, which cannot stand for {request.gpu}; leave out --gpu"
+            )
+        return
+    said = {"--gpus": request.gpus, "--gpu": request.gpu, "--link": request.link}
+    if twice := [option for option, value in said.items() if value is not None]:
+        raise ClusterError(
+            f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
+            "or change the file"
+        )
+    if request.measure:
+        raise ClusterError(
+            "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
+        )
+
+
 def find_cluster(request: ClusterRequest) -> FoundCluster:
     """The requested cluster.
 
     Raises:
         ClusterError: the request contradicts itself, does not exist, or cannot be measured here.
     """
-    if request.memory_bytes is not None and request.memory_bytes < 1:
-        raise ClusterError(f"{request.memory_bytes} bytes of memory: a device has more; --memory is in GiB")
+    _check_combination(request)
     if request.cluster is None:
         import torch
 
@@ -120,10 +141,6 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
 
         here, named = torch.cuda.device_count() if torch.cuda.is_available() else 0, (request.gpu or "").lower()
         wanted = hosts_of(request.gpus) if request.gpus is not None else Hosts(max(here, 1))
-        if request.measure and named not in ("", "cpu"):
-            raise ClusterError(
-                f"--measure times the devices of this machine, which cannot stand for a {request.gpu}; leave out --gpu"
-            )
         if request.measure or (request.gpu is None and here) or named == "cpu":
             device = torch.device("cuda" if here and request.gpu is None else "cpu")
             cluster = this_cluster(wanted.count, device, request.measure, link=request.link, hosts=wanted.hosts)
@@ -142,16 +159,6 @@ def find_cluster(request: ClusterRequest) -> FoundCluster:
     else:
         from parplan.cost_models.devices.cluster_file import load_cluster
 
-        said = {"--gpus": request.gpus, "--gpu": request.gpu, "--link": request.link}
-        if twice := [option for option, value in said.items() if value is not None]:
-            raise ClusterError(
-                f"--cluster says which devices there are and what joins them; leave out {' and '.join(twice)}, "
-                "or change the file"
-            )
-        if request.measure:
-            raise ClusterError(
-                "--measure times the devices of this machine, which cannot stand for those of --cluster; leave out one"
-            )
         cluster = request.cluster if isinstance(request.cluster, Cluster) else load_cluster(request.cluster)
         if cluster.count > MOST_DEVICES:
             raise ClusterError(f"--cluster has {cluster.count} devices; parplan plans for up to {MOST_DEVICES}")

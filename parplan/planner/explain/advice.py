@@ -58,9 +58,7 @@ def advice(step_s: float, baselines: Sequence[Baseline], hint: str = "") -> str:
     where = {one.name: one.on for one in baselines}
     name = advised(step_s, baselines)
     if name == "one device":
-        return (
-            f"Use one device{f', a {where[name]}' if where[name] else ''}: more of them do not make this step faster."
-        )
+        return f"Use one device{f' ({where[name]})' if where[name] else ''}: more of them do not make this step faster."
     best = min(legal, key=lambda name: legal[name]) if legal else ""
     if name == DATA:
         count = next(f" on {one.plan.devices} devices" if one.plan else "" for one in baselines if one.name == name)

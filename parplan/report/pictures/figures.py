@@ -104,7 +104,11 @@ def sources(decision: Decision) -> tuple[tuple[str, str], ...]:
     """Where times of layers, devices' rates, links and memory come from."""
     counts = {source: sum(one.source is source for one in decision.layers) for source in Source}
     file = f" (times of {visible(decision.times_from)})" if decision.times_from else ""
-    found = [(f"layers' times, {source.value}{file}", f"{count} layers") for source, count in counts.items() if count]
+    found = [
+        (f"layers' times, {source.value}{file}", units.counted(count, "layer"))
+        for source, count in counts.items()
+        if count
+    ]
     for group in decision.cluster.groups:
         device = group.device
         doubt = " (unverified)" if device.estimated else ""

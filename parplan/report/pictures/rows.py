@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.decision import Decision, LayerReport
@@ -37,7 +38,7 @@ class Row:
         """Words on how many layers: empty for one."""
         count = len(self.layers)
         if self.repeats > 1:
-            return f"{self.repeats} x {count // self.repeats} layers"
+            return f"{self.repeats} x {counted(count // self.repeats, 'layer')}"
         return f"{count} layers" if count > 1 else ""
 
     @property

@@ -18,7 +18,7 @@ from operator import attrgetter
 from parplan.plan import Strategy
 from parplan.planner.decision import LayerReport
 from parplan.report.sections.blocks import Block, name_span, placement, repeated_blocks
-from parplan.report.units import devices
+from parplan.report.units import counted, devices
 
 __all__ = ["LIMIT", "StrategyGroup", "TableLine", "block_groups", "group_layers"]
 
@@ -87,7 +87,7 @@ class TableLine:
         weighted = {layer.pinned for layer in self.layers if layer.parameters}
         if len(every) == 1 or (len(weighted) == 1 and weighted != {""}):
             return (every if len(every) == 1 else weighted).pop()
-        return f"{sum(bool(layer.pinned) for layer in self.layers)} layers pinned"
+        return f"{counted(sum(bool(layer.pinned) for layer in self.layers), 'layer')} pinned"
 
     @property
     def copies(self) -> str:

@@ -93,8 +93,8 @@ def updates(strategy: Strategy) -> str:
 def print_folded(page: Page, layers: int, lines: int) -> None:
     """Say it where layers share a line."""
     if lines < layers:
-        on = "1 line" if lines == 1 else f"{lines} lines"
-        page.paragraph(f"{units.counted(layers, 'layer')} on {on}, figures summed; `--full` prints each.", style="dim")
+        on = f"{units.counted(layers, 'layer')} on {units.counted(lines, 'line')}"
+        page.paragraph(f"{on}, figures summed; `--full` prints each.", style="dim")
 
 
 def _memory(layer: LayerReport) -> float:

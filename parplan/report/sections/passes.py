@@ -36,9 +36,8 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
     if branches.without_s is not None:
         without, gain = times.text(branches.without_s), times.text(branches.without_s - step_s)
         page.blank()
-        page.paragraph(
-            f"{gain} faster than the best plan without, {without}; found by search, {branches.tried} plans tried."
-        )
+        tried = units.counted(branches.tried, "plan")
+        page.paragraph(f"{gain} faster than the best plan without, {without}; found by search, {tried} tried.")
 
 
 def print_passes(page: Page, passes: Passes) -> None:

@@ -95,8 +95,9 @@ def second_choice(decision: Decision) -> str:
     """A sentence on the plan that the report describes, where that is not what is advised."""
     if not decision.advised or _same_plan(decision):
         return ""
-    count = decision.cluster.count
-    which = "your plan" if decision.proof.given else f"the best plan found for all {count} devices"
+    which = (
+        "your plan" if decision.proof.given else f"the best plan found for {units.all_devices(decision.cluster.count)}"
+    )
     return f"All that follows describes {which}, {kind_of_plan(decision)}."
 
 
@@ -177,7 +178,8 @@ def _speed(decision: Decision) -> tuple[str, str]:
         if _same_plan(decision):
             more = f". With batch norm over the whole batch: {scale.text(plan_s)}"
             return step, text + more * (one.batch_norm_s > 0 and scale.text(plan_s) != scale.text(step_s))
-        which = "Your plan" if decision.proof.given else f"The best plan found for all {decision.cluster.count} devices"
+        every = f"The best plan found for {units.all_devices(decision.cluster.count)}"
+        which = "Your plan" if decision.proof.given else every
         return step, f"{text}. {which} takes {scale.text(plan_s)}"
     by_hand = [b for b in decision.baselines if b.name != "one device" and b.fits and b.step_s is not None]
     best = min(by_hand, key=lambda b: b.step_s or math.inf, default=None)

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from textwrap import shorten, wrap
 
+from parplan.fields import counted
 from parplan.files import write_files
 from parplan.runtime.measurement.measured_spans import MeasuredSpan, by_device, measured_trace
 from parplan.runtime.measurement.peak_memory import StepPeak
@@ -293,9 +294,9 @@ def text(step: MeasuredStep) -> str:
 
 def title(step: MeasuredStep) -> str:
     """The model, the steps, the batch and the devices that were measured."""
-    devices = f"{step.devices} device{'s' if step.devices > 1 else ''}"
+    devices, steps = counted(step.devices, "device"), counted(step.steps, "training step")
     where = f"{devices} in {step.processes} process{'es' if step.processes > 1 else ''}"
-    return f"{step.model}: {step.steps} training steps of {step.batch} samples on {where}, medians"
+    return f"{step.model}: {steps} of {counted(step.batch, 'sample')} on {where}, medians"
 
 
 def notes(step: MeasuredStep) -> list[str]:

@@ -77,7 +77,7 @@ def load_checkpoint(path: PathLike, /, **parts: Any) -> dict[str, Any]:
     for name, part in parts.items():
         if not callable(getattr(part, "load_state_dict", None)):
             raise CheckpointError(
-                f"{name} is a {type(part).__name__}, which has no load_state_dict(); leave it out, and take it from "
+                f"{name}, of type {type(part).__name__}, has no load_state_dict(); leave it out, and take it from "
                 "what load_checkpoint returns"
             )
     ranks = _Ranks(parts.values())

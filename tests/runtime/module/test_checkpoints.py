@@ -125,7 +125,7 @@ def test_parts_are_checked_before_any_is_loaded(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"holds model, epoch; it has no optimizer"):
         parplan.load_checkpoint(path, model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match=r"epoch is a int, which has no load_state_dict"):
+    with pytest.raises(CheckpointError, match=r"epoch, of type int, has no load_state_dict"):
         parplan.load_checkpoint(path, model=model, epoch=0)
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
         parplan.load_checkpoint(path, model=model)
