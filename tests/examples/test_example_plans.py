@@ -21,6 +21,8 @@ CASES = [
     ("resnet50", "data parallel", 3),
     ("resnet50", "mixed", 4),
     ("mlp", "solver", 4),
+    ("gpt2", "data parallel", 3),
+    ("gpt2", "mixed", 4),
 ]
 
 

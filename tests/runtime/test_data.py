@@ -187,8 +187,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"plan": plan(4)}, "the plan is for 4 devices, here are 2 processes"),
     ({"rank": 2}, "rank 2 of 2 processes; ranks go from 0 to 1"),
     ({"world_size": None}, "rank and world_size belong together"),
-    ({"dataset": object()}, "a object cannot be split"),
-    ({"dataset": plan(2), "world_size": 1}, "a Plan cannot be split"),
+    ({"dataset": object()}, "object cannot be split"),
+    ({"dataset": plan(2), "world_size": 1}, "Plan cannot be split"),
     ({"plan": plan(1, 1, (1,)), "same_within_group": True}, "fc1, the first layer, is on 1 of 2 devices"),
 ]
 

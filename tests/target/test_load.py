@@ -130,8 +130,8 @@ def test_the_file_sees_its_folder_and_no_arguments_of_ours(
 
 TWO = "class A(nn.Module):\n    pass\nb = nn.ReLU()\ndef build_c():\n    return nn.ReLU()\n"
 REFUSED = [
-    pytest.param(TWO, "", r"has 3 models and neither `model` nor `build\(\)`; name one:\n"
-                 r"  \S+:b  \(a ReLU\)\n  \S+:A  \(a class\)\n  \S+:build_c  \(a function\)", id="several"),
+    pytest.param(TWO, "", r"has 3 models and neither `model` nor `build\(\)`; name one:\n  \S+:b  "
+                 r"\(an instance of ReLU\)\n  \S+:A  \(a class\)\n  \S+:build_c  \(a function\)", id="several"),
     pytest.param("x = 1\n", "", r"some_model\.py has no model; define `model`, a function build\(\)", id="none"),
     pytest.param("class A(nn.Module):\n    def __init__(self, size, *, depth):\n        pass\n", "",
                  r"no model that can be made without arguments: A \(needs size, depth\)", id="class needs arguments"),

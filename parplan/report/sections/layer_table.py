@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 
 from parplan.cost_models.costs import Source
 from parplan.plan import Strategy
@@ -15,6 +17,7 @@ __all__ = ["heading", "print_folded", "print_layers", "sources", "updates"]
 
 LONGEST_NAME = 26  # columns of names; a longer one has a line to itself
 WIDE = 70  # columns of a page where the sources have a column
+REPEATED = 2  # lines with the reason of the line above them, from which on it is not said again
 SHORT = {
     Source.MEASURED: "measured",
     Source.SHIPPED: "profile",
@@ -48,17 +51,20 @@ def print_layers(
     columns = [Column("layers")] * folded + [Column(name) for name in (*TIMES, "memory")]
     columns += [Column("source", words=True)] * (mixed and wide)
 
-    def row(group: StrategyGroup, line: TableLine) -> TableRow:
-        found = sources(line.layers)
+    def reason(group: StrategyGroup, line: TableLine) -> str:
         axis = line.head.strategy.axis if line.head is not None and len(group.axes) > 1 else None
         axis = f"cut along {axis}" if axis else ""
+        return "; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else "")))
+
+    def row(group: StrategyGroup, line: TableLine, why: str) -> TableRow:
+        found = sources(line.layers)
         source = SHORT[found[-1]] + ("+" if len(found) > 1 else "")  # the least certain
         figures = [times.figure(line.total(figure)) for figure in TIMES.values()]
         cells = [*[line.count] * folded, *figures, sizes.figure(line.total(_memory)), *[source] * (mixed and wide)]
         remarks = [
             Styled("" if group.pinned else line.pinned, "cyan"),
             Styled(source if mixed and not wide else "", "dim"),
-            Styled("; ".join(filter(None, (axis, line.why if full or line.has_reason(step_s) else ""))), "dim"),
+            Styled(why, "dim"),
             Styled(f"copies {line.copies}" if line.copies else "", "magenta"),
             Styled(f"bends {line.bends}" if line.bends and full else "", "yellow"),
         ]
@@ -72,7 +78,16 @@ def print_layers(
     if any(layer.alternatives for layer in layers):
         page.paragraph("Below a line: the best other strategy and what it would add to the step.", style="dim")
         page.blank()
-    page.table(columns, [row(group, line) for group in groups for line in group.rows], LONGEST_NAME)
+    rows = []
+    for group in groups:
+        for why, run in groupby(group.rows, key=partial(reason, group)):
+            first, *others = run
+            if why and len(others) >= REPEATED:  # what is the same for many lines is said once
+                rows.append(row(group, first, f"{why}; so for the next {len(others)} lines"))
+                rows += [row(group, line, "") for line in others]
+            else:
+                rows += [row(group, line, why) for line in (first, *others)]
+    page.table(columns, rows, LONGEST_NAME)
     print_folded(page, len(layers), len(lines))
     return any(len(sources(line.layers)) > 1 for line in lines)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.plan import Strategy
-from tests.report.decisions import pinned
+from parplan.report.terminal import Detail
+from tests.report.decisions import alexnet, pinned
 from tests.report.golden import printed
 
 
@@ -24,3 +25,13 @@ def test_when_weights_are_updated(period: int | None, words: str) -> None:
     first = replace(decision.layers[0], strategy=Strategy(2, 1, None, (0, 1), update_period=period))
     text = printed(replace(decision, layers=(first, *decision.layers[1:])), 120)
     assert f"2 replicas {words}" in text
+
+
+def test_a_reason_that_many_lines_have_is_said_once() -> None:
+    decision = alexnet()
+    why = "plans in 4 passes leave it no other way"
+    layers = tuple(replace(layer, why=why) if layer.strategy.replicas > 1 else layer for layer in decision.layers)
+    lines = sum(layer.strategy.replicas > 1 for layer in layers)
+    text = printed(replace(decision, layers=layers), 80, detail=Detail.FULL)
+    assert text.count("plans in 4 passes") == 1
+    assert f"{why}; so for the next {lines - 1} lines" in text
