@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,11 @@ MOST_OTHERS = 4
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: its text, and the number it is sorted by (None: by its text)."""
+    """One cell of a table: its text, the number it is sorted by (None: by its text), and text that paper leaves out."""
 
     text: str
     value: float | None = None
+    more: str = ""
 
 
 def step_parts(decision: Decision, timeline: Timeline | None) -> tuple[tuple[str, str, str], ...]:
@@ -67,7 +68,7 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
         others = (
             f"{other.strategy.describe()} {time_text(other.total_s)}" for other in one.alternatives[1:MOST_OTHERS]
         )
-        remarks = [one.why, *others, one.pinned and f"pinned: {one.pinned}", *(f"bends {text}" for text in one.bends)]
+        remarks = [one.why, one.pinned and f"pinned: {one.pinned}", *(f"bends {text}" for text in one.bends)]
         remarks += [f"copies {copy.layer} from {units.devices(copy.devices)}" for copy in one.copies]
         rows.append(
             (
@@ -79,7 +80,7 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
                 *(_number(times, value) for value in own),
                 _number(sizes, one.memory_bytes),
                 Cell(one.source.value),
-                Cell(units.together(visible("; ".join(filter(None, remarks)), 600))),
+                Cell(_remarks(remarks), more=_remarks(others)),
             )
         )
     alike = {head: rows[0][HEADS.index(head)].text for head in SHARED if rows}
@@ -92,6 +93,10 @@ def layer_table(layers: Sequence[LayerReport]) -> dict[str, Any]:
         "number": [place for place, column in enumerate(shown) if HEADS[column] in named],
         "alike": " and ".join(f"{head} {text}" for head, text in alike.items()),
     }
+
+
+def _remarks(texts: Iterable[str]) -> str:
+    return units.together(visible("; ".join(filter(None, texts)), 600))
 
 
 def _number(scale: units.Scale, value: float) -> Cell:

@@ -91,6 +91,7 @@ def draw_net(decision: Decision, limit: int = MOST_ROWS) -> Drawing:
         _draw_cells(root, row, columns, (cells, TOP + ROW * index, wide), roles)
     _draw_words(root, rows, words, width, roles)
     _draw_times(root, rows, bars)
+    _draw_targets(drawing, rows, width)
     _legend(root, height - 12, _notes(rows, joined, left_out, size), width)
     return drawing
 
@@ -133,8 +134,7 @@ def _draw_names(root: Element, rows: Sequence[Row], x: float, room: int) -> None
     for index, row in enumerate(rows):
         y = TOP + ROW * index + 14
         left = room - len(row.count) - 1 if row.count else room
-        name = add(names, "text", shortened(visible(row.label), left), x=x + 14, y=y)
-        add(name, "title", visible(", ".join(layer.name for layer in row.layers), 400))
+        add(names, "text", shortened(visible(row.label), left), x=x + 14, y=y)
         if row.count:
             add(counts, "text", row.count, x=x + 14 + CHARACTER * room, y=y)
 
@@ -189,11 +189,8 @@ def _draw_cells(
             continue
         replica, shard = divmod(own[0], strategy.shards)
         part = inner / strategy.shards
-        cell = add(drawn, "rect", x=left + part * shard, y=y + 2, width=max(part, 3.0), height=ROW - 4, rx=2)
-        if strategy.shards > 1:
-            words = f", replica {replica + 1} of {strategy.replicas}" if strategy.replicas > 1 else ""
-            add(cell, "title", f"device {column[0]}: shard {shard + 1} of {strategy.shards}{words}")
-        else:
+        add(drawn, "rect", x=left + part * shard, y=y + 2, width=max(part, 3.0), height=ROW - 4, rx=2)
+        if strategy.shards == 1:
             text = f"{replica + 1}/{strategy.replicas}" if strategy.replicas > 1 else "all"
             text = text if 6.2 * len(text) < inner else str(replica + 1)
             add(said, "text", text, x=left + inner / 2, y=y + 14)
@@ -211,8 +208,7 @@ def _draw_words(
         before = own
         add(root, "path", d=f"M0 {y:g}H{width:g}", **line("rule"))
         add(root, "rect", x=x, y=y + 5, width=10, height=10, rx=2, **fill(roles[own.replicas, own.shards]))
-        text = add(root, "text", shortened(visible(own.describe()), WIDEST), x=x + 16, y=y + 14, **fill("ink"))
-        add(text, "title", f"{own.describe()} on {units.devices(own.devices)}")
+        add(root, "text", shortened(visible(own.describe()), WIDEST), x=x + 16, y=y + 14, **fill("ink"))
     add(root, "path", d=f"M0 {TOP + ROW * len(rows):g}H{width:g}", **line("rule"))
 
 
@@ -235,6 +231,32 @@ def _draw_times(root: Element, rows: Sequence[Row], x: float) -> None:
                 add(group, "rect", x=left, y=y + 6, width=wide, height=ROW - 12)
             left += wide
         add(figures, "text", scale.text(sum(row.seconds)), x=x + BARS, y=y + 14)
+
+
+def row_words(row: Row) -> str:
+    """All that a row of the picture says: its layers, their strategy, each device's part, and its times."""
+    strategy, names = row.strategy, ", ".join(layer.name for layer in row.layers)
+    words = [f"{strategy.describe()} on {units.devices(strategy.devices)}"]
+    if strategy.shards > 1:
+        for position, device in enumerate(strategy.devices[:MOST_COLUMNS]):
+            replica, shard = divmod(position, strategy.shards)
+            of = f" of replica {replica + 1}" if strategy.replicas > 1 else ""
+            words.append(f"device {device}: shard {shard + 1} of {strategy.shards}{of}")
+        words += ["and so on"] * (len(strategy.devices) > MOST_COLUMNS)
+    scale = units.time(sum(row.seconds))
+    words += [f"{word} {scale.text(s)}" for (_, word), s in zip(BAR_ROLES, row.seconds, strict=True) if s > 0]
+    return f"{visible(names, 400)}: {visible('; '.join(words), 800)}"
+
+
+def _draw_targets(drawing: Drawing, rows: Sequence[Row], width: float) -> None:
+    """A transparent target over each row, whose words are shown where it is pointed at or has the focus."""
+    drawing.root.set("role", "group")  # the parts of an image could not be reached
+    targets = add(drawing.root, "g", fill="none", pointer_events="all")
+    for index, row in enumerate(rows):
+        words, y = row_words(row), TOP + ROW * index
+        place = {"x": 0, "y": y, "width": width, "height": ROW}
+        target = add(targets, "rect", tabindex=0, role="img", aria_label=words, **place)
+        add(target, "title", words)
 
 
 def _notes(rows: Sequence[Row], joined: Connections, left_out: int, size: int) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parplan.plan import Strategy
+from parplan.planner.decision import Alternative
 from parplan.report.pictures.page import html
-from tests.report.decisions import alexnet
+from tests.report.decisions import DECISIONS, alexnet
 from tests.report.pictures.browser import Browser, browser, found
 from tests.report.pictures.drawn import HOSTILE, data_parallel, priced, residual
 from tests.report.pictures.test_page import renamed
@@ -88,6 +94,49 @@ def test_a_block_says_what_it_is_when_pointed_at(opened: Browser) -> None:
     text = opened.run("const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent")
     assert "from" in text
     assert "backward" in text or "forward" in text or "runtime" in text or "update" in text
+
+
+@pytest.mark.full
+def test_keys_say_of_a_row_of_the_net_what_pointing_at_it_says(opened: Browser) -> None:
+    tip = "const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent"
+    titles = opened.run("return [...document.querySelectorAll('#net [tabindex] title')].map((one) => one.textContent)")
+    opened.run("document.querySelector('#net [tabindex=\"0\"]').focus()")
+    assert opened.run(tip) == titles[0]
+    for key, wanted in (("\ue015", 1), ("\ue010", len(titles) - 1), ("\ue011", 0)):  # down, end, home
+        opened.act("key", [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}])
+        assert opened.run(tip) == titles[wanted]
+        assert opened.run("return document.querySelectorAll('#net [tabindex=\"0\"]').length") == 1
+    opened.run("document.activeElement.blur()")
+    assert opened.run(tip) == ""
+
+
+@pytest.mark.full
+def test_paper_has_the_heads_of_the_table_on_every_page_and_few_pages(tmp_path: Path) -> None:
+    made = DECISIONS["resnet"]()
+    other = Alternative(Strategy(1, 8, "out-features", tuple(range(8))), 0.1, 0.1, 0.1)
+    layers = tuple(replace(layer, alternatives=(other,) * 4) for layer in made.layers)
+    file = tmp_path / "plan.html"
+    file.write_text(html(replace(made, layers=layers)), encoding="utf-8")
+    with browser() as one:
+        one.open(file)
+        printed = base64.b64decode(one.devtools("Page.printToPDF", {"preferCSSPageSize": True})["data"])
+        pages = len(re.findall(rb"/Type\s*/Page\b", printed))
+        assert 3 <= pages <= 12
+        one.devtools("Emulation.setEmulatedMedia", {"media": "print"})
+        style = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+        # Chromium repeats a head that is no form control and cannot be broken.
+        assert one.run(style, "#layers thead", "display") == "table-header-group"
+        assert one.run(style, "#layers thead", "breakInside") == "avoid"
+        assert one.run(style, "#layers thead button", "display") == "contents"
+        assert one.run(style, "#layers tbody tr", "breakInside") == "avoid"
+        assert one.run(style, "#layers .more", "display") == "none"
+    if shutil.which("pdftotext"):
+        (tmp_path / "plan.pdf").write_bytes(printed)
+        command = ["pdftotext", "-layout", str(tmp_path / "plan.pdf"), "-"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        tables = [page for page in text.split("\f") if len(re.findall(r"^ *\d+ +layer\d", page, re.MULTILINE)) > 3]
+        assert len(tables) > 1
+        assert all("best alternatives" in page for page in tables)
 
 
 @pytest.mark.full

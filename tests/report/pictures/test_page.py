@@ -9,6 +9,7 @@ import re
 import unicodedata
 from dataclasses import replace
 from functools import cache
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parplan.graph.capture.capture import capture
-from parplan.planner.decision import Arrival, Decision
+from parplan.plan import Strategy
+from parplan.planner.decision import Alternative, Arrival, Decision
 from parplan.report.pictures.page import html
 from parplan.report.pictures.text import visible
 from tests.report.decisions import alexnet
 from tests.report.pictures.drawn import ADDRESS, HOSTILE, Page, data_parallel, priced, residual
 
+OTHERS = (Alternative(Strategy(2, 1, None, (0, 1)), 1e-3, 0.0, 0.0),) * 3
 INVISIBLE = ("Cc", "Cf", "Cs")
 
 
@@ -98,9 +101,32 @@ def test_tables_have_heads_and_pictures_words() -> None:
     assert found.tags["table"] == found.tags["caption"] == 5
     scopes = [value for tag, name, value in found.attributes if (tag, name) == ("th", "scope")]
     assert len(scopes) == found.tags["th"]
-    assert [v for _, name, v in found.attributes if name == "role" and v == "img"] == ["img"] * 4
+    roles = [value for tag, name, value in found.attributes if tag == "svg" and name == "role"]
+    assert sorted(roles) == ["group", "img", "img", "img"]  # the rows of the net can be gone to
     assert found.tags["desc"] == 4
     assert ("html", "lang", "en") in found.attributes
+
+
+def test_a_row_of_the_net_says_to_keys_and_readers_what_it_says_when_pointed_at() -> None:
+    page_of = re.search(r"<svg[^>]* id=\"net\".*?</svg>", page().text, re.DOTALL)
+    assert page_of is not None
+    targets = [one for one in ElementTree.fromstring(page_of[0]).iter("rect") if one.get("tabindex") == "0"]
+    said = [one.get("aria-label") or "" for one in targets]
+    assert said == [one.findtext("title") for one in targets]
+    assert {one.get("role") for one in targets} == {"img"}
+    for layer in small().layers:
+        (words,) = (text for text in said if re.search(rf"(^|, ){re.escape(layer.name)}[,:]", text))
+        assert f"{layer.strategy.describe()} on devices 0, 1" in words
+        assert "compute " in words
+
+
+def test_paper_repeats_heads_keeps_rows_whole_and_leaves_out_alternatives() -> None:
+    style = page().styles[0].split("@media print{", 1)[1]
+    assert "thead{display:table-header-group}" in style
+    assert re.search(r"[,\n]tr,thead,[^{]*\{break-inside:avoid\}", style)
+    assert "#layers .more{display:none}" in style
+    text = html(replace(small(), layers=tuple(replace(one, alternatives=OTHERS) for one in small().layers)))
+    assert text.count('<span class="more">; ') == len(small().layers)
 
 
 def test_the_plan_in_it_can_be_saved_as_it_is() -> None:

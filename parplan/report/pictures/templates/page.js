@@ -46,14 +46,39 @@
     link.click();
     URL.revokeObjectURL(link.href);
   });
-  addEventListener("beforeprint", () => {
-    for (const one of document.querySelectorAll("details")) if (one.id !== "text") one.open = true;
+
+  // ---- the net: one row can be tabbed to, arrow keys go to the others; the one with the focus says its words ----
+  const tip = byId("tip"), targets = [...document.querySelectorAll("#net [tabindex]")];
+  const place = (x, y) => {
+    tip.style.left = `${Math.max(8, Math.min(x, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${Math.max(8, Math.min(y, innerHeight - tip.offsetHeight - 8))}px`;
+  };
+  targets.forEach((target, number) => {
+    if (number) target.setAttribute("tabindex", "-1");
+    target.addEventListener("focus", () => {
+      tip.setAttribute("aria-live", "off");  // the label is read already
+      tip.hidden = false;
+      tip.textContent = target.getAttribute("aria-label");
+      const box = target.getBoundingClientRect();
+      place(box.left + 24, box.bottom + 6);
+    });
+    target.addEventListener("blur", () => { tip.hidden = true; });
+    target.addEventListener("keydown", (event) => {
+      const last = targets.length - 1;
+      const goes = { ArrowDown: Math.min(number + 1, last), ArrowUp: Math.max(number - 1, 0), Home: 0, End: last };
+      if (event.key === "Escape") tip.hidden = true;
+      if (goes[event.key] === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+      target.setAttribute("tabindex", "-1");
+      targets[goes[event.key]].setAttribute("tabindex", "0");
+      targets[goes[event.key]].focus();
+      event.preventDefault();
+    });
   });
 
   // ---- the timeline: blocks are [words, start in s, end in s, x of its label, y of its label or 0, light] ----
   const plot = byId("step-plot");
   if (!plot) return;
-  const svg = "http://www.w3.org/2000/svg", view = byId("step-view"), tip = byId("tip");
+  const svg = "http://www.w3.org/2000/svg", view = byId("step-view");
   const labels = byId("step-labels"), axis = byId("step-axis");
   const { blocks, names, step, left, width, top, character } = data;
   const height = plot.viewBox.baseVal.height;
@@ -124,9 +149,9 @@
     tip.hidden = number === undefined;
     if (tip.hidden) return;
     const [, words, begin, end] = blocks[number];
+    tip.setAttribute("aria-live", "polite");
     tip.textContent = `${names[words]}: ${time(end - begin)}, from ${time(begin)} to ${time(end)}`;
-    tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
-    tip.style.top = `${event.clientY + 18}px`;
+    place(event.clientX + 14, event.clientY + 18);
   });
   view.addEventListener("pointerleave", () => { tip.hidden = true; });
 })();
