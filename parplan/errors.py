@@ -15,6 +15,7 @@ __all__ = [
     "ParplanError",
     "PinError",
     "PlanError",
+    "PlannedMemoryWarning",
     "ProfileError",
     "RuleError",
     "RuntimeFailure",
@@ -100,3 +101,7 @@ class SelfCheckError(RuntimeFailure):
 
 class UncheckedWarning(UserWarning):
     """The planned program was not compared with the plain module; the text says why."""
+
+
+class PlannedMemoryWarning(UserWarning):
+    """A step may need more memory than its plan was checked for; the text names the shapes and the bytes."""

@@ -390,7 +390,7 @@ class Compiled(Wrapped):
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
-        twin._captures.plan = self.plan
+        twin._captures.plan, twin._captures.planned = self.plan, self._captures.planned
         twin.predict_times, twin.decision = self.predict_times, self.decision
         return twin
 

@@ -25,6 +25,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
 from parplan.runtime.calls import ModelCall
+from parplan.runtime.programs.planned_memory import PlannedMemory
 from parplan.runtime.programs.program_cache import Captured, Options, Programs
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.transport.base import Transport
@@ -50,6 +51,7 @@ class Captures:
 
     Attributes:
         plan: once it is made.
+        planned: the shapes that it was made for.
         programs: lowers the graphs.
     """
 
@@ -69,6 +71,7 @@ class Captures:
         self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
+        self.planned: PlannedMemory | None = None
 
     def clear(self) -> None:
         """Forget what was captured, but not the plan."""
@@ -84,7 +87,16 @@ class Captures:
             self.programs.sync.forget()
 
     def find(self, call: ModelCall, training: bool) -> Captured:
-        """The graph for a call, captured and planned for if it is the first of its kind."""
+        """The graph for a call, captured and planned for if it is the first of its kind.
+
+        A call that records gradients and needs clearly more memory than was planned is warned of.
+        """
+        found = self._find(call, training)
+        if self.planned is not None and torch.is_grad_enabled():
+            self.planned.compare(call, found.graph, found.nbytes, self._supposed_batch(call))
+        return found
+
+    def _find(self, call: ModelCall, training: bool) -> Captured:
         if self._own.replaced:
             for name, parameter in self._module.named_parameters():
                 if not isinstance(parameter, nn.Parameter):
@@ -100,10 +112,7 @@ class Captures:
         if found is None and self.plan is not None and kind not in self._bound:
             # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others, but
             # supposes that each brings as many samples as this one.
-            groups = self.programs.groups(self.plan)
-            times = self._transport.processes if groups is None else groups.replicas
-            batch = max(1, call.batch) * times if call.batch is not None else None
-            self._capture(call, training, batch, self.plan)
+            self._capture(call, training, self._supposed_batch(call), self.plan)
             found = self._fitting(kind)
         if found is not None:
             return found
@@ -119,6 +128,7 @@ class Captures:
                     f"start as many, or make a plan for {count}"
                 )
             self.plan = plan
+            self.planned = PlannedMemory.of(call, graph, None if batch is None else max(plan.batch, batch))
             # Which processes bring the same samples is known only now.
             batch = self._whole_batch(call) if self._grouped else batch
         assert self.plan is not None
@@ -204,6 +214,12 @@ class Captures:
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         modes = (self._own.modes(training), torch.is_grad_enabled())
         return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
+
+    def _supposed_batch(self, call: ModelCall) -> int | None:
+        """Samples over all processes if each that brings its own brings as many as this one."""
+        groups = self.programs.groups(self.plan) if self.plan is not None else None
+        times = self._transport.processes if groups is None else groups.replicas
+        return max(1, call.batch) * times if call.batch is not None else None
 
     def _whole_batch(self, call: ModelCall) -> int | None:
         """Samples over all processes, which all have to ask."""

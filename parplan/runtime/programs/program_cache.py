@@ -28,6 +28,7 @@ from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.parameter_store import Copies, Store
 from parplan.runtime.execution.random_state import SeededOps
 from parplan.runtime.execution.segment_cache import written_buffers
+from parplan.runtime.programs.planned_memory import GraphBytes
 from parplan.runtime.programs.sample_axes import check_own_samples
 from parplan.runtime.sharded_state.cutting import Sharding
 from parplan.runtime.transport.base import Transport
@@ -86,6 +87,11 @@ class Captured:
         graph = self.graph
         names = (name for name in graph.user_inputs if name is not None and name not in graph.batch_dims)
         return frozenset(name for name in names if graph.consumers(name))
+
+    @cached_property
+    def nbytes(self) -> GraphBytes:
+        """Bytes of all tensors of the graph."""
+        return GraphBytes.of(self.graph)
 
     @cached_property
     def early_periods(self) -> Mapping[str, int]:
