@@ -5,7 +5,9 @@ export has traced to the same ops; in the second one, one of them is traced, and
 its ops are copied in. This is done where a block cannot be traced otherwise than the one that was: its modules are of
 the same types, with equal parameters, buffers and settings; whatever attribute the forward has read of the one has the
 same value in the other; and both are called with tensors of the same shapes, types and aliases and with equal numbers.
-Where anything in the two programs does not fit afterwards, the model is exported in full.
+Where anything in the two programs does not fit afterwards, the model is exported in full. The known exception is state
+that nobody records, such as `next()` on a module-level counter in a block's forward: a copied block does not call it,
+so a difference at the second batch size is not seen.
 """
 
 from __future__ import annotations
