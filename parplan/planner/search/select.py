@@ -27,7 +27,7 @@ from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
-from parplan.planner.search_space.formulation import Formulation, without_boundaries
+from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import candidates, masked, no_plan
@@ -204,11 +204,12 @@ class _Run:
             many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
             if many and self.best is not None and not refuted and self.cutoff < asked_s:
                 asked_s = self.cutoff
-                formulation = self.search.one_pass()
-                problem = masked(replace(formulation, problem=without_boundaries(formulation)), self.pinned)
+                formulation = self.search.formulation(Shape(lanes=self.search.lanes, any_passes=True), 0.0, self.pinned)
                 limit_s = self.case.deadline.part_s(SHARE * self.part)
-                found = self.case.deadline.watched(solve(problem, limit_s, cutoff=self.cutoff))
-                refuted = found.status is Status.INFEASIBLE
+                refuted = formulation is None
+                if formulation is not None:
+                    found = solve(masked(formulation, self.pinned), limit_s, cutoff=self.cutoff)
+                    refuted = self.case.deadline.watched(found).status is Status.INFEASIBLE
                 self.covered += [PASSES] * refuted
             # Passes hold as much memory as one pass: where no plan of that fits, none of theirs does.
             known = self.first

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.schemes import hops
@@ -20,7 +21,7 @@ from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.layout import Layout
-from parplan.lowering.stages import Stage, Stages
+from parplan.lowering.stages import Stage, Stages, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme, Strategy
 from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
@@ -64,7 +65,7 @@ def edge_parts(
         roles = [option.role for option in options[b]]
         times = 1 if fold is None else fold.times.get(target, 1)
         parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
-        if fold is not None and shape.passes > 1 and times > 1 and source in fold.first_block:
+        if fold is not None and shape.in_roles and times > 1 and source in fold.first_block:
             # What begins the passes may be in the first block. The blocks behind the second take from one like
             # themselves: as the last one does, but in the backward of their own.
             middle, last = position[fold.first_block[source]], position[fold.last[target]]
@@ -75,6 +76,9 @@ def edge_parts(
             wanted = {v: [graph.layers[target].layout(v, o.strategy) for o in options[other]] for v in values}
             roles = [option.role for option in options[other]]
             edge = _edge(graph, costs, (one, other), wanted, roles, source, options[one], shape)
+            if shape.any_passes:
+                barred = _barred(graph, source, target, options[one], options[other])
+                edge = replace(edge, allowed=np.where(barred, np.inf, edge.allowed))
             add(replace(edge.scaled(often), backward_of=back))
     for value, every in like.items():
         leaders = {target: source for target, source in every.items() if target in nodes}
@@ -117,7 +121,7 @@ def _edge(
         given = [graph.layers[source].layout(value, option.strategy) for option in options]
         moved = costs.transfer_matrix(graph.values[value], given, layouts)
         single = ~(given_in | wanted_in) | ((~given_in & wanted_in) if value not in graph.batch_dims else False)
-        kinds = [(once, single, moved)]
+        kinds = [(once, single | (given_in == wanted_in) if shape.passes == 1 else single, moved)]
         if shape.passes > 1:
             part = pass_matrix(graph, costs, value, given, layouts, shape)
             kinds += [
@@ -130,6 +134,27 @@ def _edge(
             total[1] = total[1] + np.where(where, cost.backward_s, 0.0)
     several = [(one[0], one[1]) if one[0].any() or one[1].any() else None for one in (within, inwards, outwards)]
     return EdgeParts(*ends, allowed, (once[0], once[1]), several[0], several[1], several[2])
+
+
+def _barred(
+    graph: LayerGraph, source: str, target: str, given: Sequence[Option], wanted: Sequence[Option]
+) -> NDArray[np.bool_]:
+    """Pairs of options of which lowering/stages.py makes no passes of any replica counts.
+
+    Layers before the passes have one replica count, the most of all. A layer runs in passes because it has fewer, or is
+    fed from there; behind them because it is fed from behind them, or needs all samples and is fed from the passes.
+    """
+    given_role, wanted_role = (np.array([one.role.name for one in own]) for own in (given, wanted))
+    before, inside = (given_role == "BEFORE")[:, None], (given_role == "PASSES")[:, None]
+    replicas, fewer = (np.array([one.strategy.replicas for one in own]) for own in (given, wanted))
+    because = np.array([one.because == source for one in wanted])
+    apart = keeps_apart(graph.layers[target])
+    barred: NDArray[np.bool_] = ((wanted_role == "PASSES") & because) & before & ~(replicas[:, None] > fewer)
+    barred |= ((wanted_role == "AFTER") & because) & (before | (inside & apart))
+    if apart and keeps_apart(graph.layers[source]):
+        barred |= before & (wanted_role == "BEFORE") & (replicas[:, None] != fewer)
+        barred |= before & (wanted_role == "PASSES") & (replicas[:, None] < fewer)
+    return barred
 
 
 def pass_matrix(

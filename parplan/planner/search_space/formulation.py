@@ -39,7 +39,6 @@ __all__ = [
     "InfeasibleShape",
     "formulate",
     "reassembled",
-    "without_boundaries",
 ]  # fmt: skip
 
 DELIVERY = "(delivery)"
@@ -286,22 +285,6 @@ def reassembled(formulation: Formulation, parts: StepParts) -> Problem:
     nodes = tuple(replace(node, cost_s=seconds) for node, seconds in zip(known.nodes, node_s, strict=True))
     edges = tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(parts.edges, edge_s, strict=True))
     return replace(known, nodes=nodes, edges=edges, maxima=maxima)
-
-
-def without_boundaries(formulation: Formulation) -> Problem:
-    """The problem in one pass with free transfers wherever replicas change, of inputs and of results.
-
-    No plan in passes takes less, as passes hide such transfers at best, and small parts are no faster in all.
-    """
-    parts, delivery = formulation.parts, len(formulation.options)
-    counts = [np.array([option.strategy.replicas for option in own]) for own in formulation.options]
-    edges = []
-    for edge in parts.edges:
-        same = np.zeros((len(edge.allowed), 1)) if edge.target == delivery else None
-        kept = counts[edge.source][:, None] == counts[edge.target][None, :] if same is None else same
-        edges.append(replace(edge, once=(kept * edge.once[0], kept * edge.once[1])))
-    nodes = [replace(own, arrival_s=np.zeros_like(own.arrival_s)) for own in parts.nodes]
-    return reassembled(formulation, replace(parts, nodes=nodes, edges=edges))
 
 
 def _device_name(cluster: Cluster, number: int) -> str:

@@ -46,6 +46,7 @@ class Option:
     post_update_s: float = 0.0
     role: Stage = Stage.BEFORE
     placement: int | None = None
+    because: str | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -90,6 +91,7 @@ def priced_option(
         post_update_s,
         own.role,
         own.placement,
+        own.because,
     )
 
 
@@ -104,7 +106,8 @@ def of_pass(graph: LayerGraph, value: str, shape: Shape) -> TensorSpec:
 
 def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     used = [[float(lane in one.strategy.devices) for one in options] for lane in shape.lanes]
-    inside = np.array([float(one.role is Stage.PASSES) for one in options])
+    in_passes = np.array([float(one.role is Stage.PASSES) for one in options])
+    inside = in_passes if shape.passes > 1 else np.zeros_like(in_passes)
     once = 1 - inside
     forward = np.array([one.cost.forward_s + one.batch_norm_sync_s for one in options])
     backward = np.array([one.cost.backward_s + one.batch_norm_sync_s for one in options])
@@ -112,7 +115,7 @@ def node_parts(options: Sequence[Option], shape: Shape) -> NodeParts:
     arrival = np.array([one.arrival_s for one in options])
     return NodeParts(
         once_s=once * forward,
-        arrival_s=once * arrival,
+        arrival_s=(1 - in_passes) * arrival,
         backward_s=once * backward + interference,
         pass_forward_s=inside * forward,
         pass_backward_s=inside * backward,
@@ -156,7 +159,7 @@ def like_readers(graph: LayerGraph) -> LikeReaders:
 
 def shared_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
     """The like readers of a shape: in one pass, and not in branches that may run at the same time."""
-    if shape.passes > 1:
+    if shape.in_roles:
         return {}
     apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
     known = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Shape:
         average: follow no device but the mean of all, which bounds from below the step of plans on any blocks, and with
             the branches in `homes` on any blocks at the same time.
         inside: layers of branches inside those of `homes`, counted by their share of the devices only.
+        any_passes: bound from below the steps of plans in passes of any replica counts: layers have roles and run once,
+            and what crosses the boundary of the passes is free.
         uneven: replicas may have parts of the batch that differ by one sample.
         anywhere: layers may lie on any aligned block of devices.
         lanes: devices whose gradient sums and updates are followed one by one. One is enough where every layer lies on
@@ -52,6 +55,7 @@ class Shape:
     placed: bool = False
     average: bool = False
     inside: frozenset[str] = frozenset()
+    any_passes: bool = False
     anywhere: bool = False
     uneven: bool = False
 
@@ -64,6 +68,11 @@ class Shape:
     def passes(self) -> int:
         """Trips through the layers in passes."""
         return 1 if self.scheme is Scheme.GATHER else self.max_replicas // self.min_replicas
+
+    @property
+    def in_roles(self) -> bool:
+        """Whether layers run before, in or behind passes."""
+        return self.any_passes or self.passes > 1
 
     def describe(self) -> str:
         """Words for a report: `interleave, 8 to 1 replicas`."""
@@ -80,16 +89,20 @@ ONE_PASS = Shape()
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another."""
+    """A strategy of a layer in a role, and the placement of its phase that it belongs to; None: one after another.
+
+    Where passes of any replica counts are bounded, `because` is the feeding layer that gives it the role.
+    """
 
     strategy: Strategy
     role: Stage = Stage.BEFORE
     placement: int | None = None
+    because: str | None = None
 
 
 def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], shape: Shape) -> tuple[Choice, ...]:
     """The strategies of a layer in every role that it can have in a plan of this shape (lowering/stages.py)."""
-    if shape.passes == 1:
+    if not shape.in_roles:
         if shape.scheme is not Scheme.GATHER and keeps_apart(layer):  # without passes: one replica count for all layers
             strategies_ = [strategy for strategy in strategies_ if strategy.replicas == shape.max_replicas]
         homes = () if shape.average else shape.homes
@@ -100,17 +113,33 @@ def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], sh
             own = strategies(layer, graph.batch or 1, [block])
             serial += [Choice(strategy, placement=number) for strategy in own]
         return tuple(serial)
+    apart = keeps_apart(layer)
+    feeders = [graph.producer[value] for value in layer.inputs if value in graph.producer] if shape.any_passes else []
+    wide = [name for name in feeders if keeps_apart(graph.layers[name])]
+    # A layer is in passes for one of those that feed it samples, behind them for one of all; edges bar the others.
+    reasons: Mapping[Stage, Sequence[str | None]] = {Stage.PASSES: wide or [None], Stage.AFTER: feeders or [None]}
     found = []
     for strategy in strategies_:
-        apart = keeps_apart(layer)
-        if apart and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
+        if apart and not shape.any_passes and not shape.min_replicas <= strategy.replicas <= shape.max_replicas:
             continue
-        roles = [Stage.BEFORE] if not apart or strategy.replicas == shape.max_replicas else []
+        first = not apart or shape.any_passes or strategy.replicas == shape.max_replicas
+        roles = [Stage.BEFORE] if first else []
         roles += [Stage.PASSES] if apart and not layer.mixes_batch else []
-        fed = any(value in graph.producer for value in layer.inputs)
-        roles += [Stage.AFTER] if fed else []
-        found += [Choice(strategy, role) for role in roles]
+        roles += [Stage.AFTER] if layer.name in behind_passes(graph) else []
+        for role in roles:
+            found += [Choice(strategy, role, because=why) for why in dict.fromkeys(reasons.get(role, [None]))]
     return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def behind_passes(graph: LayerGraph) -> frozenset[str]:
+    """Layers that some plan runs behind its passes: those fed that mix samples, and all behind them."""
+    found: set[str] = set()
+    for name, layer in graph.layers.items():
+        feeders = {graph.producer[value] for value in layer.inputs if value in graph.producer}
+        if feeders & found or (feeders and not keeps_apart(layer)):
+            found.add(name)
+    return frozenset(found)
 
 
 def role_allowed(source: Stage, target: Stage) -> bool:
