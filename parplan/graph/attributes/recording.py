@@ -210,6 +210,13 @@ class Recorder:
         read = [(twins[place], str(key), entry.value) for (place, key), entry in self._read.items() if place in twins]
         return all(same(place.get(key, MISSING), value, self._held) for place, key, value in read)
 
+    def read_like(self, one: nn.Module, other: nn.Module) -> None:
+        """The forward would read of a module and its parts what it has read of another one, and is not run."""
+        parts = zip(one.modules(), other.modules(), strict=True)
+        twins = {id(mine.__dict__): theirs.__dict__ for mine, theirs in parts}
+        for place, key in [found for found in self._read if found[0] in twins]:
+            self.read(twins[place], str(key), twins[place].get(str(key), MISSING))
+
     def stores_like(self, other: Recorder) -> bool:
         """Whether two forwards leave the same beside their tensors."""
         mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
-from parplan.graph.attributes.containers import register_caches
+from parplan.graph.attributes.containers import ContainerResults, register_caches
 from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
-from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks, equal_blocks
+from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
@@ -34,6 +34,7 @@ from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
 from parplan.graph.local import is_resized
 from parplan.graph.user_code.functions import known_sites
+from parplan.graph.user_code.module_hooks import Site
 from parplan.graph.user_code.opaque import OpaqueCalls
 
 __all__ = ["batch_of", "capture"]
@@ -48,6 +49,7 @@ def capture(
     dim: int = 0,
     check_batch: bool = True,
     numbers: Sequence[Number] = (),
+    earlier: EarlierExport | None = None,
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
 
@@ -58,8 +60,8 @@ def capture(
         training: capture the training graph (else the evaluation graph).
         check_batch: capture a second batch size as well and compare, so that a layer whose constants
             depend on the batch is never given replicas.
-
         numbers: attributes that the graph takes as inputs.
+        earlier: of a call with other sizes, to trace one of equal blocks only; the first call's is kept there.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
@@ -68,7 +70,7 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
     with as_tensors(numbers) as tensors:
-        first = export_call(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        first = _first_export(call, earlier)
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -143,7 +145,8 @@ def _at_another_batch(call: ExportRequest, first: Exported) -> _Twin:
             opaque = OpaqueCalls()
             try:
                 given = call.resized(samples, other_batch)
-                made = _from_equal_blocks(call, first, given) or export_call(call, given, {}, opaque)
+                made = _from_equal_blocks(call, *_ops(first), given) if _is_plain(call, first) else None
+                made = made or export_call(call, given, {}, opaque)
             except CaptureError as error:
                 reasons.append(f"for {other_batch}: {error}")
                 continue
@@ -151,20 +154,50 @@ def _at_another_batch(call: ExportRequest, first: Exported) -> _Twin:
     return _Twin(call.alike, call.opaque, errors=tuple(reasons))
 
 
-def _from_equal_blocks(call: ExportRequest, first: Exported, given: Any) -> Exported | None:
-    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full."""
-    if call.numbers or call.sites or call.opaque.sites or call.opaque.checkpoints or first.recorder.stored:
-        return None
-    blocks = equal_blocks(call.model, first.program)
+def _first_export(call: ExportRequest, earlier: EarlierExport | None) -> Exported:
+    """The export of the call as it is: like an earlier one where it has the same ops, else in full."""
+    given = call.resized(call.alike, call.batch)
+    if earlier is not None and earlier.graph is not None and not earlier.unlike and not call.numbers:
+        made = _from_equal_blocks(call, earlier.graph, earlier.inputs, given)
+        # Values of tensors that a copied block would read on the host, and caches that it would change, are not known.
+        if made is not None and not made.recorder.host_reads.any and made.containers == ContainerResults():
+            return made
+        earlier.unlike = True
+    made = export_call(call, given, call.sites, call.opaque)
+    if earlier is not None and _is_plain(call, made) and equal_blocks(call.model, *_ops(made)):
+        earlier.keep(made.program)
+    return made
+
+
+def _ops(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:
+    return made.program.graph, made.program.graph_signature.input_specs
+
+
+def _is_plain(call: ExportRequest, first: Exported) -> bool:
+    """Whether an export in full is ops alone: no calls of the user's code, nothing left on modules."""
+    code = call.sites or call.opaque.sites or call.opaque.checkpoints
+    return not (call.numbers or code or first.recorder.stored)
+
+
+def _from_equal_blocks(
+    call: ExportRequest, graph: fx.Graph, inputs: Sequence[InputSpec], given: Any
+) -> Exported | None:
+    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full.
+
+    Args:
+        graph, inputs: of an export in full, and of its signature.
+        given: (args, kwargs).
+    """
+    blocks = equal_blocks(call.model, graph, inputs)
     if not blocks:
         return None
-    equal, opaque = EqualBlocks(blocks), OpaqueCalls()
+    equal, opaque, sites = EqualBlocks(blocks), OpaqueCalls(), dict[str, Site]()
     try:
-        made = export_call(call, given, {}, opaque, equal)
-        equal.fill_in(first.program.graph, made.program)
+        made = export_call(call, given, sites, opaque, equal)
+        equal.fill_in(graph, made.program)
     except (CaptureError, UnequalBlocks):
         return None
-    return None if opaque.sites or opaque.checkpoints or made.recorder.stored else made
+    return None if sites or opaque.sites or opaque.checkpoints or made.recorder.stored else made
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """Export of a model in which one of several equal blocks is traced, and the others are copied from it.
 
-The second export, with another number of samples, tells sizes only. A deep network has many blocks that the first
-export has traced to the same ops; in the second one, one of them is traced, and an op stands for each other one until
-its ops are copied in. This is done where a block cannot be traced otherwise than the one that was: its modules are of
-the same types, with equal parameters, buffers and settings; whatever attribute the forward has read of the one has the
-same value in the other; and both are called with tensors of the same shapes, types and aliases and with equal numbers.
-Where anything in the two programs does not fit afterwards, the model is exported in full. The known exception is state
-that nobody records, such as `next()` on a module-level counter in a block's forward: a copied block does not call it,
-so a difference at the second batch size is not seen.
+A deep network has many blocks that an export has traced to the same ops. In another export, with other sizes, one of
+them is traced, and an op stands for each other one until its ops are copied in: in the export with another number of
+samples, which tells sizes only, and in captures for other lengths of sequences, which run. This is done where a block
+cannot be traced otherwise than the one that was: its modules are of the same types, with equal parameters, buffers and
+settings; whatever attribute the forward has read of the one has the same value in the other; and both are called with
+tensors of the same shapes, types and aliases and with equal numbers. Where anything in the two programs does not fit
+afterwards, the model is exported in full. The known exception is state that nobody records, such as `next()` on a
+module-level counter in a block's forward: a copied block does not call it, so a difference at the
+other size is not seen.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +22,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, is_autocast_enabled, is_grad_enabled, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 
 from parplan.compat import HOOK_FIELDS, intercepted_modules, memory_of, pytree
 from parplan.graph.attributes.held_values import PLAIN
@@ -30,7 +32,7 @@ from parplan.graph.attributes.recording import Recorder
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.export.functionalise import rename_output
 
-__all__ = ["Block", "EqualBlocks", "UnequalBlocks", "equal_blocks"]
+__all__ = ["Block", "EarlierExport", "EqualBlocks", "UnequalBlocks", "equal_blocks"]
 
 # Equal blocks from which tracing one of them is worth the search.
 LEAST_COPIES = 3
@@ -72,8 +74,31 @@ class Block:
     kind: Hashable
 
 
-def equal_blocks(model: nn.Module, program: ExportedProgram) -> dict[nn.Module, Block]:
-    """The outermost modules of which several have the same structure and were traced to the same ops."""
+@dataclass
+class EarlierExport:
+    """The ops of an export in full, by which equal blocks are found when the same call comes with other sizes.
+
+    Attributes:
+        graph: before anything of it is changed; None as long as there is none.
+        inputs: of its signature.
+        unlike: a later export had other ops, so that no further one is tried.
+    """
+
+    graph: fx.Graph | None = None
+    inputs: Sequence[InputSpec] = ()
+    unlike: bool = False
+
+    def keep(self, program: ExportedProgram) -> None:
+        """Take a copy of an export's ops."""
+        self.graph, self.inputs = _copied(program.graph), program.graph_signature.input_specs
+
+
+def equal_blocks(model: nn.Module, graph: fx.Graph, inputs: Sequence[InputSpec]) -> dict[nn.Module, Block]:
+    """The outermost modules of which several have the same structure and were traced to the same ops.
+
+    Args:
+        graph, inputs: of an export in full, and of its signature.
+    """
     alike: dict[Hashable, list[str]] = defaultdict(list)
     kinds: dict[str, Hashable] = {}
     for path, module in model.named_modules():
@@ -85,14 +110,13 @@ def equal_blocks(model: nn.Module, program: ExportedProgram) -> dict[nn.Module, 
         inside = any(path[:at] in paths for at, letter in enumerate(path) if letter == ".")
         if len(alike[kind]) >= LEAST_COPIES and not inside:
             paths.add(path)
-    calls = [node for node in program.graph.nodes if node.op != "placeholder"]
+    calls = [node for node in graph.nodes if node.op != "placeholder"]
     places: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(calls):
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             if path in paths:
                 places[path].append(-1 if "@" in key else number)
-    specs = program.graph_signature.input_specs
-    constants = {spec.arg.name for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR}
+    constants = {spec.arg.name for spec in inputs if spec.kind is InputKind.CONSTANT_TENSOR}
     written = {memory_of_node(node) for node in calls if is_inplace(node) and is_tensor(node)}
     found: dict[str, Block] = {}
     for path, own in places.items():
@@ -204,6 +228,7 @@ class EqualBlocks:
         known = self._traced[block.kind, given]
         for traced in known:
             if recorder.reads_alike(traced.block.module, module):
+                recorder.read_like(traced.block.module, module)
                 return self._copy(traced, block, leaves)
         self._mark(block, block, _taken(block, leaves))
         result = plain(module, *args, **kwargs)
@@ -233,7 +258,7 @@ class EqualBlocks:
         return pytree.tree_unflatten(results, traced.spec)
 
     def fill_in(self, first: fx.Graph, program: ExportedProgram) -> None:
-        """Put the ops of copied blocks into a program.
+        """Put the ops of copied blocks into a program, whose ops get the names that an export in full gives them.
 
         Args:
             first: the graph of the export in full, in which the blocks were found.
@@ -264,7 +289,7 @@ class EqualBlocks:
                 one = next(ones, None)
                 if one is None:
                     raise UnequalBlocks
-                _match(one.op == node.op and (node.op != "call_function" or one.target == node.target))
+                _match(one.op == node.op and one.target == node.target)
                 _match([pairs[source] for source in one.all_input_nodes] == given)
                 pairs[one] = node
         _match(next(ones, None) is None)
@@ -275,6 +300,20 @@ class EqualBlocks:
             for user in list(mark.users):
                 graph.erase_node(user)
             graph.erase_node(mark)
+        named = {node.name: one.name for one, node in pairs.items()}
+        for spec in program.graph_signature.output_specs:
+            spec.arg.name = named.get(name := getattr(spec.arg, "name", ""), name)
+        for one, node in pairs.items():
+            node.name = one.name
+        program.graph_module.graph = _copied(graph)  # which knows these names as taken
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have the same names: fx gives those that are Python's (`input`) another one."""
+    made = copy.deepcopy(graph)
+    for node, twin in zip(graph.nodes, made.nodes, strict=True):
+        twin.name = node.name
+    return made
 
 
 def _copy_nodes(
@@ -334,7 +373,7 @@ def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
         for x in tensors
     )
     words = tuple(_tensor(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    modes = is_grad_enabled(), is_autocast_enabled("cpu"), is_autocast_enabled("cuda")  # torch's are being recorded
     return str(spec), words, aliases, modes
 
 

@@ -20,6 +20,7 @@ from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.surroundings import callers_modes
 from parplan.graph.capture.capture import capture
+from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.capture.number_graphs import computes_alike
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
@@ -69,6 +70,7 @@ class Captures:
         self._fixed: set[frozenset[str]] = set()  # numbers that no graph can take as inputs
         self._bound: set[Hashable] = set()  # kinds that are captured for every number of samples
         self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
+        self._exports: dict[Hashable, EarlierExport] = defaultdict(EarlierExport)  # by kinds that differ in sizes only
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
         self.planned: PlannedMemory | None = None
@@ -80,6 +82,7 @@ class Captures:
         self._fixed.clear()
         self._bound.clear()
         self._traced.clear()
+        self._exports.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
         self.programs.copies.clear()
@@ -211,9 +214,13 @@ class Captures:
 
     def _kind(self, call: ModelCall, training: bool) -> Hashable:
         """The facts that two calls which share a graph have in common."""
+        return (self._modes(training), call.signature)
+
+    def _modes(self, training: bool) -> Hashable:
+        """The modes that a graph is captured in."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         modes = (self._own.modes(training), torch.is_grad_enabled())
-        return (*modes, casts, self._own.trained, self._hooks.marks, call.signature)
+        return (*modes, casts, self._own.trained, self._hooks.marks)
 
     def _supposed_batch(self, call: ModelCall) -> int | None:
         """Samples over all processes if each that brings its own brings as many as this one."""
@@ -248,7 +255,10 @@ class Captures:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            graph = capture(self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers)
+            earlier = self._exports[self._modes(training), str(call.spec)]
+            graph = capture(
+                self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers, earlier=earlier
+            )
         if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)
         return graph

@@ -1,4 +1,4 @@
-"""Of equal blocks one is traced at the second number of samples: nothing of the capture differs from one in full."""
+"""Of equal blocks one is traced at other sizes than the first: nothing of the capture differs from one in full."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parplan.graph.capture import capture as module
 from parplan.graph.capture.capture import capture
+from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.layer_graph import LayerGraph
 
 BLOCKS, ODD, BATCH = 5, 3, 4
@@ -269,3 +270,90 @@ def test_the_capture_is_that_of_two_full_exports(name: str, monkeypatch: pytest.
     monkeypatch.setattr(module, "_from_equal_blocks", lambda *given: None)
     assert facts(found) == facts(capture(net, (torch.randn(BATCH, 8),)))
     assert traced == first + second
+
+
+def long_branch(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > SHORT else x
+
+
+def long_op(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x.neg() if x.shape[1] > SHORT else x.abs()
+
+
+def long_setting(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x * (block.scale if x.shape[1] > SHORT else 2.0)
+
+
+def scaled_by_length() -> Net:
+    net = Net(long_setting)
+    net.block(ODD).scale = 3.0
+    return net
+
+
+class NamedLikePythons(Net):
+    """Its argument has a name that fx gives to no node."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class OddWhenLong(Net):
+    """Longer sequences go through one block otherwise."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        given = (beside, x) if x.shape[1] > SHORT and index == ODD else (x, beside)
+        found: tuple[Tensor, Tensor] = block(*given)
+        return found
+
+
+SHORT, LONG = 5, 7
+EVERY = list(range(BLOCKS))
+# By name the model, and the blocks that are traced in the first export of longer sequences.
+LENGTHS: dict[str, tuple[Callable[[], Net], list[int]]] = {
+    "equal": (equal, [0]),
+    "kept results": (Kept, [0]),
+    "an input called input": (NamedLikePythons, [0]),
+    "constant": (constant, [0, ODD]),
+    "a further op": (lambda: Net(long_branch), [0, *EVERY]),
+    "another op": (lambda: Net(long_op), [0, *EVERY]),
+    "an attribute that shorter ones do not need": (lambda: Net(long_setting), [0]),
+    "the same, which differs": (scaled_by_length, [0, ODD]),
+    "wiring": (OddWhenLong, [0, *EVERY]),
+    **{name: (NETS[name][0], EVERY) for name in ("branch", "in place", "constant tensor", "hooks")},
+    **{name: (NETS[name][0], [0, ODD]) for name in ("setting", "size of a buffer", "frozen", "bound forward")},
+    **{name: (NETS[name][0], [0]) for name in ("dropout", "tied")},
+}
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_capture_of_longer_sequences_is_that_of_full_exports(name: str) -> None:
+    make, expected = LENGTHS[name]
+    torch.manual_seed(0)
+    net, earlier = make(), EarlierExport()
+    short, long = (torch.randn(BATCH, length, 8) for length in (SHORT, LONG))
+    capture(net, (short,), earlier=earlier)
+    TRACED.clear()
+    found = capture(net, (long,), earlier=earlier)
+    index = {id(block): number for number, block in enumerate(net.blocks)}
+    traced = [index[block] for block in TRACED]
+    full = capture(net, (long,))
+    assert facts(found) == facts(full)
+    assert {(e.path, str(e.key)) for e in found.reads.entries} == {(e.path, str(e.key)) for e in full.reads.entries}
+    assert traced[: len(expected)] == expected
+    assert earlier.unlike == (len(expected) > BLOCKS)
+    TRACED.clear()
+    capture(net, (short,), earlier=earlier)  # an export with other ops is looked for once
+    assert len(TRACED) <= len(traced)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda block: block.settings.update(shift=5), lambda block: setattr(block, "scale", 5.0)]
+)
+def test_an_attribute_of_a_copied_block_is_watched(change: Callable[[Block], None]) -> None:
+    net, earlier = Net(scaled), EarlierExport()
+    capture(net, (torch.randn(BATCH, SHORT, 8),), earlier=earlier)
+    graph = capture(net, (torch.randn(BATCH, LONG, 8),), earlier=earlier)
+    assert graph.reads.hold
+    change(net.block(ODD))
+    assert not graph.reads.hold
