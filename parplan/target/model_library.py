@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -103,14 +104,34 @@ def library_model(
             raise TargetError(f"{library} cannot be imported: {error}; pip install 'parplan[zoo]'") from error
         raise TargetError(f"{target} needs {library}, which is not installed: pip install 'parplan[zoo]'") from error
     except Exception as error:
-        raise TargetError(
-            f"{library} is installed and cannot be imported: {trouble(error, Path.cwd())}; install versions that fit "
-            f"torch {torch.__version__} (pip install 'parplan[zoo]')"
-        ) from error
+        raise _import_failure(target, library, error) from error
     wanted = _Wanted(target, batch or BATCH, sequence, kind or torch.float32, meta)
-    if library == "timm":
-        return _timm(module, name, wanted)
-    return _transformers(module, name, wanted, dtype is None)
+    try:
+        if library == "timm":
+            return _timm(module, name, wanted)
+        return _transformers(module, name, wanted, dtype is None)
+    except (ImportError, RuntimeError) as error:  # libraries import their parts where these are first asked for
+        if not isinstance(error, ImportError) and "import" not in str(error):
+            raise
+        raise _import_failure(target, library, error) from error
+
+
+def _import_failure(target: str, library: str, error: Exception) -> TargetError:
+    """The package whose import failed first, with its own words: libraries wrap these errors in theirs."""
+    first: BaseException = error
+    while before := first.__cause__ or (None if first.__suppress_context__ else first.__context__):
+        first = before
+    missing = first.name if isinstance(first, ModuleNotFoundError) else None
+    if missing is not None and missing.partition(".")[0] != library:
+        return TargetError(f"{target} needs {missing}, which is not installed; install it (pip install 'parplan[zoo]')")
+    inside = (str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in walk_tb(first.__traceback__))
+    package = [name for name in inside if name not in ("", "parplan", "importlib", "torch")] or [library]
+    needs = f"{target} needs {package[-1]}, which" if package[-1] != library else library
+    return TargetError(
+        f"{needs} is installed and cannot be imported: {trouble(first, Path.cwd())}; install a version of "
+        f"{package[-1]} that fits torch {torch.__version__} (pip install 'parplan[zoo]'), or uninstall it if nothing "
+        "needs it"
+    )
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

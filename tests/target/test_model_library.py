@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -163,3 +164,58 @@ def test_a_missing_library_is_named_with_what_installs_it(library: str, monkeypa
     monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     with pytest.raises(TargetError, match=rf"needs {library}, which is not installed: pip install 'parplan\[zoo\]'"):
         load(f"{library}:anything")
+
+
+class LazyLibrary(ModuleType):
+    """Imports what its models need where they are first asked for, and wraps errors, as transformers does."""
+
+    CONFIG_MAPPING = {"tiny": TinyConfig}  # noqa: RUF012
+    wrapping: type[Exception] = ModuleNotFoundError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            importlib.import_module("brokenvision")
+        except Exception as error:
+            raise self.wrapping(f"Could not import module {name!r}") from error
+
+
+@pytest.mark.parametrize("wrapping", [ModuleNotFoundError, RuntimeError])
+def test_a_package_that_fails_to_import_is_named_with_what_to_do(
+    wrapping: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "brokenvision.py").write_text("raise RuntimeError('operator nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lazy = LazyLibrary("transformers")
+    lazy.wrapping = wrapping
+    monkeypatch.setitem(sys.modules, "transformers", lazy)
+    words = (
+        r"^transformers:TinyLM needs brokenvision, which is installed and cannot be imported: .*RuntimeError: operator "
+        r"nms does not exist; install a version of brokenvision that fits torch"
+    )
+    with pytest.raises(TargetError, match=words):
+        load("transformers:TinyLM")
+
+
+def test_a_package_that_a_model_needs_and_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", LazyLibrary("transformers"))
+    with pytest.raises(TargetError, match="transformers:TinyLM needs brokenvision, which is not installed"):
+        load("transformers:TinyLM")
+
+
+def test_a_library_that_fails_to_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError('too old')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm")
+    with pytest.raises(TargetError, match=r"^timm is installed and cannot be imported: .*RuntimeError: too old"):
+        load("timm:resnet18")
+
+
+def test_a_failure_that_is_no_import_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> bool:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(sys.modules["timm"], "is_model", fail)
+    with pytest.raises(RuntimeError, match=r"^no such thing"):
+        load("timm:resnet18")
