@@ -4,7 +4,8 @@
 
 NAME is one of PRINTED (whole reports, compared line by line) or SOURCES (sentences); without any, those that take
 seconds and do not depend on the machine. `--from FOLDER` reads NAME.json of SOURCES there instead of running them.
-Exits with 1 and the differing lines and sentences if a document says something else.
+Exits with 1 and the differing lines and sentences if a document says something else. Commands that documents quote and
+of which no sentence is compared are listed: their figures are as old as the documents.
 """
 
 from __future__ import annotations
@@ -104,6 +105,21 @@ CLAIMS = (
 )
 
 
+_COMMAND = re.compile(r"python -m (benchmarks\.[a-z_]+)|(?:python|torchrun [^\n`]*?) (examples/[a-z_]+\.py)")
+
+
+def unchecked() -> dict[str, list[str]]:
+    """Commands that documents quote with no figure that is compared with what they print, and these documents."""
+    known = {f"benchmarks.{name}" for name in ("figures", *(claim.source for claim in CLAIMS))}
+    found: dict[str, list[str]] = {}
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for module, script in _COMMAND.findall(file.read_text(encoding="utf-8")):
+            command, document = module or script, file.relative_to(ROOT).as_posix()
+            if command not in known and document not in found.setdefault(command, []):
+                found[command].append(document)
+    return found
+
+
 def differences(source: str, found: Any) -> list[str]:
     """Sentences that the JSON of a source gives and that its documents do not have."""
     wrong = []
@@ -162,6 +178,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = figures(name) if args.folder is None else json.loads((args.folder / f"{name}.json").read_text())
         wrong += differences(name, found)
         print(f"{name}: {sum(claim.source == name for claim in CLAIMS)} figures checked", flush=True)
+    for command, documents in unchecked().items():
+        print(f"{command}: not checked, needs minutes and gives this machine's figures ({', '.join(documents)})")
+    for name in SOURCES.keys() - set(args.names or quick):
+        print(f"{name}: not checked this time, needs minutes (python -m benchmarks.figures {name})")
     print(*wrong, sep="\n")
     sys.exit(1 if wrong else 0)
 

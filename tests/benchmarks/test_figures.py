@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.figures import CLAIMS, PRINTED, ROOT, SOURCES, differences, reports_differ
+from benchmarks.figures import CLAIMS, PRINTED, ROOT, SOURCES, differences, main, reports_differ, unchecked
 
 PUBLISHED: dict[str, Any] = {"krizhevsky2014": {"2": 1.9929, "4": 3.9233, "8": 7.1906}}
 
@@ -42,3 +44,17 @@ def test_a_part_of_a_report_is_found_where_it_is_indented() -> None:
     block = text[text.index(part.start) :].partition("Each line")[0]
     assert reports_differ(part, f"before\n{block}\nAgainst other plans") == []
     assert reports_differ(part, f"before\n{block.replace('18.10', '18.11')}\nAgainst other plans") != []
+
+
+def test_commands_whose_figures_nothing_compares_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = unchecked()
+    assert {"benchmarks.prediction", "benchmarks.ddp", "benchmarks.fuzz", "examples/train_digits.py"} <= found.keys()
+    assert found.keys().isdisjoint({f"benchmarks.{claim.source}" for claim in CLAIMS})
+    (tmp_path / "published.json").write_text(json.dumps(PUBLISHED))
+    with pytest.raises(SystemExit) as ended:
+        main(["published", "--from", str(tmp_path)])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"{command}: not checked, needs minutes" in said for command in found)
+    assert "memory: not checked this time" in said
+    assert "published: not checked" not in said
