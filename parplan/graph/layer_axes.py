@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from math import gcd
 
@@ -18,73 +17,17 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
+from parplan.graph.axes.joint_axis import JointAxis, axis_units, completed, covered, sections_of
 from parplan.graph.axes.linear_ops import carried_terms, routed_terms
-from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Section
+from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Repeats, Section
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
 from parplan.graph.kinds import op_name
-from parplan.graph.layer_graph import Axis, Repeats
+from parplan.graph.layer_graph import Axis
 from parplan.layout import Sections
 
-__all__ = ["JointAxis", "LayerAxes", "Wanted", "axis_units", "joint_axes", "layer_axes", "sections_of"]
+__all__ = ["LayerAxes", "Wanted", "joint_axes", "layer_axes"]
 
 MAX_SECTIONS = 64  # of a tensor between layers: finer strides would move in too many pieces
-
-
-@dataclass
-class JointAxis:
-    """Dimensions of a layer's tensors that can only be cut together."""
-
-    dims: dict[str, int] = field(default_factory=dict)
-    outer: dict[str, int] = field(default_factory=dict)
-    cuts: set[Cut] = field(default_factory=set)
-    partial: set[str] = field(default_factory=set)
-    first_only: set[str] = field(default_factory=set)
-    names: list[str] = field(default_factory=list)
-    units: int = 0
-    crossed: set[str] = field(default_factory=set)  # tensors that have it twice
-    routed: set[str] = field(default_factory=set)  # lists of experts that rows are looked up by
-    sections: dict[str, set[Section]] = field(default_factory=dict)
-    wanted: bool = False  # by a layer that reads a value in sections
-    reader: str = ""  # name of the axis in a layer that reads a value cut along it
-    places: list[Place] = field(default_factory=list)
-    limits: dict[str, dict[Section | None, int]] = field(default_factory=dict)  # parts that neighbours share
-    repeats: dict[str, Repeats] = field(default_factory=dict)
-
-    @property
-    def open(self) -> bool:
-        """Whether nothing in the layer is in the way of cutting it."""
-        return Cut.BLOCKED not in self.cuts and not self.crossed
-
-    def plain(self, tensor: str) -> bool:
-        """Whether it is all of a dimension of `tensor`, neither behind another axis nor in sections."""
-        return self.outer.get(tensor) == 1 and tensor not in self.sections
-
-    def add(self, place: Place) -> None:
-        """Another place that belongs to it."""
-        self.places.append(place)
-        before = self.dims.get(place.tensor, place.dim), self.outer.get(place.tensor, place.outer)
-        is_known, in_sections = place.tensor in self.dims, place.tensor in self.sections
-        if before != (place.dim, place.outer) or (is_known and in_sections != (place.section is not None)):
-            self.crossed.add(place.tensor)
-        self.dims[place.tensor], self.outer[place.tensor] = place.dim, place.outer
-        if place.section is not None:
-            self.sections.setdefault(place.tensor, set()).add(place.section)
-
-    def take(self, other: JointAxis, limit: int = 0) -> None:
-        """Make another axis a part of it, of which neighbours share what more than `limit` shards would cut."""
-        self.cuts |= other.cuts
-        self.partial |= other.partial
-        self.first_only |= other.first_only
-        self.names += other.names
-        self.crossed |= other.crossed
-        self.wanted |= other.wanted
-        self.repeats |= other.repeats
-        self.routed |= other.routed
-        self.units = gcd(self.units, 0 if limit else other.units)
-        for place in other.places:
-            self.add(place)
-            if limit:
-                self.limits.setdefault(place.tensor, {})[place.section] = limit
 
 
 @dataclass(frozen=True)
@@ -132,7 +75,7 @@ def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] 
         joint[union[place]].cuts.add(Cut.BLOCKED)
     for place in union:
         joint[union[place]].add(place)
-    found = _sharing(axes, union, joint, sizes)
+    found = completed(_sharing(axes, union, joint, sizes), sizes)
     for one, places in demands:
         if one.limits:
             found.append(_limited(one, [joint[union[place]] for place in places]))
@@ -141,10 +84,7 @@ def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] 
             if places[0] in known.places:
                 known.wanted, known.reader = one.sections is not None, one.name
     for known in found:
-        for tensor, sections in known.sections.items():
-            ends = [0, *(end for s in sorted(sections, key=lambda s: s.start) for end in (s.start, s.stop))]
-            covered = ends[1::2] == ends[:-1:2] and ends[-1] == sizes[tensor][known.dims[tensor]]
-            known.crossed |= set() if covered else {tensor}
+        known.crossed |= {tensor for tensor in known.sections if not covered(known, tensor, sizes)}
         # Beside shared sections chunks are of other sizes, and neighbours would have to draw alike for these alone.
         chunks = {n.all_input_nodes[0].name for n in calls if op_name(n) in ("chunk", "split")}
         drawn = {n.name for n in calls if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
@@ -329,6 +269,7 @@ def layer_axes(
     for axis in joint:
         if axis.partial & taken and not axis.routed:
             axis.partial = carried_terms(nodes, axis.partial, axis.dims.keys(), outputs)
+    products = [{n.name, *(t.name for t in n.all_input_nodes)} for n in nodes if op_name(n) in _PRODUCTS]
     others: dict[str, Axis] = {}
     ranks: dict[str, tuple[bool, bool, int]] = {}
     for axis in joint:
@@ -344,7 +285,7 @@ def layer_axes(
         if usable and units > 1 and (axis.routed or axis.partial <= set(outputs)):
             if any(axis.dims.get(tensor) == 0 and len(sizes[tensor]) == 3 for tensor in fixed):
                 axis.names.append("experts")  # one matrix for each
-            named = _named(axis, units, kind, sizes, outputs)
+            named = _named(axis, units, kind, sizes, outputs, any(names <= axis.dims.keys() for names in products))
             if named is None:
                 continue
             # Of two axes with one name that is kept which a reader wants in sections, else one without, or the larger.
@@ -391,45 +332,18 @@ def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: shape_of(tensor) for tensor in tensors}
 
 
-def axis_units(axis: JointAxis, sizes: Mapping[str, tuple[int, ...]]) -> int:
-    """Greatest common divisor of its sizes, of every section, and of the limits of ops: shards must divide it.
-
-    Where neighbours share parts, the greatest number of which every divisor divides each limit, or is a multiple of it.
-    """
-    lengths = []
-    for tensor, dim in axis.dims.items():
-        limits = axis.limits.get(tensor, {})
-        sections = axis.sections.get(tensor, (None,))
-        whole = sizes[tensor][dim] // axis.outer[tensor]
-        lengths += [s.stop - s.start if s is not None else whole for s in sections if not limits.get(s)]
-    units = reduce(gcd, lengths, axis.units)
-    shared = {limit for limits in axis.limits.values() for limit in limits.values()}
-    if not shared:
-        return units
-    divisors = [number for number in range(1, units + 1) if units % number == 0]
-    fitting = {n for n in divisors if all(n % limit == 0 or limit % n == 0 for limit in shared)}
-    return max(n for n in divisors if all(d in fitting for d in divisors if n % d == 0))
-
-
-def sections_of(axis: JointAxis) -> dict[str, Sections]:
-    """How the dimensions of its tensors are cut in sections, for those that are."""
-    found: dict[str, Sections | None] = {}
-    for tensor, outer in axis.outer.items():
-        limits, sections = axis.limits.get(tensor, {}), sorted(axis.sections.get(tensor, ()), key=lambda s: s.start)
-        if sections:
-            found[tensor] = Sections.of([s.stop - s.start for s in sections], [limits.get(s, 0) for s in sections])
-        else:
-            found[tensor] = Sections.of((1,) * outer, (limits.get(None, 0),) * outer)
-    return {tensor: sections for tensor, sections in found.items() if sections is not None}
-
-
+_PRODUCTS = ("bmm", "einsum", "matmul", "scaled_dot_product_attention")
 _BY_RANK = {2: ("", "features"), 3: ("", "sequence", "features"), 4: ("", "channels"), 5: ("", "channels")}
 
 
 def _named(
-    axis: JointAxis, units: int, kind: str, sizes: Mapping[str, tuple[int, ...]], outputs: Sequence[str]
+    axis: JointAxis, units: int, kind: str, sizes: Mapping[str, tuple[int, ...]], outputs: Sequence[str], stacked: bool
 ) -> Axis | None:
-    """The axis with a name, or None for one nobody would cut (height and width of images)."""
+    """The axis with a name, or None for one nobody would cut (height and width of images).
+
+    Args:
+        stacked: a product has a matrix for each of its units, in both operands and the result.
+    """
     name = axis.names[0] if axis.names else ""
     if not name:
         tensor = next((t for t in outputs if t in axis.dims), next(iter(axis.dims)))
@@ -437,6 +351,7 @@ def _named(
         name = by_rank[axis.dims[tensor]] if axis.dims[tensor] < len(by_rank) else ""
         name = "heads" if name == "channels" and kind == "attention" else name
         name = axis.reader or name if name in ("", "channels") else name
+        name = name or ("heads" if stacked else "")
     if name in ("", "batch"):
         return None
     sets = frozenset(axis.partial), frozenset(axis.first_only)

@@ -20,11 +20,12 @@ from parplan.graph.attributes.containers import ContainerResults
 from parplan.graph.attributes.guards import Guards
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored
+from parplan.graph.axes.row_syntax import Repeats
 from parplan.graph.axes.sample_indices import SampleIndex
 from parplan.layout import Layout, Sections
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "Repeats", "TensorSpec", "Unplaced"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """A dimension along which each of `limit` parts is repeated: of more shards, each has a share of repetitions."""
-
-    dim: int
-    limit: int
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def local_args(graph: LayerGraph, part: LocalLayer, node: fx.Node) -> tuple[list
     args = list(node.args)
     if fix is not None:
         args = fix(node, args, lambda name: graph.values[name].shape, _LocalSizes(graph, part))
-    return args, dict(node.kwargs)
+    return args, {name: value for name, value in node.kwargs.items() if name != "output_size"}  # only a hint
 
 
 def _size_at(position: int) -> Fix:

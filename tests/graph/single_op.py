@@ -12,9 +12,10 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
+from parplan.graph.axes.joint_axis import JointAxis, axis_units, sections_of
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import is_tensor
-from parplan.graph.layer_axes import JointAxis, axis_units, joint_axes, sections_of
+from parplan.graph.layer_axes import joint_axes
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_module
 from parplan.layout import Grid, Layout, region

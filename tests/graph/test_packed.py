@@ -122,3 +122,53 @@ def test_a_sum_that_leaves_and_is_viewed_too_stays_a_sum() -> None:
         return Strategy(1, 4, "in-features", (0, 1, 2, 3)) if layer.axis("in-features") else Strategy()
 
     assert_same_numbers(graph, model, (x,), choose=widest)
+
+
+class _ScoresApart(nn.Module):
+    """GPT-1's attention: its scores and their product with the values are two layers, dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.drop, self.o = ConvolutionLike(16, 48), nn.Dropout(0.0), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(*x.shape[:2], 4, 4) for part in self.qkv(x).split(16, dim=2))
+        scores = torch.matmul(q.permute(0, 2, 1, 3), k.permute(0, 2, 3, 1)).softmax(dim=-1)
+        y = torch.matmul(self.drop(scores), v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
+        result: Tensor = self.o(y.reshape(*x.shape[:2], -1))
+        return result
+
+
+class _DepthwiseBeforeHeads(nn.Module):
+    """A gated delta net's: projections joined, a convolution of each channel, heads last but one in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.weight, self.o = nn.Parameter(torch.randn(48, 1, 2)), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        joined = torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1).transpose(1, 2)
+        mixed = nn.functional.conv1d(joined, self.weight, padding=1, groups=48)[:, :, :t]
+        q, k, v = (part.view(n, t, 4, 4) for part in torch.split(mixed.transpose(1, 2), [16, 16, 16], dim=-1))
+        q, k, v = (nn.functional.pad(part.transpose(1, 2), (0, 0, 0, 2)) for part in (q, k, v))
+        y = torch.matmul(torch.matmul(q, k.transpose(2, 3)).tril(), v)[:, :, :t].transpose(1, 2)
+        result: Tensor = self.o(y.contiguous().view(n, t, -1))
+        return result
+
+
+@pytest.mark.parametrize("kind", [_ScoresApart, _DepthwiseBeforeHeads])
+def test_products_are_cut_by_heads_wherever_their_projections_were_packed(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(3, 5, 16, dtype=torch.float64)
+    graph, cut = capture(model, (x,)), set[str]()
+
+    def by_heads(graph: LayerGraph, layer: Layer) -> Strategy:
+        found = [axis.name for axis in layer.axes if axis.name in ("heads", "groups", "features", "out-features")]
+        found = [name for name in found if (axis := layer.axis(name)) is not None and axis.units % 4 == 0]
+        cut.update([layer.name] if found else [])
+        return Strategy(1, 4, found[0], (0, 1, 2, 3)) if found else Strategy()
+
+    assert_same_numbers(graph, model, (x,), choose=by_heads)
+    assert cut >= {layer.name for layer in graph.layers.values() if layer.kind in ("attention", "conv")}

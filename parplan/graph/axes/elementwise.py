@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from parplan.graph.axes.call import Call, Row, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis
+from parplan.graph.kinds import op_name
 
 __all__ = [
-    "all_but", "along", "class_loss", "complex_view", "counted", "cross", "differences", "element_loss", "leading",
-    "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched", "similarity", "solved",
+    "all_but", "along", "class_loss", "columns", "complex_view", "counted", "cross", "differences", "element_loss",
+    "filled", "leading", "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched", "similarity",
+    "solved",
 ]  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def leading(kept: int) -> Row:
 
 def repeated(call: Call) -> tuple[OpAxis, ...]:
     """Every element several times along `dim`: neighbouring parts of the result may repeat the same element."""
-    if call["dim"] is None or call["output_size"] is not None:
+    if call["dim"] is None:
         return ()
     source, out, rank = call.tensors()[0].name, call.outputs[0], len(call.out_shape)
     repeated = call.dim(int(call["dim"]), rank)
@@ -152,6 +154,22 @@ def cross(call: Call) -> tuple[OpAxis, ...]:
     """Products of vectors along `dim`, element by element otherwise."""
     vectors = call.dim(int(call["dim"]), len(call.out_shape))
     return tuple(axis for axis in pointwise(call) if axis.dims[call.outputs[0]] != vectors)
+
+
+def columns(call: Call) -> tuple[OpAxis, ...]:
+    """Windows of images as columns [samples, channels * window, windows], or back: samples, and whole channels."""
+    source, out = call.tensors()[0], call.outputs[0]
+    image = source if op_name(call.node) == "im2col" else call.node
+    channel = len(shape_of(image)) - 3
+    samples = [OpAxis({source.name: 0, out: 0})] if channel else []
+    return (*samples, OpAxis({source.name: channel, out: channel}, name="channels", units=shape_of(image)[channel]))
+
+
+def filled(call: Call) -> tuple[OpAxis, ...]:
+    """A new tensor of one value: any dimension, by its size argument; a tensor it is modelled on is not read."""
+    made = [OpAxis({call.outputs[0]: dim}) for dim in range(len(call.out_shape))]
+    unread = [OpAxis({tensor.name: dim}) for tensor in call.tensors() for dim in range(len(shape_of(tensor)))]
+    return tuple(made + unread)
 
 
 # --- losses: samples map where nothing is averaged over them ---

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-__all__ = ["Cut", "OpAxis", "Place", "Section", "parse_row", "read_row"]
+__all__ = ["Cut", "OpAxis", "Place", "Repeats", "Section", "parse_row", "read_row"]
 
 
 class Cut(Enum):
@@ -48,6 +48,14 @@ class Place:
     def plain(self) -> bool:
         """Whether the axis is all of the dimension."""
         return self.outer == 1 and self.section is None
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A dimension along which each of `limit` parts is repeated: of more shards, each has a share of repetitions."""
+
+    dim: int
+    limit: int
 
 
 @dataclass(frozen=True)

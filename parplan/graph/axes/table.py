@@ -115,7 +115,7 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.scattered,
      "scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two"),
     (view_rows.index_written, "index_add index_copy index_fill.int_Scalar"),
-    (view_rows.columns, "col2im im2col"),
+    (rows.columns, "col2im im2col"),
     (view_rows.index_select, "index_select"),
     (view_rows.gathered, "gather"),
     (view_rows.slice_scattered, "slice_scatter"),
@@ -126,8 +126,8 @@ _ROWS: list[tuple[Row, str]] = [
     (view_rows.gated, "glu"),
     (view_rows.expand, "expand"),
     (view_rows.pad, "constant_pad_nd pad"),
-    (view_rows.filled, "empty.memory_format full new_empty new_full new_ones new_zeros ones rand randn zeros"),
-    (view_rows.filled, "randint randint.low"),
+    (rows.filled, "empty.memory_format full new_empty new_full new_ones new_zeros ones rand randn zeros"),
+    (rows.filled, "randint randint.low"),
 ]
 # fmt: on
 

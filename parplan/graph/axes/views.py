@@ -166,12 +166,17 @@ def reverse(call: Call) -> tuple[OpAxis, ...]:
 
 
 def join(call: Call) -> tuple[OpAxis, ...]:
-    """Concatenation: every dimension but the joined one."""
-    rank = len(call.out_shape)
+    """Concatenation: every dimension; the joined one has a section for each operand."""
+    rank, out = len(call.out_shape), call.outputs[0]
     if any(len(shape_of(tensor)) != rank for tensor in call.tensors()):
         return ()
-    names = [tensor.name for tensor in call.tensors()] + call.outputs
-    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in _others(call, rank))
+    names, joined = [*(tensor.name for tensor in call.tensors()), out], call.dim(int(call["dim"]), rank)
+    ends = list(accumulate((shape_of(operand)[joined] for operand in call["tensors"]), initial=0))
+    axes = [OpAxis(dict.fromkeys(names, dim)) for dim in _others(call, rank)]
+    for operand, section in zip(call["tensors"], map(Section, ends, ends[1:]), strict=True):
+        sections = {out: section} if section != Section(0, ends[-1]) else {}
+        axes += [OpAxis({operand.name: joined, out: joined}, sections=sections)] if section.stop > section.start else []
+    return tuple(axes)
 
 
 def _others(call: Call, rank: int) -> list[int]:
@@ -238,7 +243,7 @@ def _is_table(node: Any) -> bool:
 def put(call: Call) -> tuple[OpAxis, ...]:
     """`x[:, i] = values`: dimensions without an index, those that the values have in step with them.
 
-    `x[mask] = value`: every dimension, those of the mask in step with it, where one value is put everywhere.
+    `x[mask] = value`: every dimension, those of the mask in step with it, where the same is put everywhere.
     """
     source, indices, out = call.tensors()[0], call["indices"], call.outputs[0]
     places = [place for place, index in enumerate(indices) if index is not None]
@@ -253,14 +258,18 @@ def put(call: Call) -> tuple[OpAxis, ...]:
             wide = own >= 0 and shape_of(values)[own] == shape_of(source)[dim]
             axes.append(OpAxis({source.name: dim, out: dim} | ({values.name: own} if wide else {})))
         return tuple(axes) if len({source, values, *masks}) == 2 + len(masks) else ()
-    if len(masks) != 1 or masks[0].meta["val"].dtype is not torch.bool or call["values"].meta["val"].numel() != 1:
+    values, mask = call["values"], masks[0]
+    first, last = indices.index(mask), indices.index(mask) + len(shape_of(mask))
+    behind = len(shape_of(source)) - len(shape_of(values))  # dimension that the first one of the values goes with
+    everywhere = values.meta["val"].numel() == 1 or behind >= last
+    if len(masks) != 1 or mask.meta["val"].dtype is not torch.bool or not everywhere:
         return ()
-    first, mask = indices.index(masks[0]), masks[0]
-    covered = range(first, first + len(shape_of(mask)))
-    return tuple(
-        OpAxis({source.name: dim, out: dim} | ({mask.name: dim - first} if dim in covered else {}))
-        for dim in range(len(shape_of(source)))
-    )
+    axes = []
+    for dim, size in enumerate(shape_of(source)):
+        wide = dim >= max(behind, last) and size > 1 and shape_of(values)[dim - behind] == size
+        masked = {mask.name: dim - first} if first <= dim < last else {}
+        axes.append(OpAxis({source.name: dim, out: dim} | masked | ({values.name: dim - behind} if wide else {})))
+    return tuple(axes)
 
 
 def index_select(call: Call) -> tuple[OpAxis, ...]:
@@ -311,15 +320,6 @@ def index_written(call: Call) -> tuple[OpAxis, ...]:
         added = {str(call.name("index")): 0, written: call.dim(int(call["dim"]), rank)}
         axes.append(OpAxis(added, Cut.SUM, first_only=frozenset({source.name})))
     return tuple(axes)
-
-
-def columns(call: Call) -> tuple[OpAxis, ...]:
-    """Windows of images as columns [samples, channels * window, windows], or back: samples, and whole channels."""
-    source, out = call.tensors()[0], call.outputs[0]
-    image = source if op_name(call.node) == "im2col" else call.node
-    channel = len(shape_of(image)) - 3
-    samples = [OpAxis({source.name: 0, out: 0})] if channel else []
-    return (*samples, OpAxis({source.name: channel, out: channel}, name="channels", units=shape_of(image)[channel]))
 
 
 def slice_scattered(call: Call) -> tuple[OpAxis, ...]:
@@ -434,12 +434,7 @@ def expand(call: Call) -> tuple[OpAxis, ...]:
 
 
 def pad(call: Call) -> tuple[OpAxis, ...]:
-    """The leading dimensions, which are not padded."""
-    return same_dims(call, range(len(call.out_shape) - len(call["pad"]) // 2))
-
-
-def filled(call: Call) -> tuple[OpAxis, ...]:
-    """A new tensor of one value: any dimension, by its size argument; a tensor it is modelled on is not read."""
-    made = [OpAxis({call.outputs[0]: dim}) for dim in range(len(call.out_shape))]
-    unread = [OpAxis({tensor.name: dim}) for tensor in call.tensors() for dim in range(len(shape_of(tensor)))]
-    return tuple(made + unread)
+    """Dimensions that nothing is put before or behind."""
+    rank = len(call.out_shape)
+    padded = {rank - 1 - place // 2 for place, size in enumerate(call["pad"]) if size != 0}
+    return same_dims(call, sorted(set(range(rank)) - padded))

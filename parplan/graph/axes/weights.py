@@ -104,7 +104,9 @@ def convolution(call: Call) -> tuple[OpAxis, ...]:
         names = {"n": "batch", "o": "out-channels", "i": "in-channels"}
         return call.rows("n i+ s!.., o i+ k!.., o^ -> n o t!..", operands, names=names)
     names = {"n": "batch", "g": "groups"}
-    return call.rows("n g s!.., g i! k!.., g -> n g t!..", operands, names=names, units={"g": groups})
+    depthwise = groups == call.shape("input")[-call["weight"].meta["val"].dim() + 1] == call.shape("weight")[0]
+    units = {} if depthwise else {"g": groups}  # each channel is a group of its own
+    return call.rows("n g s!.., g i! k!.., g -> n g t!..", operands, names=names, units=units)
 
 
 def transposed_convolution(call: Call) -> tuple[OpAxis, ...]:

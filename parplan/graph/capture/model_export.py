@@ -23,9 +23,9 @@ from parplan.graph.attributes.containers import ContainerResults, returned_conta
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.axes.bags import join_bags
-from parplan.graph.axes.batched_lookup import gather_batched_lookups
 from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
+from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.plain_forms import plain_forms
 from parplan.graph.export.stand_ins import missing_devices, stand_ins

@@ -18,12 +18,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.graph.axes.call import is_inplace, memory_of_node
+from parplan.graph.axes.joint_axis import JointAxis
 from parplan.graph.axes.linear_ops import dependence
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import is_tensor, unknown_ops
 from parplan.graph.batch_changes import batch_changes
 from parplan.graph.export.functionalise import without_changes
-from parplan.graph.layer_axes import JointAxis, joint_axes
+from parplan.graph.layer_axes import joint_axes
 from parplan.graph.sites import Treatment
 
 __all__ = ["Followed", "FreeAxis", "follow"]
