@@ -5,13 +5,14 @@ that has hooks gets marks instead: ops that hand their tensors on unchanged, in 
 mark is a layer like any other; it can have replicas but no shards, so hooks see whole tensors of their own samples,
 however the module itself is cut. At run time the marks call the hooks (parplan/runtime/execution/module_hooks.py).
 
-Hooks that torch itself puts on modules (spectral_norm, prune) compute weights; those are traced as before.
+Hooks that torch itself puts on modules (spectral_norm, prune) compute weights, and hooks that a library puts on modules
+of its own collect parts of its result; those are traced.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from parplan.graph.attributes.stored_results import Template
 from parplan.graph.axes.row_syntax import OpAxis
 from parplan.graph.axes.table import OWN_ROWS, Call
 from parplan.graph.packed_sequences import Packed
+from parplan.graph.user_line import is_users
 
 __all__ = ["MARKS", "HookWatch", "Site", "Template", "is_torchs", "marked_hooks", "own_hooks", "without_hooks"]
 
@@ -84,9 +86,19 @@ class Site:
     outputs: Template | None = None
 
 
-def own_hooks(registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
-    """Hooks that are the user's, not torch's."""
-    return {key: hook for key, hook in registered.items() if not is_torchs(hook)}
+def own_hooks(module: nn.Module, registered: Mapping[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    """Hooks of `module` that are the user's, neither torch's nor of the installed library that the module is from.
+
+    A library's hooks on its own modules are a part of the forward (they collect hidden states for its result).
+    """
+    libraries = {kind.__module__.split(".")[0] for kind in type(module).__mro__}
+    return {key: hook for key, hook in registered.items() if not is_torchs(hook) and not _is_of(hook, libraries)}
+
+
+def _is_of(hook: Callable[..., Any], libraries: Set[str]) -> bool:
+    """Whether a hook is a function of one of these packages, and that is installed."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and hook.__module__.split(".")[0] in libraries and not is_users(code.co_filename)
 
 
 def is_torchs(code: Any) -> bool:
@@ -131,7 +143,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if any(_kinds(module)):
                 saved.append((module, {name: module.__dict__[name] for name in HOOK_FIELDS}))
-                own = {**own_hooks(module._forward_pre_hooks), **own_hooks(module._forward_hooks)}
+                own = {**own_hooks(module, module._forward_pre_hooks), **own_hooks(module, module._forward_hooks)}
                 for name, value in saved[-1][1].items():
                     if isinstance(value, dict):
                         kept = {} if "backward" in name else {k: hook for k, hook in value.items() if k not in own}
@@ -145,7 +157,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 def _kinds(module: nn.Module) -> tuple[bool, bool, bool]:
     """Whether it has hooks of the user's before its forward, behind it, and around its backward."""
     back = bool(module._backward_hooks or module._backward_pre_hooks)
-    return bool(own_hooks(module._forward_pre_hooks)), bool(own_hooks(module._forward_hooks)), back
+    return bool(own_hooks(module, module._forward_pre_hooks)), bool(own_hooks(module, module._forward_hooks)), back
 
 
 class _Marks:

@@ -93,7 +93,7 @@ class HookCalls:
         site = self._sites[visit.site]
         module, template = site.module, _known(site.inputs)
         args, kwargs = template.filled(inputs)
-        for key, hook in own_hooks(module._forward_pre_hooks).items():
+        for key, hook in own_hooks(module, module._forward_pre_hooks).items():
             if key in module._forward_pre_hooks_with_kwargs:
                 args, kwargs = _first(hook(module, args, kwargs), (args, kwargs))
             else:
@@ -112,7 +112,7 @@ class HookCalls:
         module, template = site.module, _known(site.outputs)
         args, kwargs = _known(site.inputs).filled(inputs)
         result = template.filled(outputs)
-        for key, hook in own_hooks(module._forward_hooks).items():
+        for key, hook in own_hooks(module, module._forward_hooks).items():
             named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
             result = _first(hook(module, args, *named, result), result)
         around = self._backward.pop(visit, None)
