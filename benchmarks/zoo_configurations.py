@@ -13,7 +13,7 @@ HEADS = (
 )  # fmt: skip
 
 SMALL = {
-    1: "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    1: "first_k_dense_replace num_dense_layers moe_layer_start_index n_group topk_group",
     2: """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers
         num_encoder_layers depth num_experts_per_tok moe_topk num_experts_per_token n_groups mamba_n_groups""",
     4: """num_attention_heads n_head num_heads n_heads mamba_n_heads mamba_num_heads encoder_attention_heads
