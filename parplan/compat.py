@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.modules import module
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
@@ -130,6 +131,10 @@ def lazy_code() -> Iterator[None]:
     plain = fx.GraphModule.recompile
 
     def recompile(self: fx.GraphModule) -> None:
+        if isinstance(self.graph._codegen, _PyTreeCodeGen):  # which decompositions read without a call
+            info = self.graph._codegen.pytree_info
+            self._in_spec, self._out_spec = info.in_spec, info.out_spec
+
         def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             plain(module)
             return module(*args, **kwargs)

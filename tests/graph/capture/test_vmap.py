@@ -39,3 +39,19 @@ def test_a_mask_made_by_vmap_is_planned_and_the_same(pins: dict[str, str]) -> No
     plan = parplan.analyze(MaskedBySegments(), call, gpus=2, gpu="k20", pins=pins).plan
     found = parplan.verify(MaskedBySegments(), call, plan=plan)
     assert found.passed, found.rows
+
+
+class MaskWithoutGradients(MaskedBySegments):
+    """The same, its mask made under `no_grad`, which the export keeps as a part of its own."""
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = torch.vmap(lambda own: (own > 0).sum() + 1.0)(segments)
+        result: Tensor = super().forward(tokens, segments) * scale[:, None, None]
+        return result
+
+
+def test_vmap_without_gradients_is_captured() -> None:
+    call = torch.randint(12, (6, 5)), torch.randint(2, (6, 5))
+    plan = parplan.analyze(MaskWithoutGradients(), call, gpus=2, gpu="k20").plan
+    assert parplan.verify(MaskWithoutGradients(), call, plan=plan).passed
