@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.search import context as case_module
 from parplan.planner.search import select as choosing
 from parplan.planner.search.context import Deadline
+from parplan.planner.search.select import ShapeSearch
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import Problem, Solution, Status
 from parplan.planner.solver.solve import solve
 from tests.planner.graphs import perceptron
@@ -71,3 +75,22 @@ def test_a_solve_that_its_limit_ended_is_told(limit_s: float, hit: bool) -> None
     deadline = Deadline(10.0)
     assert deadline.watched(solve(network(residual(4, seed=1), devices=4, seed=1), limit_s)).limited == hit
     assert deadline.hit == hit
+
+
+def test_on_many_devices_nothing_is_formulated_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that are left out are neither called covered nor above the bound."""
+    shapes = list[Shape]()
+    formulated = ShapeSearch.formulation
+
+    def formulation(self: ShapeSearch, shape: Shape, *rest: Any) -> Formulation | None:
+        shapes.append(shape)
+        return formulated(self, shape, *rest)
+
+    monkeypatch.setattr(ShapeSearch, "formulation", formulation)
+    graph, cluster = perceptron(), cluster_preset("k20", 16)
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=0.0))
+    assert {shape.passes for shape in shapes} == {1}
+    assert not any(shape.homes or shape.anywhere or shape.any_passes for shape in shapes)
+    assert decision.proof.status == "FEASIBLE"
+    assert set(decision.proof.covered) == {"gather"}
+    assert any("time limit of 0 s ended a search" in note for note in decision.notes)

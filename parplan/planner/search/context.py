@@ -45,6 +45,11 @@ class Deadline:
         """Seconds until the limit, 0 when it is over."""
         return max(0.0, self._until - now_s())
 
+    def over(self) -> bool:
+        """Whether no time is left for another search, which counts as one that the limit ended."""
+        self.hit = self.hit or self.left_s() <= 0
+        return self.left_s() <= 0
+
     def extend(self, seconds: float) -> None:
         """What is not a search, such as measuring layers, does not count."""
         self._until += seconds

@@ -114,7 +114,8 @@ class ShapeSearch(Formulations):
             run.with_equal_parts(self._shapes(schemes, pinned))
         else:
             run.attempts(self._shapes(schemes, pinned))
-        if case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1 and not pinned.periods:
+        anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
+        if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
             run.any_block()
         return run.found(begin)
 
@@ -197,12 +198,15 @@ class _Run:
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
         """Solve or refute shapes; gives the best plan so far.
 
-        On many devices all with passes are refuted at once, where even free transfers would not suffice.
+        On many devices one bound is for all with passes: it refutes them, or is that of those the time limit leaves out.
         """
-        refuted, asked_s = False, inf
+        refuted, asked_s, passes_s = False, inf, 0.0
         for shape in shapes:
             many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
-            if many and self.best is not None and not refuted and self.cutoff < asked_s:
+            if many and not refuted and self.cutoff < inf and self.case.deadline.over():
+                self.bound = min(self.bound, passes_s)
+                continue
+            if many and not refuted and self.cutoff < asked_s:
                 asked_s = self.cutoff
                 formulation = self.search.formulation(Shape(lanes=self.search.lanes, any_passes=True), 0.0, self.pinned)
                 limit_s = self.case.deadline.part_s(SHARE * self.part)
@@ -210,9 +214,9 @@ class _Run:
                 if formulation is not None:
                     found = solve(masked(formulation, self.pinned), limit_s, cutoff=self.cutoff)
                     refuted = self.case.deadline.watched(found).status is Status.INFEASIBLE
+                    passes_s = found.bound
                 self.covered += [PASSES] * refuted
-            # Passes hold as much memory as one pass: where no plan of that fits, none of theirs does.
-            known = self.first
+            known = self.first  # passes hold as much memory: where nothing fits in one pass, none of theirs does
             full = known is not None and known[0].shape.scheme is Scheme.GATHER and known[1].status is Status.INFEASIBLE
             if shape.passes == 1 or not (refuted or (full and self.limit_s == inf)):
                 self.attempt(shape)
@@ -379,7 +383,6 @@ class _Run:
             )
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
-        # Alone it takes what it takes; like readers were priced by what others might choose.
         alone, choice = formulated(best.plan, self.case.graph, self.case.cluster, self.case.costs)
         step_s = min(best.step_s, objective(alone.problem, choice))
         return Found(
