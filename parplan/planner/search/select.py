@@ -198,7 +198,7 @@ class _Run:
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
         """Solve or refute shapes; gives the best plan so far.
 
-        On many devices one bound is for all with passes: it refutes them, or is of those that the time limit leaves out.
+        On many devices one bound is for all with passes: it refutes them, or is of those that the limit leaves out.
         """
         refuted, asked_s, passes_s = False, inf, 0.0
         for shape in shapes:
