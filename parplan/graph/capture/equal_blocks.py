@@ -272,10 +272,10 @@ class EqualBlocks:
         ends = defaultdict[Block, list[list[fx.Node]]](list)  # of traced blocks: what they take, what they make
         ones, marks = iter(first.nodes), list[fx.Node]()
         for node in list(graph.nodes):
-            given = [results.get(source, source) for source in node.all_input_nodes]
+            given = node.all_input_nodes
             if node.target is torch.ops.parplan.equal_block.default:
                 marks.append(node)
-                listed = [results.get(source, source) for source in node.args[0]]
+                listed = list(node.args[0])
                 traced, block = self._copied[str(node.args[1])]
                 if traced is block:
                     ends[block].append(listed)
@@ -284,7 +284,9 @@ class EqualBlocks:
                     taken, made = ends[traced]
                     copies = _copy_nodes(graph, node, (traced, block), pairs, (taken, listed))
                     _match(copies.keys() >= set(made))
-                    results |= {user: copies[made[int(user.args[1])]] for user in node.users}
+                    for user in list(node.users):
+                        results[user] = copies[made[int(user.args[1])]]
+                        user.replace_all_uses_with(results[user])  # at once: blocks behind are copied, too
             elif node not in results:
                 one = next(ones, None)
                 if one is None:
@@ -294,7 +296,6 @@ class EqualBlocks:
                 pairs[one] = node
         _match(next(ones, None) is None)
         for old, new in results.items():
-            old.replace_all_uses_with(new)
             rename_output(program, old.name, new.name)
         for mark in reversed(marks):
             for user in list(mark.users):
