@@ -50,7 +50,7 @@ def test_the_comparison_alone_is_on_stdout(model: str, capsys: pytest.CaptureFix
 def test_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run-report", model, "--steps", "1", "--json", "-", "--optimizer", "rmsprop", "--batch", "4"]) == 0
     read = json.loads(capsys.readouterr().out)
-    assert "1 training steps of 4 samples" in read["title"]
+    assert "1 training step of 4 samples" in read["title"]
     *lines, step = read["lines"]
     both = ("measured_forward_s", "measured_backward_s")
     assert sum(line[key] for line in lines for key in both) == pytest.approx(step["measured_forward_s"], rel=1e-9)
