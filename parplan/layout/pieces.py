@@ -217,6 +217,8 @@ def in_place(
     places, dims = own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
     if (places < 0).any():
         return False
+    if dims and dims[-1] >= len(shape):  # layer profiles name dimensions without their sizes
+        return held == wanted
     cuts = _Cut.of(shape, held, held_rows), _Cut.of(shape, wanted, wanted_rows)
     if any(cut.held.shape[1] > 1 for cut in cuts):
         before, after = regions(shape, held, held_rows), regions(shape, wanted, wanted_rows)

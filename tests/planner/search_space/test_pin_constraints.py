@@ -282,7 +282,7 @@ def test_a_loss_takes_over_the_first_of_several_devices() -> None:
 def test_a_pin_of_a_loss_is_of_its_rows_and_not_of_their_mean() -> None:
     plan = decided(classifier(), cluster_preset(SLOW, 4), "loss=shards:2 replicas:2").plan
     assert (plan.layers["loss"].replicas, plan.layers["loss"].axis) == (2, "vocabulary")
-    assert plan.layers["loss.batch_mean"].devices == (0,)
+    assert len(plan.layers["loss.batch_mean"].devices) == 1
     with pytest.raises(PinError, match=r"loss\.batch_mean: its samples depend on each other"):
         decided(classifier(), cluster_preset(SLOW, 4), "loss.batch_mean=replicas:2")
 
