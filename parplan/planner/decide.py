@@ -250,7 +250,7 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
         notes.append(f"No layer can have replicas: {graph.model} works for {samples}, and not {reason}")
     if case.request.plan is None and case.deadline.hit:
         notes.append(
-            f"The time limit of {case.deadline.limit_s:g} s ended a search for this plan: with a longer --time-limit, "
-            "or on another machine, there may be another one."
+            f"The time limit of {case.deadline.limit_s:g} s ended a search: with a longer --time-limit, "
+            "or on another machine, the plan may be another one."
         )
     return [*notes, *memory_excess(case.cluster, step)]

@@ -172,7 +172,7 @@ def test_one_device_that_is_faster_is_not_denied_by_the_proof() -> None:
     one, *others = decision.baselines
     faster = replace(one, step_s=decision.prediction.step_s / 2)
     words = " ".join(printed(replace(decision, baselines=(faster, *others)), 100).split())
-    assert "no plan of this model that gives results back to all 4 devices is faster" in words
+    assert "no plan of this model that hands the model's results to all 4 devices is faster" in words
 
 
 def test_too_much_memory_is_said() -> None:

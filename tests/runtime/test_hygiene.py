@@ -44,7 +44,7 @@ def test_fifty_steps_leave_no_tensor_behind() -> None:
         model(images())  # a forward that is never followed by its backward
         if step in (4, 49):
             counts.append(live_tensors())
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]  # tensors of tests before this one may go
 
 
 class Weighed(nn.Module):

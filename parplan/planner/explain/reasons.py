@@ -44,7 +44,7 @@ def with_reasons(
     def reason(name: str, found: Sequence[Alternative]) -> str:
         if not found:
             why = only_way(graph.layers[name])
-            return f"plans in {passes} passes leave it no other way" if passes > 1 and why == NO_OTHER_WAY else why
+            return f"no other split of it is legal in {passes} passes" if passes > 1 and why == NO_OTHER_WAY else why
         best = next((one for one in found if one.fits), None)
         if best is None:
             return "every other way needs more memory than there is"

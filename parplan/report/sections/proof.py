@@ -105,7 +105,7 @@ def conditions(decision: Decision) -> list[str]:
     if in_passes and Scheme.GATHER.value not in covered:
         wants.append("keeps the scheme that was asked for")
     if decision.speedup is not None and decision.speedup < 1:
-        wants.append(f"gives results back to {units.all_devices(decision.cluster.count)}")
+        wants.append(f"hands the model's results to {units.all_devices(decision.cluster.count)}")
     if decision.branches and BRANCHES not in covered:
         some = "runs branches at the same time on blocks of the first devices, or one after another"
         wants.append(some if SOME_BRANCHES in covered else "runs its branches one after another")

@@ -29,7 +29,7 @@ def test_when_weights_are_updated(period: int | None, words: str) -> None:
 
 def test_a_reason_that_many_lines_have_is_said_once() -> None:
     decision = alexnet()
-    why = "plans in 4 passes leave it no other way"
+    why = "no other split of it is legal in 4 passes"
     layers = tuple(replace(layer, why=why) if layer.strategy.replicas > 1 else layer for layer in decision.layers)
     lines = sum(layer.strategy.replicas > 1 for layer in layers)
     text = printed(replace(decision, layers=layers), 80, detail=Detail.FULL)
