@@ -26,6 +26,7 @@ def one() -> Iterator[Workers]:
         yield workers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seeds", [range(FIRST, FIRST + 2), pytest.param(range(FIRST + 2, FIRST + ALONE), marks=pytest.mark.full)]
 )

@@ -140,6 +140,7 @@ def test_crossover_moves_with_bandwidth_as_arithmetic_says() -> None:
     assert quarter == pytest.approx(analytic(2), rel=0.03)
 
 
+@pytest.mark.full
 def test_hidden_reductions_move_the_crossover_down() -> None:
     after, half, hidden = (crossover(paper(overlap=share), 4) or 0 for share in (0.0, 0.5, 1.0))
     assert 0 < hidden < half < after
@@ -161,6 +162,7 @@ def test_another_batch_is_priced_as_if_captured_at_it() -> None:
         assert steps[0] == steps[1]
 
 
+@pytest.mark.full
 def test_figures_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

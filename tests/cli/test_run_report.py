@@ -57,6 +57,7 @@ def test_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert {line["label"] for line in lines} >= {"0", "1", "2", "update", "runtime"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [False, True], ids=["one process", "processes"])
 def test_the_trace_has_predicted_and_measured_of_every_device(model: str, processes: bool) -> None:
     command = ["run-report", model, "--devices", "2", "--steps", "2", "--trace", "step.json"]

@@ -100,7 +100,7 @@ def test_verifies(folder: Path, name: str) -> None:
     assert checked.plan.devices == found.gpus
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(folder: Path, name: str) -> None:
     """Training on logical CPU devices tells two kinds of images apart, and predictions come without labels."""

@@ -134,6 +134,7 @@ def test_at_16_times_the_batch_nothing_is_sharded(gpus: int) -> None:
     assert plain.step_s == pytest.approx(on_paper(MANY, gpus).prediction.step_s, rel=0.001)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("each", [pytest.param(FEW, marks=pytest.mark.full), MANY])
 def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
     file = load_cluster(ISLANDS)
@@ -335,6 +336,7 @@ def test_wider_layers_move_towards_shards(gpus: int, side: int, each: int) -> No
     assert found[0] > found[-1] == 1
 
 
+@pytest.mark.full
 @settings(max_examples=6)
 @given(DEVICES, st.integers(2, 8), st.floats(1.2, 1.8))
 def test_faster_links_move_towards_replicas_until_what_can_hide_does(devices: int, channels: int, share: float) -> None:

@@ -116,6 +116,7 @@ def test_a_pin_may_ask_for_unequal_parts() -> None:
         decided(perceptron(), 6, "0=replicas:5", kind="k20", rules="strict")
 
 
+@pytest.mark.full
 def test_a_pin_that_leaves_nothing_else_has_unequal_parts() -> None:
     """ReLU of 48 features on five devices: neither samples nor features divide."""
     decision = decided(perceptron(), 6, "1=gpu:0,1,2,3,4", kind="k20")

@@ -52,6 +52,7 @@ def test_nothing_moves_between_projections_and_their_attention(name: str) -> Non
     assert moved.isdisjoint(attention.inputs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [

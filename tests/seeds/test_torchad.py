@@ -40,6 +40,7 @@ def off(line: str) -> float:
     return float(line.removesuffix(" off").rpartition(" ")[2])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("way", "each"), [("one process", 1440), pytest.param("torchrun", 720, marks=pytest.mark.full)]
 )

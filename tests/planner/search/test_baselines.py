@@ -37,6 +37,7 @@ class Blocks(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_repeated_blocks_count_as_often_as_they_are_there() -> None:
     graph, cluster = capture(Blocks(), (torch.randn(32, 32),)), cluster_preset("k20", 2)
     costs = RooflineCosts(graph, cluster)

@@ -152,6 +152,7 @@ def test_the_two_towers_of_2012_are_four_phases_between_their_crossings() -> Non
     ]
 
 
+@pytest.mark.full
 def test_a_residual_network_branches_where_its_shortcuts_have_layers() -> None:
     net, inputs = resnet50.small()
     found = sections(capture(net, inputs))

@@ -82,6 +82,7 @@ def test_nothing_is_spent_on_models_without_branches(graph) -> None:  # type: ig
     assert decided(graph(), cluster_preset("k20", 4)).branches is None
 
 
+@pytest.mark.full
 def test_alexnet_has_no_branches() -> None:
     net, inputs = alexnet.small()
     assert decided(capture(net, inputs), cluster_preset("k20", 4)).branches is None

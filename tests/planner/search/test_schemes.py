@@ -36,6 +36,7 @@ def decided(graph: LayerGraph, cluster: Cluster, scheme: str = "auto", plan: Pla
     return decided_once(graph, cluster, request)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpus", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_papers_plan_is_found_and_run_in_passes(gpus: int) -> None:
     graph, cluster = alexnet(128 * gpus), cluster_preset("k20", gpus)
@@ -74,6 +75,7 @@ def narrowing(draw: st.DrawFn) -> Plan:
     return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, layers)
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(narrowing(), st.sampled_from([None, "10gbe"]))
 def test_the_fastest_scheme_is_no_slower_than_any_other_legal_one(plan: Plan, link: str | None) -> None:
@@ -178,6 +180,7 @@ def test_schemes_that_cannot_be_asked_for(scheme: str, given: Scheme | None, mes
         decided(alexnet(512), cluster_preset("k20", 4), scheme, plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE])
 def test_a_scheme_that_is_asked_for_is_not_left_for_a_faster_one(scheme: Scheme) -> None:
     """Fast links hide nothing behind passes: gather is faster here, and only plans of one replica count go without."""

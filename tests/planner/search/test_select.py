@@ -139,7 +139,7 @@ def recurrent(count: int, batch: int = 1, steps: int = 16) -> LayerGraph:
     return capture(net, (inputs,))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpu", "link", "batch"), [
     ("k20", None, 1), ("v100-sxm2", None, 1), ("h100-sxm", None, 1), ("v100-pcie", None, 4), ("k20", None, 16),
 ])  # fmt: skip
@@ -194,6 +194,7 @@ def test_a_plan_that_does_not_fit_with_its_transfers_is_not_taken(monkeypatch: p
     assert other.proof.bound <= first.prediction.step_s
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["auto", "gather"])
 def test_an_estimate_is_the_step_of_the_plan_that_is_taken(scheme: str) -> None:
     graph, cluster, costs = alexnet_on(4)

@@ -256,6 +256,7 @@ def devices_of(decision: Decision) -> dict[str, tuple[int, ...]]:
     return {name: strategy.devices for name, strategy in decision.plan.layers.items()}
 
 
+@pytest.mark.full
 def test_devices_are_inherited_from_the_first_input_until_pinned_otherwise() -> None:
     found = devices_of(decided(branches(), cluster_preset(SLOW, 4), "left=gpu:3,1", "right=gpu:2", "out=gpu:0,2"))
     assert found == {"left": (3, 1), "right": (2,), "add": (3, 1), "out": (0, 2)}
@@ -271,6 +272,7 @@ def test_only_pinned_devices_are_inherited() -> None:
     assert free.pins is None
 
 
+@pytest.mark.full
 def test_a_loss_takes_over_the_first_of_several_devices() -> None:
     decision = decided(classifier(), cluster_preset(SLOW, 4), "fc=gpu:2,3")
     assert decision.plan.layers["loss"].devices == (2, 3)
@@ -437,6 +439,7 @@ def test_a_pin_without_which_the_others_cannot_be_kept_has_no_price() -> None:
     assert "(R6)" in last.why_not
 
 
+@pytest.mark.full
 def test_a_pinned_plan_is_legal_for_the_verifier_and_breaks_without_its_devices() -> None:
     graph, cluster = perceptron(), cluster_preset(SLOW, 4)
     plan = decided(graph, cluster, "0=gpu:3,1 shards:2").plan

@@ -81,6 +81,7 @@ def _placed(seed: int) -> Problem:
     return Problem(tuple(nodes), tuple(edges), maxima=tuple(maxima))
 
 
+@pytest.mark.full
 def test_branching_on_what_others_follow_agrees_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     branched, branch = 0, solver._Run.branch
 

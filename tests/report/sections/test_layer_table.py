@@ -33,5 +33,5 @@ def test_a_reason_that_many_lines_have_is_said_once() -> None:
     layers = tuple(replace(layer, why=why) if layer.strategy.replicas > 1 else layer for layer in decision.layers)
     lines = sum(layer.strategy.replicas > 1 for layer in layers)
     text = printed(replace(decision, layers=layers), 80, detail=Detail.FULL)
-    assert text.count("plans in 4 passes") == 1
+    assert text.count("legal in 4 passes") == 1
     assert f"{why}; so for the next {lines - 1} lines" in text
