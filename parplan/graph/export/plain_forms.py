@@ -23,7 +23,7 @@ def plain_forms(graph: fx.Graph) -> None:
         if node.target is aten.cat.default:
             tensors = node.args[0]
             # torch skips tensors of shape [0] in a concatenation, whatever the rank of the others.
-            kept = [tensor for tensor in tensors if shape_of(tensor) != (0,)]
+            kept = [tensor for tensor in tensors if _sizes(tensor) != [0]]
             if (
                 not kept
                 or len(kept) == len(tensors)
@@ -37,7 +37,12 @@ def plain_forms(graph: fx.Graph) -> None:
         elif node.target is aten.repeat.default:
             source, repeats = node.args
             lead = len(repeats) - len(shape_of(source))
-            once = all(n == 1 or dim < lead or shape_of(source)[dim - lead] == 1 for dim, n in enumerate(repeats))
+            once = all(n == 1 or dim < lead or _sizes(source)[dim - lead] == 1 for dim, n in enumerate(repeats))
             # An expansion shares memory along what it repeats, which nobody may write.
             if once and memory_of_node(node) not in written:
                 node.target, node.args = aten.expand.default, (source, list(shape_of(node)))
+
+
+def _sizes(node: fx.Node) -> list[int | None]:
+    """A tensor's shape, with None for sizes that depend on values: comparing those raises."""
+    return [size if isinstance(size, int) else None for size in shape_of(node)]
