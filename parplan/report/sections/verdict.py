@@ -135,7 +135,7 @@ def kind_of_plan(decision: Decision) -> str:
     elif most_replicas * most_shards > 1:
         parts = [f"{next(iter(ways))} of every layer{' with weights' if layers[0].parameters else ''}"]
     if decision.passes is not None and decision.passes.count > 1:
-        kind += f" in {decision.passes.count} passes"
+        kind += f" in {decision.passes.count} passes over parts of the batch"
     if decision.branches is not None and decision.branches.phases:
         kind += " with branches at the same time"
     return ": ".join([kind, ", ".join(parts)] if parts else [kind])
