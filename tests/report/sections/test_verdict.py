@@ -62,7 +62,7 @@ def test_passes_and_branches_are_named() -> None:
     branches = ConcurrentBranches((Phase((), 0.1),))
     kind = kind_of_plan(replace(alexnet(), passes=passes, branches=branches))
     assert kind.startswith(
-        "a hybrid of data and model parallel in 4 passes over parts of the batch with branches at the same time: 4 replicas of"
+        "a hybrid of data and model parallel in 4 passes over parts of the batch with branches at the same time: "
     )
 
 
