@@ -36,11 +36,13 @@ def planned(name: str, gpus: int, cores: int, seed: int, path: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.full
+CASES = [("mlp", 7), ("alexnet", 5), ("two_tower", 2), ("two_tower", 6), ("vgg16", 8)]
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "gpus"),
-    [("examples/alexnet.profile", 4), ("mlp", 7), ("alexnet", 5), ("two_tower", 2), ("two_tower", 6), ("vgg16", 8)],
+    [("examples/alexnet.profile", 4), *(pytest.param(*case, marks=pytest.mark.full) for case in CASES)],
 )
 def test_the_plan_does_not_depend_on_cores_threads_or_hash_seeds(name: str, gpus: int, tmp_path: Path) -> None:
     plans = {planned(name, gpus, cores, seed, tmp_path / f"{cores}.json") for seed, cores in enumerate((1, 2, 4, 8))}

@@ -119,7 +119,7 @@ RANGES = {
     "interleave, chains on all devices": (Scheme.INTERLEAVE, "all devices", True, -0.001, 0.1),
     "interleave, rows on all devices": (Scheme.INTERLEAVE, "all devices", False, -0.001, 0.25),
     "interleave, narrower": (Scheme.INTERLEAVE, "nested", None, -0.15, 0.6),
-    "broadcast, all devices": (Scheme.BROADCAST, "all devices", None, -0.4, 0.25),
+    "broadcast, all devices": (Scheme.BROADCAST, "all devices", None, -0.5, 0.3),
     "one pass, rows, narrower": (Scheme.GATHER, "nested", False, -0.2, 1e-6),
     "one pass, rows, any blocks": (Scheme.GATHER, "any blocks", False, -0.2, 0.02),
     "branches at the same time": (Scheme.GATHER, "branches", False, -0.15, 0.2),
