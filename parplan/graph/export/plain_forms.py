@@ -6,6 +6,8 @@ x[None].repeat(n, 1)     x[None].expand(n, -1): laid out once per sample, whatev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -45,4 +47,5 @@ def plain_forms(graph: fx.Graph) -> None:
 
 def _sizes(node: fx.Node) -> list[int | None]:
     """A tensor's shape, with None for sizes that depend on values: comparing those raises."""
-    return [size if isinstance(size, int) else None for size in shape_of(node)]
+    sizes: Iterable[int | torch.SymInt] = shape_of(node)
+    return [size if isinstance(size, int) else None for size in sizes]
