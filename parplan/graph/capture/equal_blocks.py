@@ -272,7 +272,6 @@ class EqualBlocks:
         ends = defaultdict[Block, list[list[fx.Node]]](list)  # of traced blocks: what they take, what they make
         ones, marks = iter(first.nodes), list[fx.Node]()
         for node in list(graph.nodes):
-            given = node.all_input_nodes
             if node.target is torch.ops.parplan.equal_block.default:
                 marks.append(node)
                 listed = list(node.args[0])
@@ -292,7 +291,7 @@ class EqualBlocks:
                 if one is None:
                     raise UnequalBlocks
                 _match(one.op == node.op and one.target == node.target)
-                _match([pairs[source] for source in one.all_input_nodes] == given)
+                _match([pairs[source] for source in one.all_input_nodes] == node.all_input_nodes)
                 pairs[one] = node
         _match(next(ones, None) is None)
         for old, new in results.items():

@@ -125,6 +125,16 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[LayerGraph]:
     return found
 
 
+def check_results(plain: nn.Module, model: Compiled, x: Tensor) -> None:
+    """Results are equal; both models have the gradients of this call alone afterwards."""
+    plain.zero_grad()
+    model.zero_grad()
+    wanted, found = plain(x), model(x)
+    torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
+    for result in (wanted, found):
+        result.square().sum().backward()
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> None:
@@ -132,13 +142,7 @@ def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> 
     for plan in ("data parallel", "model parallel", "mixed"):
         model = Compiled(copy.deepcopy(plain), partial(plan_by, plan, 2), devices=["cpu"] * 2, check="off")
         for count in (4, 6, 2, 3):
-            x = samples(count)
-            plain.zero_grad()
-            model.zero_grad()
-            wanted, found = plain(x), model(x)
-            torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
-            for result in (wanted, found):
-                result.square().sum().backward()
+            check_results(plain, model, samples(count))
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad, rtol=CLOSE, atol=CLOSE)
     assert len(traced) == 3
@@ -220,13 +224,7 @@ def test_numbers_that_follow_the_batch_are_those_of_the_batch(
     plain = Net(idiom).double()
     model = Compiled(copy.deepcopy(plain), partial(plan_by, plan, 2), devices=["cpu"] * 2, check="off")
     for count in batches:
-        x = samples(count)
-        plain.zero_grad()
-        model.zero_grad()
-        wanted, found = plain(x), model(x)
-        torch.testing.assert_close(found, wanted, rtol=CLOSE, atol=CLOSE)
-        for result in (wanted, found):
-            result.square().sum().backward()
+        check_results(plain, model, samples(count))
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             grads = [torch.zeros_like(p) if one.grad is None else one.grad for one in (p, q)]
             torch.testing.assert_close(grads[1], grads[0], rtol=CLOSE, atol=CLOSE)
