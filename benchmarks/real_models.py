@@ -20,7 +20,6 @@ import argparse
 import json
 import random
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 import parplan
 from benchmarks.real_model_configs import MODELS, Subject
-from benchmarks.training import TOLERANCE, Outcome, Verdict
+from benchmarks.training import TOLERANCE, Outcome, Verdict, in_float64
 from benchmarks.workers import Workers
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph
 from parplan.plan import Plan, Strategy
@@ -170,36 +169,31 @@ def difference(found: Tensor, plain: Tensor, rank: Rank) -> float:
 
 def run_case(rank: int, ranks: int, subject: Subject, kind: str) -> Outcome:
     """Train one model under one kind of plan, as one rank of a group, and compare; the outcome's text is JSON."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+
+    def compared() -> Outcome:
         with double_casts():
             plain = train(subject.build(), subject, Rank())
             net = subject.build()
             model = parplan.compile(net) if kind == "solver" else Compiled(net, planner(kind, ranks), check="off")
             mine = Rank(rank, ranks)
             found = train(model, subject, mine)
-    except parplan.ParplanError as error:
-        return Outcome(Verdict.REFUSED, f"{type(error).__name__}: {error}")
-    except Exception:
-        return Outcome(Verdict.CRASHED, traceback.format_exc())
-    finally:
-        torch.set_default_dtype(before)
-    missing = [key for key in [*plain, *found] if (key in plain) != (key in found)]
-    off = {key: difference(value, plain[key], mine) for key, value in found.items() if key in plain}
-    worst = max(off, key=lambda key: off[key])
-    assert model.graph is not None
-    assert model.plan is not None
-    facts = {
-        "difference": off[worst],
-        "worst": worst,
-        "wrong": [f"{key}: {value:.1e}" for key, value in off.items() if value > TOLERANCE][:8],
-        "missing": missing[:8],
-        "compared": len(off),
-        "kinds": Counter(of_kind(model.graph.layers[n], own) for n, own in model.plan.layers.items()),
-    }
-    right = not missing and off[worst] <= TOLERANCE
-    return Outcome(Verdict.RIGHT if right else Verdict.WRONG, json.dumps(facts))
+        missing = [key for key in [*plain, *found] if (key in plain) != (key in found)]
+        off = {key: difference(value, plain[key], mine) for key, value in found.items() if key in plain}
+        worst = max(off, key=lambda key: off[key])
+        assert model.graph is not None
+        assert model.plan is not None
+        facts = {
+            "difference": off[worst],
+            "worst": worst,
+            "wrong": [f"{key}: {value:.1e}" for key, value in off.items() if value > TOLERANCE][:8],
+            "missing": missing[:8],
+            "compared": len(off),
+            "kinds": Counter(of_kind(model.graph.layers[n], own) for n, own in model.plan.layers.items()),
+        }
+        right = not missing and off[worst] <= TOLERANCE
+        return Outcome(Verdict.RIGHT if right else Verdict.WRONG, json.dumps(facts))
+
+    return in_float64(compared)
 
 
 def of_kind(layer: Layer, strategy: Strategy) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import parplan
 
-__all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "judge", "worst"]
+__all__ = ["TOLERANCE", "Outcome", "Run", "Script", "Verdict", "compare", "in_float64", "judge", "worst"]
 
 TOLERANCE = 1e-9  # relative, float64
 WITH_WEIGHTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
@@ -225,23 +225,32 @@ def _difference(value: Any, plain: Any, tolerance: float) -> Sequence[str]:
     return [] if off <= tolerance * scale else [f"{off / scale:.1e} off"]
 
 
-def judge(script: Script, run: Run, tolerance: float = TOLERANCE) -> Outcome:
-    """Run a script compiled and plain, in float64, and compare."""
+def in_float64(run: Callable[[], Outcome]) -> Outcome:
+    """The outcome of a run whose tensors are float64 by default; what it raises is an outcome, too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        plain = Run(seed=run.seed)
-        script(plain)
-        run.__post_init__()  # both start from the same random numbers
-        script(run)
-        lines = compare(run, plain, tolerance)
+        return run()
     except parplan.ParplanError as error:
         return Outcome(Verdict.REFUSED, f"{type(error).__name__}: {error}")
     except Exception:
         return Outcome(Verdict.CRASHED, traceback.format_exc())
     finally:
         torch.set_default_dtype(before)
-    return Outcome(Verdict.WRONG, "\n".join([*lines[:8], *run.plans])) if lines else Outcome(Verdict.RIGHT)
+
+
+def judge(script: Script, run: Run, tolerance: float = TOLERANCE) -> Outcome:
+    """Run a script compiled and plain, in float64, and compare."""
+
+    def compared() -> Outcome:
+        plain = Run(seed=run.seed)
+        script(plain)
+        run.__post_init__()  # both start from the same random numbers
+        script(run)
+        lines = compare(run, plain, tolerance)
+        return Outcome(Verdict.WRONG, "\n".join([*lines[:8], *run.plans])) if lines else Outcome(Verdict.RIGHT)
+
+    return in_float64(compared)
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
