@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,9 @@ from parplan.graph.repeated import Fold
 from parplan.layout import Layout
 from parplan.lowering.stages import Stage, Stages, keeps_apart
 from parplan.lowering.step_setting import StepSetting
-from parplan.plan import Scheme, Strategy
+from parplan.plan import Scheme
 from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
-from parplan.planner.search_space.shape import Shape, role_allowed
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.step_time import EdgeParts
 from parplan.planner.solver.problem import FloatArray
 
@@ -110,11 +109,9 @@ def _edge(
     """Seconds of the values on one edge, by how each pair of roles moves them (lowering/placement.py)."""
     given_in = np.array([option.role is Stage.PASSES for option in options])[:, None]
     wanted_in = np.array([role is Stage.PASSES for role in roles])[None, :]
-    allowed = np.zeros((len(options), len(roles)))
-    for one, other in product(Stage, Stage):
-        if not role_allowed(one, other):
-            given_so, wanted_so = [option.role is one for option in options], [role is other for role in roles]
-            allowed[np.ix_(given_so, wanted_so)] = np.inf
+    order = list(Stage)  # no layer feeds one in an earlier role
+    given_at, wanted_at = ([order.index(role) for role in own] for own in ([o.role for o in options], roles))
+    allowed = np.where(np.greater.outer(given_at, wanted_at), np.inf, 0.0)
     zero = np.zeros(allowed.shape)
     once, within, inwards, outwards = [zero, zero], [zero, zero], [zero, zero], [zero, zero]
     for value, layouts in wanted.items():
@@ -194,20 +191,16 @@ def _on_from(
     """Seconds, forward and back, to bring `value` to `target` when the first of its like readers has it."""
     maker, first = graph.producer.get(value), leaders[target]
     alike = [first, *(name for name, leader in leaders.items() if leader == first)]
-    wanted = {name: [_layout(graph, name, value, option.strategy) for option in options[name]] for name in alike}
+    wanted = {name: [graph.layers[name].layout(value, own.strategy) for own in options[name]] for name in alike}
     if maker is None:
         homes = {arrival_layout(graph, cluster, value)}
     else:
-        homes = {_layout(graph, maker, value, option.strategy) for option in options[maker]}
+        homes = {graph.layers[maker].layout(value, option.strategy) for option in options[maker]}
     given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
     moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
     decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
     there = np.array([[layout == own or layout in decided for layout in wanted[target]] for own in wanted[first]])
     return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
-
-
-def _layout(graph: LayerGraph, layer: str, value: str, strategy: Strategy) -> Layout:
-    return graph.layers[layer].layout(value, strategy)
 
 
 def delivery_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:

@@ -3,11 +3,6 @@
 Memory is counted at the moments of a step (cost_models.costs.Moments). Outputs are delivered as inputs came, by a last
 node that is not a layer.
 
-A value that several layers read in one layout is moved there once (lowering/placement.py). Costs of pairs can say so of
-like readers (`like_readers`: query, key and value; gate and up): the first pays for the value's way to it, each other
-for its way on from there, nothing where it wants the value as the first does. Where the maker has one strategy, the
-others pay for the way from the maker, so a given plan is priced exactly. Readers that are not alike pay each.
-
 Repeated blocks (graph/repeated.py) are planned alike where that is asked for: nodes for the first, the last and one
 block between, which counts as often as it stands for others, and edges by which copies have one option.
 """
@@ -30,16 +25,11 @@ from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts
 from parplan.planner.search_space.options import Option, node_parts, priced_option, shared_readers
-from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
+from parplan.planner.search_space.shape import ONE_PASS, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
-__all__ = [
-    "Formulation",
-    "InfeasibleShape",
-    "formulate",
-    "reassembled",
-]  # fmt: skip
+__all__ = ["Formulation", "InfeasibleShape", "formulate", "reassembled"]
 
 DELIVERY = "(delivery)"
 
@@ -168,20 +158,20 @@ def formulate(
     # The devices that are followed hold at least as much as any other of their kind.
     lanes = () if shape.average else shape.lanes
     node_s, edge_s, maxima = assembled(parts)
-    usages = [[one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)] for own in options]
-    nodes = [Node(name, cost_s, tuple(held)) for name, cost_s, held in zip(names, node_s, usages, strict=False)]
+    others = [DELIVERY, *["(placement)"] * (len(node_s) - len(names) - 1)]
+    usages = [tuple(one for number, lane in enumerate(lanes) for one in _usages(own, lane, number)) for own in options]
+    usages += [()] * len(others)
     problem = Problem(
-        nodes=(
-            *nodes,
-            *(Node(DELIVERY if v == len(names) else "(placement)", node_s[v]) for v in range(len(names), len(node_s))),
-        ),
+        nodes=tuple(map(Node, (*names, *others), node_s, usages)),
         edges=tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(edges, edge_s, strict=True)),
         limits=tuple(float(cluster.devices[lane].memory_bytes) for lane in lanes),
         linear=(
-            *role_rows(graph, names, layers, [[Choice(o.strategy, o.role) for o in own] for own in options], shape),
+            *role_rows(graph, names, layers, options, shape),
             *(_strict_rules(graph, names, options) if strict else ()),
         ),
-        resource_names=tuple(_device_name(cluster, lane) for lane in lanes),
+        resource_names=tuple(
+            f"device {lane}{f' ({cluster.devices[lane].kind})' if cluster.mixed else ''}" for lane in lanes
+        ),
         maxima=maxima,
     )
     return Formulation(problem, (*names, DELIVERY), tuple(options), parts, fold)
@@ -285,11 +275,6 @@ def reassembled(formulation: Formulation, parts: StepParts) -> Problem:
     nodes = tuple(replace(node, cost_s=seconds) for node, seconds in zip(known.nodes, node_s, strict=True))
     edges = tuple(Edge(part.source, part.target, seconds) for part, seconds in zip(parts.edges, edge_s, strict=True))
     return replace(known, nodes=nodes, edges=edges, maxima=maxima)
-
-
-def _device_name(cluster: Cluster, number: int) -> str:
-    """Words for a device's memory; with its kind where there are several."""
-    return f"device {number}{f' ({cluster.devices[number].kind})' if cluster.mixed else ''}"
 
 
 def _usages(options: Sequence[Option], device: int, resource: int) -> list[Usage]:

@@ -27,26 +27,22 @@ LikeReaders = Mapping[str, Mapping[str, str]]
 """Per value, the layers that read it as an earlier layer of their kind does, and the first such layer."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """A strategy of one layer, in a role, with its costs on each of its devices.
+@dataclass(frozen=True, kw_only=True)
+class Option(Choice):
+    """A choice for one layer with its costs on each of its devices.
 
     `cost` is of one pass for a layer in passes. `batch_norm_sync_s` is one way of exchanging batch statistics,
     `compute_interference_s` the part of `reduce_s` that holds up the backward pass beside it and `post_update_s` the
     part that comes after the update (see StepCost), `arrival_s` the time of bringing the user's inputs (of one pass).
     """
 
-    strategy: Strategy
     cost: LayerCost
     batch_norm_sync_s: float
     memory: LayerMemory
     reduce_s: float
-    compute_interference_s: float = 0.0
-    arrival_s: float = 0.0
-    post_update_s: float = 0.0
-    role: Stage = Stage.BEFORE
-    placement: int | None = None
-    because: str | None = None
+    compute_interference_s: float
+    arrival_s: float
+    post_update_s: float
 
     @property
     def memory_bytes(self) -> int:
@@ -63,11 +59,8 @@ def priced_option(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, like: LikeReaders, layer: Layer, own: Choice, shape: Shape
 ) -> Option:
     strategy, inside = own.strategy, own.role is Stage.PASSES
-    statistics = batch_norm_sync_s(layer, strategy, costs, graph)
-    cost = costs.layer(layer, strategy, shape.passes if inside else 1)
     reduce_s = costs.reduction(layer, strategy)
     post_update_s = costs.step.late * reduce_s
-    compute_interference_s = (1 - costs.step.overlap) * (reduce_s - post_update_s)
     # Bringing it what it takes of the user's inputs from where they arrive.
     arrivals = (
         costs.transfer(
@@ -78,20 +71,15 @@ def priced_option(
         for v in layer.inputs
         if v in graph.user_inputs and layer.name not in like.get(v, {})
     )
-    arrival_s = sum(moved.forward_s + moved.backward_s for moved in arrivals)
-    memory = costs.memory(layer, strategy)
     return Option(
-        strategy,
-        cost,
-        statistics,
-        memory,
-        reduce_s,
-        compute_interference_s,
-        arrival_s,
-        post_update_s,
-        own.role,
-        own.placement,
-        own.because,
+        **vars(own),
+        cost=costs.layer(layer, strategy, shape.passes if inside else 1),
+        batch_norm_sync_s=batch_norm_sync_s(layer, strategy, costs, graph),
+        memory=costs.memory(layer, strategy),
+        reduce_s=reduce_s,
+        compute_interference_s=(1 - costs.step.overlap) * (reduce_s - post_update_s),
+        arrival_s=sum(moved.forward_s + moved.backward_s for moved in arrivals),
+        post_update_s=post_update_s,
     )
 
 

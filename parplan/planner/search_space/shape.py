@@ -19,7 +19,7 @@ from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Linear
 
-__all__ = ["ONE_PASS", "Choice", "Placement", "Shape", "choices", "role_allowed", "role_rows"]
+__all__ = ["ONE_PASS", "Choice", "Placement", "Shape", "choices", "role_rows"]
 
 
 Placement = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
@@ -140,15 +140,6 @@ def behind_passes(graph: LayerGraph) -> frozenset[str]:
         if feeders & found or (feeders and not keeps_apart(layer)):
             found.add(name)
     return frozenset(found)
-
-
-def role_allowed(source: Stage, target: Stage) -> bool:
-    """Whether a layer in role `source` may feed one in role `target`."""
-    if target is Stage.AFTER:
-        return True
-    if target is Stage.PASSES:
-        return source is not Stage.AFTER
-    return source is Stage.BEFORE
 
 
 def role_rows(

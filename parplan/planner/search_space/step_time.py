@@ -27,7 +27,7 @@ own, and so is its backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -70,10 +70,15 @@ class NodeParts:
     beside: FloatArray | None = None
     order: NDArray[np.intp] | None = None
 
+    def each(self, change: Callable[[FloatArray], FloatArray]) -> NodeParts:
+        """The same with all seconds changed."""
+        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside", "order"))
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed)
+
     def scaled(self, times: int) -> NodeParts:
         """Parts of so many equal layers."""
-        names = (own.name for own in fields(self) if own.name not in ("lanes", "beside", "order"))
-        return replace(self, **{name: times * getattr(self, name) for name in names})
+        return self.each(lambda seconds: times * seconds)
 
     @staticmethod
     def alone(once_s: FloatArray, lanes: int) -> NodeParts:
