@@ -42,7 +42,7 @@ from parplan.planner.search.schemes import (
 )
 from parplan.planner.search.select import ANYWHERE, Found, ShapeSearch
 from parplan.planner.search_space.infeasible_message import nearest_to_fitting
-from parplan.planner.search_space.pin_constraints import Pinned, Uneven
+from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, pin_questions
 from parplan.planner.search_space.rules import parts_words
 from parplan.planner.search_space.strategies import offers_uneven
@@ -74,7 +74,7 @@ def decide(
     begin = time.perf_counter()
     schemes_of(request.scheme, request.plan)
     case = _case(graph, cluster, costs, request, progress)
-    pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
+    pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
 
     def solve_baseline(problem: Problem) -> Solution:
         limit_s = case.deadline.part_s(BASELINE_TIME)
@@ -108,7 +108,7 @@ def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: Pla
     if request.plan is not None:
         return predict(graph, cluster, costs, request.plan)
     case = _case(graph, cluster, costs, request)
-    pins = pin_questions(request.pins, graph, cluster, Uneven.NONE if request.rules == "strict" else Uneven.IF_PINNED)
+    pins = pin_questions(request.pins, graph, cluster, request.rules == "strict")
     _, found = _searched(case, pins)
     return _predicted(found.plan, graph, cluster, costs)
 
@@ -118,7 +118,7 @@ def _searched(case: Case, pins: Questions) -> tuple[ShapeSearch, Found]:
 
     Equal blocks are planned one by one where pins do not treat them alike, or no plan with them alike fits.
     """
-    every = (pins.whole, *(part.pinned for part in pins.parts))
+    every = (pins.whole, *pins.parts.values())
     said = [by for pinned in every for by in (pinned.allowed, pinned.periods)]
     if case.fold is not None and not all(map(case.fold.treated_alike, said)):
         case = replace(case, fold=None)

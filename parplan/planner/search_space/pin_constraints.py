@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import accumulate, combinations, product
 
 from parplan.cluster import Cluster
@@ -21,22 +20,14 @@ from parplan.graph.sites import why_whole
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis, r6_devices, r7_loss
-from parplan.planner.search_space.strategies import batch_units, cluster_blocks
+from parplan.planner.search_space.strategies import batch_units, cluster_blocks, spreads
 
-__all__ = ["LayerPin", "Pinned", "Uneven", "named", "pinned", "pinned_blocks", "strategy_words"]
+__all__ = ["LayerPin", "Pinned", "named", "pinned", "pinned_blocks", "strategy_words"]
 
 # Up to so many devices, layers that are not pinned beside layers that are may be placed on every subset of them.
 MOST_SUBSETS = 4
 MOST_REASONS = 3
 FIELDS = ("replicas", "shards", "axis", "devices", "update_period")
-
-
-class Uneven(Enum):
-    """Which pinned layers may have replicas that do not divide the batch."""
-
-    NONE = "none: the strict rules"
-    IF_PINNED = "those whose replicas are pinned, and those that the pins leave nothing else"
-    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -69,13 +60,11 @@ class Pinned:
     Args:
         layers: what is said of each layer that anything is said of.
         allowed: the strategies that those layers are left with, never none.
-        samples: the layers that keep samples apart, whose replicas make passes.
     """
 
     pins: tuple[Pin, ...]
     layers: Mapping[str, LayerPin]
     allowed: Mapping[str, tuple[Strategy, ...]]
-    samples: frozenset[str] = frozenset()
 
     @property
     def periods(self) -> dict[str, int]:
@@ -106,8 +95,12 @@ def named(pins: Iterable[Pin]) -> str:
     return ", ".join(f"{pin.describe()!r} ({pin.origin})" for pin in pins)
 
 
-def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, uneven: Uneven = Uneven.IF_PINNED) -> Pinned:
+def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, strict: bool = False) -> Pinned:
     """Check pins against model, devices and rules, one layer at a time.
+
+    Args:
+        strict: no replicas may have unequal parts of the batch; otherwise those of layers whose replicas are pinned,
+            and of layers that the pins leave nothing else.
 
     Raises:
         PinError: a pattern names no layer; a layer's pins break R1, R5, R6, R7 or R8, whatever else is decided.
@@ -118,9 +111,8 @@ def pinned(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, uneven: Une
     said = {name: pin for name, pin in layers.items() if pin != LayerPin()}
     blocks = pinned_blocks(cluster, pins)
     batch = graph.batch or 1
-    allowed = {name: _allowed(graph.layers[name], batch, pin, blocks, cluster, uneven) for name, pin in said.items()}
-    apart = frozenset(name for name, layer in graph.layers.items() if layer.batch is not None and not layer.constant)
-    return Pinned(tuple(pins), said, allowed, apart)
+    allowed = {name: _allowed(graph.layers[name], batch, pin, blocks, cluster, strict) for name, pin in said.items()}
+    return Pinned(tuple(pins), said, allowed)
 
 
 def pinned_blocks(cluster: Cluster, pins: Sequence[Pin], everywhere: bool = False) -> tuple[tuple[int, ...], ...]:
@@ -202,7 +194,7 @@ def _inherit(layers: Mapping[str, LayerPin], graph: LayerGraph) -> dict[str, Lay
 
 
 def _allowed(
-    layer: Layer, batch: int, pin: LayerPin, blocks: Sequence[tuple[int, ...]], cluster: Cluster, uneven: Uneven
+    layer: Layer, batch: int, pin: LayerPin, blocks: Sequence[tuple[int, ...]], cluster: Cluster, strict: bool
 ) -> tuple[Strategy, ...]:
     """The strategies a layer is left with.
 
@@ -210,11 +202,15 @@ def _allowed(
         PinError: none.
     """
     reasons: list[str] = []
-    free = uneven is Uneven.IF_PINNED and not pin.replicas
-    bent = (False, True) if free else (uneven is not Uneven.NONE,)
+    bent = (False,) if strict else (True,) if pin.replicas else (False, True)
+    axes = [pin.axis] if pin.axis else [axis.name for axis in layer.axes]
     for places, bends in product(_places(pin, blocks), bent):
-        shapes = [shape for place in places for shape in _shapes(layer, pin, place)]
-        tried = [_try(layer, batch, shape, cluster.count, bends, uneven is Uneven.NONE) for shape in shapes]
+        shapes = [
+            shape for place in places for shape in spreads(place, axes)
+            if pin.replicas in (None, shape.replicas) and pin.shards in (None, shape.shards)
+            and pin.axis in (None, shape.axis)
+        ]  # fmt: skip
+        tried = [_try(layer, batch, shape, cluster.count, bends, strict) for shape in shapes]
         found = tuple(one for one in tried if isinstance(one, Strategy))
         if found:
             return found
@@ -237,19 +233,6 @@ def _places(pin: LayerPin, blocks: Sequence[tuple[int, ...]]) -> Iterator[Sequen
         yield (pin.devices,)
     else:
         yield from ((pin.devices[:size],) for size in range(len(pin.devices), 0, -1))
-
-
-def _shapes(layer: Layer, pin: LayerPin, devices: tuple[int, ...]) -> Iterator[Strategy]:
-    """Every way to spread a layer over exactly these devices that the pins leave, legal or not."""
-    for replicas in divisors(len(devices)):
-        shards = len(devices) // replicas
-        if pin.replicas not in (None, replicas) or pin.shards not in (None, shards):
-            continue
-        if shards > 1:
-            axes: list[str | None] = [pin.axis] if pin.axis else [axis.name for axis in layer.axes]
-            yield from (Strategy(replicas, shards, axis, devices) for axis in axes or [None])
-        elif pin.axis is None:
-            yield Strategy(replicas, 1, None, devices)
 
 
 def _try(layer: Layer, batch: int, strategy: Strategy, devices: int, uneven: bool, strict: bool) -> Strategy | str:

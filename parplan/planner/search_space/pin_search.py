@@ -22,7 +22,7 @@ from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
-from parplan.planner.search_space.pin_constraints import Pinned, Uneven, named, pinned, pinned_blocks
+from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.solver.problem import Problem, Solution
 
@@ -30,7 +30,6 @@ __all__ = [
     "MANY",
     "Answer",
     "PinGroup",
-    "Question",
     "Questions",
     "candidates",
     "grouped",
@@ -82,14 +81,6 @@ Solve = Callable[[Problem], Solution]
 
 
 @dataclass(frozen=True)
-class Question:
-    """Which plan is fastest without some of the pins."""
-
-    pinned: Pinned
-    without: PinGroup
-
-
-@dataclass(frozen=True)
 class Answer:
     """The step of the fastest plan found, None for no plan, and whether the solver vouches for it."""
 
@@ -104,31 +95,35 @@ class Answer:
 
 @dataclass(frozen=True)
 class Questions:
-    """All that a report on pins has to ask; `refused` are pins without which the others cannot be kept, and why."""
+    """All that a report on pins has to ask.
+
+    Args:
+        whole: under all pins.
+        parts: the others without each group.
+        refused: groups without which the others cannot be kept, and why.
+    """
 
     whole: Pinned
     groups: tuple[PinGroup, ...]
-    parts: tuple[Question, ...]
+    parts: Mapping[PinGroup, Pinned]
     refused: Mapping[PinGroup, str]
 
 
-def pin_questions(
-    pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, uneven: Uneven = Uneven.IF_PINNED
-) -> Questions:
+def pin_questions(pins: Sequence[Pin], graph: LayerGraph, cluster: Cluster, strict: bool = False) -> Questions:
     """Check the pins, together and without each (or each group of many).
 
     Raises:
         PinError: they cannot be kept (see `pinned`).
     """
-    whole = pinned(pins, graph, cluster, uneven)
-    groups, parts, refused = grouped(pins), [], {}
+    whole = pinned(pins, graph, cluster, strict)
+    groups, parts, refused = grouped(pins), dict[PinGroup, Pinned](), dict[PinGroup, str]()
     for group in groups:
         left = [pin for pin in pins if not any(pin is one for one in group.pins)]
         try:
-            parts.append(Question(pinned(left, graph, cluster, uneven), group))
+            parts[group] = pinned(left, graph, cluster, strict)
         except PinError as error:
             refused[group] = str(error)
-    return Questions(whole, groups, tuple(parts), refused)
+    return Questions(whole, groups, parts, refused)
 
 
 def candidates(
@@ -149,7 +144,7 @@ def candidates(
         leader = first.get(name, name)
         known = free.get(leader)
         free[name] = strategies(graph.layers[name], batch, blocks, uneven=uneven) if known is None else known
-    every = [questions.whole, *(question.pinned for question in questions.parts)]
+    every = [questions.whole, *questions.parts.values()]
     return {
         name: tuple(dict.fromkeys((*own, *(one for pins in every for one in pins.allowed.get(name, ())))))
         for name, own in free.items()
@@ -176,7 +171,8 @@ def no_plan(formulation: Formulation, questions: Questions, solution: Solution, 
     why = why_not(formulation, solution) if solution.infeasibility or not questions.whole.periods else no_passes
     if solve(masked(formulation, Pinned((), {}, {}))).choice is None:
         return InfeasiblePlan(why_not(formulation, solution))
-    enough = [one.without for one in questions.parts if solve(masked(formulation, one.pinned)).choice is not None]
+    parts = questions.parts.items()
+    enough = [group for group, left in parts if solve(masked(formulation, left)).choice is not None]
     together = "together " if len(pins) > 1 else ""
     hint = f"leave out {' or '.join(named(group.pins) for group in enough)}" if enough else "loosen several of them"
     return InfeasiblePlan(f"each pin is legal, but no plan keeps {together}{named(pins)}: {why}\n  {hint}")
@@ -190,7 +186,7 @@ def prices(questions: Questions, found: Answer, ask: Callable[[Pinned], Answer])
         ask: the step of the fastest plan under other pins.
     """
     free = ask(Pinned((), {}, {}))
-    without = {question.without: ask(question.pinned) for question in questions.parts}
+    without = {group: ask(left) for group, left in questions.parts.items()}
     return Pins(
         step_s=found.step_s or 0.0,
         free_s=free.step_s,

@@ -13,7 +13,7 @@ from parplan.graph.layer_graph import Layer
 from parplan.plan import Strategy
 from parplan.planner.search_space.rules import divisors, r1_batch, r5_axis
 
-__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "refusals", "strategies"]
+__all__ = ["batch_units", "cluster_blocks", "device_blocks", "offers_uneven", "refusals", "spreads", "strategies"]
 
 # Up to so many devices blocks have every size; on more, sizes that divide their number, and powers of two.
 EVERY_SIZE = 16
@@ -67,32 +67,31 @@ def offers_uneven(batch: int | None, cluster: Cluster) -> bool:
     return any(batch % replicas for replicas in range(2, min(batch, cluster.count) + 1))
 
 
+def spreads(block: Sequence[int], axes: Sequence[str]) -> Iterator[Strategy]:
+    """Every way to spread a layer with these axes over exactly these devices, legal or not."""
+    for replicas in divisors(len(block)):
+        shards = len(block) // replicas
+        named: Sequence[str | None] = axes if shards > 1 and axes else [None]
+        yield from (Strategy(replicas, shards, axis, tuple(block)) for axis in named)
+
+
 def strategies(
-    layer: Layer,
-    batch: int,
-    devices: int | Iterable[Sequence[int]],
-    everywhere: bool = False,
-    uneven: bool = False,
+    layer: Layer, batch: int, devices: int | Iterable[Sequence[int]], uneven: bool = False
 ) -> tuple[Strategy, ...]:
     """All legal (replicas, shards, axis, devices) of `layer`, in a fixed order.
 
-    With `everywhere` False layers sit on the first devices: on equal devices another block of the
-    same size costs the same, so one stands for all. Pass True when memory has to be spread.
-
     Args:
-        devices: how many equal devices, or the blocks of devices to choose from (see `cluster_blocks`).
+        devices: the blocks of devices to choose from (see `cluster_blocks`), or how many equal devices: then the first
+            ones, as another block of the same size costs the same.
         uneven: with parts of the batch that differ by one sample, too.
     """
-    found = []
-    for block in device_blocks(devices, everywhere) if isinstance(devices, int) else devices:
-        for replicas in divisors(len(block)):
-            shards = len(block) // replicas
-            axes = [axis.name for axis in layer.axes] if shards > 1 else [None]
-            for axis in axes:
-                with suppress(RuleError):
-                    r1_batch(layer.name, batch, batch_units(layer, batch), replicas, uneven=uneven)
-                    r5_axis(layer.name, axis, {a.name: a.units for a in layer.axes}, shards)
-                    found.append(Strategy(replicas, shards, axis, tuple(block)))
+    found, units = [], {axis.name: axis.units for axis in layer.axes}
+    for block in device_blocks(devices) if isinstance(devices, int) else devices:
+        for one in spreads(block, list(units)):
+            with suppress(RuleError):
+                r1_batch(layer.name, batch, batch_units(layer, batch), one.replicas, uneven=uneven)
+                r5_axis(layer.name, one.axis, units, one.shards)
+                found.append(one)
     return tuple(found)
 
 
@@ -100,15 +99,12 @@ def refusals(layer: Layer, batch: int, devices: int) -> tuple[str, ...]:
     """The rules that leave out ways to use all devices for `layer`, each message once."""
     found: dict[str, None] = {}
     units = {axis.name: axis.units for axis in layer.axes}
-    for replicas in divisors(devices):
-        shards = devices // replicas
-        axes: list[str | None] = [*units] if shards > 1 and units else [None]
-        for axis in axes:
-            try:
-                r1_batch(layer.name, batch, batch_units(layer, batch), replicas, devices)
-                r5_axis(layer.name, axis, units, shards, devices)
-            except RuleError as error:
-                found[str(error)] = None
+    for one in spreads(range(devices), list(units)):
+        try:
+            r1_batch(layer.name, batch, batch_units(layer, batch), one.replicas, devices)
+            r5_axis(layer.name, one.axis, units, one.shards, devices)
+        except RuleError as error:
+            found[str(error)] = None
     return tuple(found)
 
 

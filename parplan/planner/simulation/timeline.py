@@ -29,13 +29,12 @@ from functools import cached_property
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.program import Program
 from parplan.plan import Plan
 from parplan.planner.simulation.list_schedule import NOTHING, Span, schedule
 from parplan.planner.simulation.priced_program import RUNTIME_POLICY, PassPolicy, lowered, priced
 from parplan.planner.simulation.step_tasks import Kind, Lane, Part, Resource, step_parts
 
-__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate", "simulate_program"]
+__all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,6 @@ class Timeline:
         return self.critical.exposed_transfer_s
 
     @cached_property
-    def spent_by_device(self) -> tuple[Spent, ...]:
-        """Breakdown of every device's time."""
-        return tuple(self.spent(device) for device in range(self.device_count))
-
-    @cached_property
     def activities(self) -> tuple[Activity, ...]:
         """Activities by start; equal tasks of several devices at the same time are one."""
         found: dict[tuple[Span, Kind, str, int | None], list[Part]] = {}
@@ -188,18 +182,6 @@ def _add(found: dict[Kind, float], kind: Kind | None, seconds: float) -> None:
         found[kind] = found.get(kind, 0.0) + seconds
 
 
-def simulate_program(
-    graph: LayerGraph, program: Program, costs: CostModel, policy: PassPolicy = RUNTIME_POLICY
-) -> Timeline:
-    """Simulate one training step of a program that was lowered from `graph`.
-
-    Args:
-        policy: how passes are run, where that is not as the runtime does it.
-    """
-    parts = step_parts(priced(graph, program, costs, policy))
-    return Timeline(parts, schedule(parts), program.devices)
-
-
 def simulate(
     graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan, policy: PassPolicy = RUNTIME_POLICY
 ) -> Timeline:
@@ -211,4 +193,6 @@ def simulate(
     Raises:
         PlanError: the plan's scheme asks for passes that cannot be.
     """
-    return simulate_program(graph, lowered(graph, plan, cluster), costs, policy)
+    program = lowered(graph, plan, cluster)
+    parts = step_parts(priced(graph, program, costs, policy))
+    return Timeline(parts, schedule(parts), program.devices)

@@ -189,11 +189,11 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
                 decide(graph, cluster, costs, request)
         return
     assert solve(problem).objective == pytest.approx(expected, rel=1e-6)
-    for question in asked.parts if devices == 2 else ():
-        others = list(question.pinned.pins)
+    for part in asked.parts.values() if devices == 2 else ():
+        others = list(part.pins)
         assert len(others) == len(pins) - 1
         without = best_by_trying(graph, cluster, others)
-        problem = formulate(graph, cluster, costs, {**every, **question.pinned.allowed}).problem
+        problem = formulate(graph, cluster, costs, {**every, **part.allowed}).problem
         assert solve(problem).objective == pytest.approx(without, rel=1e-6)
     for group in asked.refused:
         left = [pin for pin in pins if not any(pin is one for one in group.pins)]

@@ -42,7 +42,7 @@ def test_a_loss_is_cut_by_samples_and_vocabulary_and_its_mean_stays_on_one_devic
 def test_every_strategy_passes_the_verifier_and_replicas_divide_the_batch(devices: int) -> None:
     graph = classifier()
     for name, layer in graph.layers.items():
-        found = strategies(layer, 12, devices, everywhere=True)
+        found = strategies(layer, 12, device_blocks(devices, everywhere=True))
         assert len(set(found)) == len(found)
         for strategy in found:
             assert 12 % strategy.replicas == 0

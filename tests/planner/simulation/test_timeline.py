@@ -26,7 +26,7 @@ from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.search.schemes import needs_simulation
 from parplan.planner.search_space.formulation import formulate
-from parplan.planner.search_space.strategies import strategies
+from parplan.planner.search_space.strategies import device_blocks, strategies
 from parplan.planner.simulation.timeline import Kind, Lane, PassPolicy, Timeline, simulate
 from parplan.planner.solver.problem import evaluate
 from tests.planner.graphs import classifier, perceptron
@@ -99,7 +99,7 @@ def plans(draw: st.DrawFn, all_devices: bool) -> tuple[LayerGraph, int, dict[str
     graph, devices = draw(st.sampled_from(models))(), draw(st.sampled_from([2, 3, 4]))
     layers = {}
     for name, layer in graph.layers.items():
-        known = strategies(layer, graph.batch or 1, devices, everywhere=not all_devices)
+        known = strategies(layer, graph.batch or 1, device_blocks(devices, everywhere=not all_devices))
         everywhere = [one for one in known if len(one.devices) == devices]
         layers[name] = draw(st.sampled_from(everywhere if all_devices and everywhere else known))
     return graph, devices, layers
@@ -129,7 +129,7 @@ def test_parts_add_up_on_every_device_and_no_plan_is_slower_than_its_sum(
     except PlanError:
         return
     found = timeline_of(plan, graph, cluster, PassPolicy(one_f_one_b))
-    for spent in found.spent_by_device:
+    for spent in map(found.spent, range(devices)):
         assert sum(spent.total_s(kind) for kind in PARTS) == pytest.approx(found.step_s)
     assert all(seconds >= 0 for seconds in found.critical.waits_s.values())
     if passes == 1:
