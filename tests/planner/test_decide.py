@@ -21,7 +21,7 @@ from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.decision import Baseline
 from parplan.planner.explain.advice import advice, advised
-from parplan.planner.explain.what_if import WhatIf
+from parplan.planner.explain.reasons import alternatives
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
 from parplan.planner.search_space.verifier import check
@@ -77,16 +77,15 @@ def test_strict_plans_obey_r2_to_r4() -> None:
     assert all(not layer.bends for layer in decision.layers)
 
 
-def test_what_if_equals_a_full_evaluation() -> None:
+def test_changes_by_alternatives_equal_a_full_evaluation() -> None:
     formulation = formulated(classifier(), cluster_preset(SLOW, 4))
     generator, problem = np.random.default_rng(3), formulation.problem
     for _ in range(20):
         choice = [int(generator.integers(size)) for size in problem.sizes]
-        base, what_if = evaluate(problem, choice), WhatIf(formulation, choice)
-        index = int(generator.integers(len(problem.nodes)))
-        for change in what_if.changes(index):
+        base, index = evaluate(problem, choice), int(generator.integers(len(formulation.options)))
+        for k, change in alternatives(formulation, choice, (index,)).items():
             tried = [*choice]
-            tried[index] = change.strategy
+            tried[index] = k
             assert base.objective + change.total_s == pytest.approx(evaluate(problem, tried).objective)
 
 

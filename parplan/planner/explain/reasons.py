@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.kinds import is_batch_reduction
@@ -12,11 +14,10 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import is_repeatable, why_whole
 from parplan.plan import Plan
 from parplan.planner.decision import Alternative, LayerReport
-from parplan.planner.explain.what_if import Change, WhatIf
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.search_space.options import Option
+from parplan.planner.search_space.step_time import edge_totals, node_totals
 from parplan.planner.search_space.strategies import refusals
-from parplan.planner.solver.problem import evaluate
+from parplan.planner.solver.problem import changed_objectives, evaluate, objective
 
 __all__ = ["NO_DIFFERENCE", "against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
@@ -31,15 +32,9 @@ def with_reasons(
     layers: Sequence[LayerReport], graph: LayerGraph, formulation: Formulation, choice: Sequence[int], plan: Plan
 ) -> tuple[LayerReport, ...]:
     """The layers with their alternatives by the objective, and the best one as the reason of those that have none."""
-    problem, what_if = formulation.problem, WhatIf(formulation, choice)
-
-    def fits(index: int, change: Change) -> bool:
-        tried = [*choice]
-        for node in what_if.alike(index):
-            tried[node] = change.strategy
-        return evaluate(problem, tried).feasible
-
-    passes = formulation.parts.shape.passes
+    place, passes = formulation.layers, formulation.parts.shape.passes
+    groups = formulation.fold.alike if formulation.fold is not None else ()
+    alike = {place[name]: tuple(place[one] for one in group) for group in groups for name in group}
 
     def reason(name: str, found: Sequence[Alternative]) -> str:
         if not found:
@@ -55,18 +50,16 @@ def with_reasons(
 
     explained, listed_of = [], dict[int, tuple[Alternative, ...]]()
     for layer in layers:
-        index = formulation.layers[layer.name]
+        index = place[layer.name]
         if index not in listed_of:
-            options, found = formulation.options[index], dict[str, Alternative]()
-            alike, too_large = sum(map(formulation.times, what_if.alike(index))), Counter[str]()
-            for change in alternatives(what_if, index, options, options[choice[index]]):
-                other = options[change.strategy].strategy
-                words = other.describe()
-                if words not in found and too_large[words] < PLACES_TRIED:
-                    kept = change.total_s >= 0 or fits(index, change)
-                    one = Alternative(other, change.compute_s, change.transfer_s, change.exposed_s, kept, alike)
-                    found.setdefault(words if kept else f"{words}, too large", one)
-                    too_large[words] += not kept
+            own = formulation.options[index][choice[index]].strategy.describe()
+            nodes, found, too_large = alike.get(index, (index,)), dict[str, Alternative](), Counter[str]()
+            for k, other in alternatives(formulation, choice, nodes).items():
+                words = other.strategy.describe()  # of those that read alike the best
+                if words != own and words not in found and too_large[words] < PLACES_TRIED:
+                    fits = other.total_s >= 0 or evaluate(formulation.problem, _changed(choice, nodes, k)).feasible
+                    found.setdefault(words if fits else f"{words}, too large", replace(other, fits=fits))
+                    too_large[words] += not fits
             listed_of[index] = tuple(found.values())
         listed = listed_of[index]
         refused = refusals(graph.layers[layer.name], plan.batch, plan.devices)
@@ -75,10 +68,41 @@ def with_reasons(
     return tuple(explained)
 
 
-def alternatives(what_if: WhatIf, index: int, options: Sequence[Option], now: Option) -> list[Change]:
-    """Changes of a node to strategies that read otherwise than its own, the best first."""
-    own = now.strategy.describe()
-    return [change for change in what_if.changes(index) if options[change.strategy].strategy.describe() != own]
+def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequence[int]) -> Mapping[int, Alternative]:
+    """Every other allowed option of a layer with the change of the step, the best first, all others as chosen.
+
+    What is neither compute nor moved is exposed.
+
+    Args:
+        nodes: a layer, or copies of one in repeated blocks, which have one option.
+    """
+    problem, parts, (first, *others) = formulation.problem, formulation.parts, nodes
+    if others:
+        sizes = range(problem.sizes[first])
+        total_s = np.array([objective(problem, _changed(choice, nodes, k)) for k in sizes])
+    else:
+        total_s = changed_objectives(problem, choice, first)
+    compute_s = np.sum([node_totals(parts, node) for node in nodes], axis=0)
+    moved_s = np.zeros(len(compute_s))
+    for edge in parts.edges:
+        if edge.source in nodes and edge.target in nodes:
+            moved_s = moved_s + np.diagonal(edge_totals(parts, edge))
+        elif edge.source in nodes:
+            moved_s = moved_s + edge_totals(parts, edge)[:, choice[edge.target]]
+        elif edge.target in nodes:
+            moved_s = moved_s + edge_totals(parts, edge)[choice[edge.source]]
+    now, together = choice[first], sum(map(formulation.times, nodes))
+    changes = np.array([seconds - seconds[now] for seconds in (compute_s, moved_s, total_s)]).T.tolist()
+    found = {
+        k: Alternative(option.strategy, compute, moved, total - compute - moved, layers=together)
+        for k, (option, (compute, moved, total)) in enumerate(zip(formulation.options[first], changes, strict=True))
+        if k != now and np.isfinite(total)
+    }
+    return dict(sorted(found.items(), key=lambda one: (one[1].total_s, one[0])))
+
+
+def _changed(choice: Sequence[int], nodes: Sequence[int], option: int) -> list[int]:
+    return [option if node in nodes else k for node, k in enumerate(choice)]
 
 
 def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:
