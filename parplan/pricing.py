@@ -22,7 +22,7 @@ from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Plan
-from parplan.planner.batch_size import Cases, best_batch
+from parplan.planner.batch_size import best_batch
 from parplan.planner.decide import decide, estimate
 from parplan.planner.decision import Decision, Prediction
 from parplan.planner.request import Listener, PlanRequest
@@ -72,11 +72,11 @@ class Pricing:
         except CaptureError as error:
             reason = str(error).partition(";")[0]
             raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
-        cases = Cases(
+        return best_batch(
             lambda batch, request: self.estimated(at_batch(graph, batch), request),
             lambda batch, request: self.decided(at_batch(graph, batch), request),
-        )
-        return best_batch(cases, self.cluster, self.request, graph.batch)
+            self.cluster, self.request, graph.batch,
+        )  # fmt: skip
 
     def predicted(self, graph: LayerGraph, plan: Plan) -> PlanPrediction:
         """The prediction of a step of `plan`, layer by layer."""

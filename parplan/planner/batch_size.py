@@ -9,7 +9,7 @@ next to nothing; where memory ends, batches between the last two are tried as we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
@@ -18,7 +18,7 @@ from parplan.errors import InfeasiblePlan
 from parplan.planner.decision import BatchTried, Decision, Prediction
 from parplan.planner.request import PlanRequest
 
-__all__ = ["CLOSE", "FLAT", "Cases", "best_batch", "chosen", "smallest_step", "tried_as"]
+__all__ = ["CLOSE", "FLAT", "best_batch", "chosen", "smallest_step", "tried_as"]
 
 # Batches whose samples/s are so close to the most are as good.
 CLOSE = 0.02
@@ -32,17 +32,8 @@ SHARE = 8
 MOST = 2**20
 
 
-@dataclass(frozen=True)
-class Cases:
-    """One model at any batch.
-
-    Args:
-        estimated: the predicted step of the fastest plan; InfeasiblePlan where none fits.
-        decided: the full decision.
-    """
-
-    estimated: Callable[[int, PlanRequest], Prediction]
-    decided: Callable[[int, PlanRequest], Decision]
+Estimated = Callable[[int, PlanRequest], Prediction]
+"""The predicted step of the fastest plan of a model at a batch; InfeasiblePlan where none fits."""
 
 
 def smallest_step(devices: int, request: PlanRequest) -> int:
@@ -55,20 +46,26 @@ def smallest_step(devices: int, request: PlanRequest) -> int:
     return lcm(devices, *planned, *(pin.replicas or 1 for pin in request.pins))
 
 
-def best_batch(cases: Cases, cluster: Cluster, request: PlanRequest, asked: int | None) -> Decision:
+def best_batch(
+    estimated: Estimated,
+    decided: Callable[[int, PlanRequest], Decision],
+    cluster: Cluster,
+    request: PlanRequest,
+    asked: int | None,
+) -> Decision:
     """The decision at the smallest batch within CLOSE of the most samples per second, with all that were tried.
 
     Args:
-        cases: the model at any batch.
+        decided: the full decision at a batch.
         request: of the plan; each attempt gets a share of its time.
         asked: the batch of the example inputs, which the note compares with.
 
     Raises:
         InfeasiblePlan: not even one sample for each device fits.
     """
-    tried = _tried_batches(cases, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
+    tried = _tried_batches(estimated, cluster, replace(request, time_limit_s=request.time_limit_s / SHARE))
     batch = chosen(tried)
-    found = cases.decided(batch, request)
+    found = decided(batch, request)
     # An estimate knows plans in one pass only; the full search may find a faster one.
     rows = [tried_as(batch, found.prediction, cluster) if one.batch == batch else one for one in tried]
     text = f"Batch {batch:,}: the smallest of {len(tried)} tried that is within {CLOSE:.0%} of the most samples/s."
@@ -90,7 +87,7 @@ def chosen(tried: Sequence[BatchTried]) -> int:
     return min(one.batch for one in fitting if one.samples_per_s >= (1 - CLOSE) * most)
 
 
-def _tried_batches(cases: Cases, cluster: Cluster, request: PlanRequest) -> list[BatchTried]:
+def _tried_batches(estimated: Estimated, cluster: Cluster, request: PlanRequest) -> list[BatchTried]:
     """Estimates by batch, ascending: doubled from one sample per device, then closing in on where memory ends.
 
     Raises:
@@ -100,7 +97,7 @@ def _tried_batches(cases: Cases, cluster: Cluster, request: PlanRequest) -> list
 
     def fits(batch: int) -> bool:
         try:
-            row = tried_as(batch, cases.estimated(batch, request), cluster)
+            row = tried_as(batch, estimated(batch, request), cluster)
         except InfeasiblePlan:
             if not tried:
                 raise

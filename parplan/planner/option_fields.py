@@ -83,12 +83,17 @@ def device_count(text: str) -> int:
     return value
 
 
+def _number(text: str) -> float:
+    """A number, or NaN, which every check refuses."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def positive(text: str) -> float:
     """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not (value > 0 and math.isfinite(value)):
         raise ArgumentTypeError(f"{text} is not a number above 0")
     return value
@@ -96,10 +101,7 @@ def positive(text: str) -> float:
 
 def share(text: str) -> float:
     """A number from 0 up to, but not including, 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < 1:
         raise ArgumentTypeError(f"{text} is not a share from 0 up to 1, such as 0.01")
     return value
@@ -108,10 +110,7 @@ def share(text: str) -> float:
 def percentage(text: str) -> float:
     """A share from 0 on, written 0.05 or 5%."""
     number = text.removesuffix("%")
-    try:
-        value = float(number) / (100 if number != text else 1)
-    except ValueError:
-        value = math.nan
+    value = _number(number) / (100 if number != text else 1)
     if not 0 <= value < math.inf:
         raise ArgumentTypeError(f"{text} is not a share from 0 on, such as 5% or 0.05")
     return value

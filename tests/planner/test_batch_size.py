@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parplan.errors import InfeasiblePlan
 from parplan.pins import Pin
 from parplan.plan import Plan, Strategy
-from parplan.planner.batch_size import CLOSE, Cases, best_batch, chosen, smallest_step
+from parplan.planner.batch_size import CLOSE, best_batch, chosen, smallest_step
 from parplan.planner.decide import PlanRequest
 from parplan.planner.decision import BatchTried, Decision, Prediction
 from tests.report.decisions import alexnet, cluster
@@ -46,8 +46,8 @@ class Model:
 
 
 def found(model: Model, asked: int | None = None) -> Decision:
-    cases = Cases(model.estimated, model.decided)
-    return best_batch(cases, cluster(model.devices), PlanRequest(time_limit_s=8.0), asked)
+    request = PlanRequest(time_limit_s=8.0)
+    return best_batch(model.estimated, model.decided, cluster(model.devices), request, asked)
 
 
 def test_the_smallest_of_nearly_the_fastest_is_chosen() -> None:
