@@ -190,15 +190,15 @@ def table(name: str, expected: str) -> Field:
     return Field(name, expected, read)
 
 
-def list_of(name: str, item: Field | None = None) -> Field:
-    """A list, whose items are as `item` has it."""
+def list_of(name: str) -> Field:
+    """A list, whose items are read one by one."""
 
     def read(value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise TypeError
-        return value if item is None else [item.read(each) for each in value]
+        return value
 
-    return Field(name, "a list" if item is None else f"a list, each {item.expected}", read)
+    return Field(name, "a list", read)
 
 
 def numbers(name: str, meaning: str, most: int = 2**20) -> Field:

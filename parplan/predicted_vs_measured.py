@@ -23,10 +23,10 @@ from parplan.lowering.stages import Stage, stages
 from parplan.plan import Plan
 from parplan.planner.decide import decide, predict
 from parplan.planner.decision import LayerReport, Prediction
+from parplan.planner.explain.layer_report import layer_reports
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.context import SIMULATED, plain
 from parplan.planner.search_space.formulation import formulate
-from parplan.planner.search_space.options import Option
 from parplan.planner.simulation.list_schedule import schedule
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.step_tasks import step_parts
@@ -69,14 +69,12 @@ class PredictedVsMeasured:
 
     Args:
         reference_s: seconds of the reference kernel at the time of the measurement; 0 where it was not run.
-        notes: sentences that stand first in a report.
     """
 
     plan: Plan
     predicted: PlanPrediction
     measured: MeasuredStep
     reference_s: float = 0.0
-    notes: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:
@@ -181,24 +179,13 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         spans=_spans(work, cluster),
     )
 
-    def report(name: str, option: Option) -> LayerReport:
-        moved = [expected.transfers[value] for value in graph.layers[name].inputs if value in expected.transfers]
-        return LayerReport(
-            name=name,
-            kind=graph.layers[name].kind,
-            strategy=plan.layers[name],
-            forward_s=times[name].times.forward_s,
-            backward_s=times[name].times.backward_s,
-            transfer_s=sum(both.forward_s + both.backward_s for both in moved) + 2 * option.batch_norm_sync_s,
-            reduce_s=option.reduce_s,
-            memory_bytes=option.memory_bytes,
-            source=option.cost.source,
-            why="",
-            parameters=sum(graph.values[value].elements for value in graph.layers[name].parameters),
-            inputs=tuple(graph.producer[value] for value in graph.layers[name].inputs if value in graph.producer),
-        )
-
-    return PlanPrediction(tuple(report(name, option) for name, option in options.items()), step, expected)
+    layers = []
+    for one in layer_reports(graph, formulation, [0] * len(formulation.problem.nodes), plan):
+        both, inputs = times[one.name].times, graph.layers[one.name].inputs
+        moved_s = sum(transfers[value].total_s for value in inputs if value in transfers)
+        moved_s += 2 * options[one.name].batch_norm_sync_s
+        layers.append(replace(one, forward_s=both.forward_s, backward_s=both.backward_s, transfer_s=moved_s))
+    return PlanPrediction(tuple(layers), step, expected)
 
 
 def _spans(work: PricedProgram, cluster: Cluster) -> tuple[TraceSpan, ...]:

@@ -89,7 +89,6 @@ class RooflineCosts:
         precision: what float32 products are computed in: "fp32", "tf32", or "fp16" or "bf16" under autocast (bytes
             stay those of the captured types, which overstates autocast's traffic). Other types compute in their own.
         optimizer: whose state the memory includes.
-        efficiencies: shares of peak by precision, in place of the estimated ones (of every kind of device).
         links: measured communication, in place of the cluster's rates.
 
     Attributes:
@@ -108,7 +107,6 @@ class RooflineCosts:
         cluster: Cluster,
         precision: str = "fp32",
         optimizer: str = "adam",
-        efficiencies: Mapping[str, Efficiency] | None = None,
         links: MeasuredLinks | None = None,
     ) -> None:
         kinds = tuple(group.device for group in cluster.groups)
@@ -117,7 +115,7 @@ class RooflineCosts:
         self.cluster = cluster
         self.precision = precision
         self.optimizer = optimizer
-        self._kinds = tuple(_Kind(device, dict(efficiencies or {}), {}) for device in kinds)
+        self._kinds = tuple(_Kind(device, {}, {}) for device in kinds)
         self._kind_of = {number: self._kinds[i] for i, group in enumerate(cluster.groups) for number in group.members}
         on_cpu = all(CPU.kind in (device.kind, device.like) for device in kinds)
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
@@ -212,13 +210,10 @@ class RooflineCosts:
         for copies, nbytes in by_copies.items():
             devices = tuple(device for row in rows for copy in range(copies) for device in row[copy::copies])
             own = Grid(devices, grid.replicas * copies, grid.shards // copies) if copies > 1 else grid
-            total_s += self._all_reduce_s(own, nbytes)
+            if nbytes:  # a layer's share of a message
+                total_s += nbytes * self.transfers.all_reduce(own, self.message_bytes) / self.message_bytes
         self._reductions[key] = total_s
         return total_s
-
-    def _all_reduce_s(self, grid: Grid, nbytes: int) -> float:
-        """A layer's share of a message."""
-        return nbytes * self.transfers.all_reduce(grid, self.message_bytes) / self.message_bytes if nbytes else 0.0
 
     def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
         precision = PRECISIONS.get(kernel.dtype, self.precision)

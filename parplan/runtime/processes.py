@@ -37,7 +37,6 @@ def in_processes(
     *,
     backend: str = "gloo",
     timeout_s: float = TIMEOUT_S,
-    start_method: str = "spawn",
     ended: str = "a process ended without a word ({how}); it may have run out of memory",
 ) -> list[T]:
     """`run(rank, ranks)` in so many processes of one thread each, joined by a process group; none is left afterwards.
@@ -46,7 +45,6 @@ def in_processes(
         run: can be pickled, and so can what it returns.
         backend: of the group; with "nccl" each process has the CUDA device of its rank.
         timeout_s: how long a rank waits for another one.
-        start_method: "spawn" or "forkserver".
         ended: the error's text where a process ended without telling why; `{how}` stands for its signal or exit code.
 
     Raises:
@@ -55,7 +53,7 @@ def in_processes(
     with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
         given = (run, ranks, folder, backend, timeout_s)
         started = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _work, given, ranks, join=False, daemon=True, start_method=start_method
+            _work, given, ranks, join=False, daemon=True, start_method="spawn"
         )
         running, code = {process.sentinel: process for process in started.processes}, 0
         try:

@@ -14,51 +14,39 @@ and an all-gather): its lane carries them about twice instead of K - 1 times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from parplan.layout import Grid, Layout
-from parplan.lowering.stages import Stages
-from parplan.plan import Scheme
 
-__all__ = ["Hop", "hops"]
+__all__ = ["broadcast_stops"]
 
 # More than so many who want the same, and it is dealt out first.
 DIRECT = 2
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One change of layout of one pass's samples."""
-
-    source: Layout
-    target: Layout
-
-
-def hops(
-    scheme: Scheme, stages: Stages, source: Layout, target: Layout, number: int, dim: int | None
-) -> tuple[Hop, ...]:
-    """What the samples of pass `number` do to get from `source` to `target`, one after another.
+def broadcast_stops(
+    passes: int, max_replicas: int, source: Layout, target: Layout, number: int, dim: int | None
+) -> tuple[Layout, ...]:
+    """The layouts of the samples of pass `number` on their way from `source` to `target`, both included.
 
     Args:
+        max_replicas: the many replicas.
         source, target: the layouts of the whole value; one of them has the rows of the many replicas.
         dim: where samples lie, for dealing them out; None where they are not.
     """
-    if scheme is not Scheme.BROADCAST:
-        return (Hop(source, target),)
-    start, end = (_of_pass(layout, stages, number) for layout in (source, target))
+    start, end = (_of_pass(layout, passes, max_replicas, number) for layout in (source, target))
     copies = len(end.grid.devices) // (end.grid.replicas if end.batch_dim is not None else 1)
     if dim is None or end.shard_dim is not None or copies <= DIRECT:
-        return (Hop(start, end),)
-    dealt = Layout(Grid(end.grid.devices, len(end.grid.devices), 1), dim)
-    return (Hop(start, dealt), Hop(dealt, end))
+        return start, end
+    return start, Layout(Grid(end.grid.devices, len(end.grid.devices), 1), dim), end
 
 
-def _of_pass(layout: Layout, stages: Stages, number: int) -> Layout:
+def _of_pass(layout: Layout, passes: int, max_replicas: int, number: int) -> Layout:
     """The rows that have the samples of a pass; all of them where rows are not those of the many replicas."""
     grid = layout.grid
-    if layout.batch_dim is None or grid.replicas % stages.max_replicas:
+    if layout.batch_dim is None or grid.replicas % max_replicas:
         return layout
-    each = grid.replicas // stages.max_replicas
-    rows = [row for row in range(grid.replicas) if row // each % stages.passes == number]
+    each = grid.replicas // max_replicas
+    rows = [row for row in range(grid.replicas) if row // each % passes == number]
     devices = tuple(device for row in rows for device in grid.row(row))
     return replace(layout, grid=Grid(devices, len(rows), grid.shards))

@@ -28,7 +28,6 @@ __all__ = [
     "cluster_preset",
     "device_names",
     "device_preset",
-    "link_names",
     "link_preset",
 ]
 
@@ -39,11 +38,6 @@ USABLE_MEMORY = 0.94
 def device_names() -> tuple[str, ...]:
     """Every preset's name, aliases not included."""
     return (*(row.kind for row in GPUS), CPU.kind)
-
-
-def link_names() -> tuple[str, ...]:
-    """Every link preset's name."""
-    return tuple(row.name for row in (*LINKS, CPU_LINK))
 
 
 def device_preset(name: str) -> Device:

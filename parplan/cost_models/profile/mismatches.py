@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parplan.cost_models.profile.records import Conditions, EntryGroup
+from parplan.fields import counted
 
 __all__ = ["EntryCounts", "mismatches"]
 
@@ -27,7 +28,7 @@ class EntryCounts:
 
     def describe(self) -> str:
         """Words for a report: `212 parts and 1 link`."""
-        return " and ".join(_counted(n, word) for n, word in ((self.parts, "part"), (self.links, "link")) if n)
+        return " and ".join(counted(n, word) for n, word in ((self.parts, "part"), (self.links, "link")) if n)
 
 
 def mismatches(stored: Sequence[EntryCounts], conditions: Conditions) -> list[str]:
@@ -51,7 +52,7 @@ def _note(counts: EntryCounts, now: Conditions) -> str:
         (
             then.busy,
             now.busy,
-            f"with {_counted(then.busy, 'device')} at once, here {'is' if now.busy == 1 else 'are'} {now.busy}",
+            f"with {counted(then.busy, 'device')} at once, here {'is' if now.busy == 1 else 'are'} {now.busy}",
         ),
         (then.flags, now.flags, f"with {then.flags or usual}, here with {now.flags or usual}"),
     )
@@ -60,7 +61,3 @@ def _note(counts: EntryCounts, now: Conditions) -> str:
     verdict = "stale, not used; run parplan profile again" if stale else "not used; run parplan profile as you run now"
     were = "was" if counts.parts + counts.links == 1 else "were"
     return f"{counts.describe()} of this device {were} measured {differences}: {verdict}"
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

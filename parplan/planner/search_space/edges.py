@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parplan.cluster import Cluster
-from parplan.cost_models.communication.schemes import hops
+from parplan.cost_models.communication.schemes import broadcast_stops
 from parplan.cost_models.costs import CostModel, TransferMatrix
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.layout import Layout
-from parplan.lowering.stages import Stage, Stages, keeps_apart
+from parplan.lowering.stages import Stage, keeps_apart
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Scheme
 from parplan.planner.search_space.options import LikeReaders, Option, arrival_layout, of_pass
@@ -61,7 +62,6 @@ def edge_parts(
             continue
         a, b = position[source], position[target]
         own = [value for value in values if target not in like.get(value, {})]
-        roles = [option.role for option in options[b]]
         times = 1 if fold is None else fold.times.get(target, 1)
         parts: list[tuple[int, int, list[str], int, int | None]] = [(a, b, own, times, None)]
         if fold is not None and shape.in_roles and times > 1 and source in fold.first_block:
@@ -166,14 +166,14 @@ def pass_matrix(
     spec = of_pass(graph, value, shape)
     if shape.scheme is not Scheme.BROADCAST:
         return costs.transfer_matrix(spec, sources, targets)
-    when = Stages(shape.passes, shape.max_replicas, shape.min_replicas, {})
     dim = graph.batch_dims.get(value)
     forward, backward = np.zeros((len(sources), len(targets))), np.zeros((len(sources), len(targets)))
     for a, given in enumerate(sources):
         for b, wanted in enumerate(targets):
             for number in range(shape.passes):
-                for hop in hops(shape.scheme, when, given, wanted, number, dim):
-                    cost = costs.transfer(spec, hop.source, hop.target)
+                stops = broadcast_stops(shape.passes, shape.max_replicas, given, wanted, number, dim)
+                for hop in pairwise(stops):
+                    cost = costs.transfer(spec, *hop)
                     forward[a, b] += cost.forward_s / shape.passes
                     backward[a, b] += cost.backward_s / shape.passes
     return TransferMatrix(forward, backward)

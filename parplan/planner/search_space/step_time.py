@@ -222,18 +222,23 @@ def _tracks(parts: StepParts, phase: Sequence[Sequence[int]]) -> list[tuple[Sequ
     return [(members, place) for place in range(len(parts.shape.lanes))]
 
 
-def _counted(parts: StepParts, v: int, place: int | None) -> FloatArray | float:
+Places = int | NDArray[np.intp] | None
+"""A lane, or one for every option of a layer; None: all of them."""
+
+
+def _counted(parts: StepParts, v: int, places: Places) -> FloatArray | float:
+    """Whether a lane's time has a layer, per option."""
     beside = parts.nodes[v].beside
-    return 1.0 if place is None or beside is None else beside[place]
+    return 1.0 if places is None or beside is None else beside[places, np.arange(beside.shape[1])]
 
 
-def _held(parts: StepParts, e: int, place: int | None) -> FloatArray | float:
+def _held(parts: StepParts, e: int, places: Places) -> FloatArray | float:
     """Whether a lane's time has a transfer, per pair of options: it holds the devices of both ends."""
     edge = parts.edges[e]
-    counted = _counted(parts, edge.target, place)
-    if place is None or isinstance(counted, float):
+    counted = _counted(parts, edge.target, places)
+    if places is None or isinstance(counted, float):
         return 1.0
-    held: FloatArray = np.maximum(parts.nodes[edge.source].lanes[place][:, None], counted)
+    held: FloatArray = np.maximum(np.atleast_2d(parts.nodes[edge.source].lanes[places]).T, counted)
     return held
 
 
@@ -252,14 +257,11 @@ def _phase_rows(
     for track, place in _tracks(parts, phase):
         row = _Sum(maxima=dict(begin or {}))
         for v in track:
-            own, lanes = parts.nodes[v], slice(None) if place is None else parts.nodes[v].order[place]  # type: ignore[index]
-            options = np.arange(len(own.once_s))
-            counted = np.ones(len(options)) if own.beside is None or place is None else own.beside[lanes, options]
-            row.node(v, counted * (own.backward_s if backward else own.once_s))
+            own = parts.nodes[v]
+            places = None if place is None or own.order is None else own.order[place]
+            row.node(v, _counted(parts, v, places) * (own.backward_s if backward else own.once_s))
             for e in (e for e, part in enumerate(parts.edges) if part.target == v):
-                edge = parts.edges[e]
-                held = 1.0 if place is None else np.maximum(parts.nodes[edge.source].lanes[lanes].T, counted)
-                row.edge(e, held * edge.once[backward])
+                row.edge(e, _held(parts, e, places) * parts.edges[e].once[backward])
         rows.append(row.row())
     if not parts.shape.average:
         return rows
@@ -274,25 +276,23 @@ def _phase_rows(
 
 
 def _pass_rows(parts: StepParts, backward: bool) -> tuple[Row, ...]:
-    """Rows of the time of one pass: compute, samples in, results out, and both where they share lanes."""
-    compute, inwards, outwards, both = _Sum(), _Sum(), _Sum(), _Sum()
+    """Rows of the time of one pass: compute, samples in and results out, these together where they share lanes."""
+    compute, inwards = _Sum(), _Sum()
+    outwards = inwards if parts.shape.scheme is Scheme.INTERLEAVE else _Sum()
+    rows = (compute, inwards) if outwards is inwards else (compute, inwards, outwards)
     for v, own in enumerate(parts.nodes):
         compute.node(v, own.pass_backward_s if backward else own.pass_forward_s)
         if not backward:
             inwards.node(v, own.samples_in_s, parts.hidden)
-            both.node(v, own.samples_in_s, parts.hidden)
     for e, edge in enumerate(parts.edges):
         if edge.within is not None:
-            for row in (compute, inwards, outwards, both):
+            for row in rows:
                 row.edge(e, edge.within[backward])
         if edge.inwards is not None:
             inwards.edge(e, edge.inwards[backward], parts.hidden)
-            both.edge(e, edge.inwards[backward], parts.hidden)
         if edge.outwards is not None:
             outwards.edge(e, edge.outwards[backward], parts.hidden)
-            both.edge(e, edge.outwards[backward], parts.hidden)
-    shared = parts.shape.scheme is Scheme.INTERLEAVE
-    return tuple(row.row() for row in ((compute, both) if shared else (compute, inwards, outwards)))
+    return tuple(row.row() for row in rows)
 
 
 class _Backward:

@@ -39,13 +39,11 @@ __all__ = ["Activity", "Kind", "Lane", "PassPolicy", "Resource", "Spent", "Timel
 
 @dataclass(frozen=True)
 class Activity:
-    """One task, or equal tasks of several devices, from `start_s` to `end_s`.
+    """A part of a task, from `start_s` to `end_s`.
 
     Args:
         what: the layer or value; empty for a device's updates and overhead.
         number: the pass, None for what happens once.
-        devices: those that compute it, or that hold the value before or after.
-        lanes: what it exclusive or uses; a transfer that has no COMPUTE among them runs beside it.
     """
 
     kind: Kind
@@ -53,8 +51,6 @@ class Activity:
     number: int | None
     start_s: float
     end_s: float
-    devices: tuple[int, ...]
-    lanes: tuple[Resource, ...]
 
 
 @dataclass(frozen=True)
@@ -117,23 +113,6 @@ class Timeline:
         """Time in which the device that is done last has nothing to compute because of a transfer."""
         return self.critical.exposed_transfer_s
 
-    @cached_property
-    def activities(self) -> tuple[Activity, ...]:
-        """Activities by start; equal tasks of several devices at the same time are one."""
-        found: dict[tuple[Span, Kind, str, int | None], list[Part]] = {}
-        for part, span in zip(self.parts, self.spans, strict=True):
-            if part.kind is not None and part.seconds > 0:
-                when = Span(span.start_s, span.end_s)
-                found.setdefault((when, part.kind, part.what, part.number), []).append(part)
-        activities = []
-        in_order = sorted(found.items(), key=lambda one: (one[0][0].start_s, one[0][0].end_s))
-        for (span, kind, what, number), parts in in_order:
-            devices = tuple(sorted({device for part in parts for device in part.devices}))
-            lanes = (one for part in parts for one in (*part.exclusive, *part.capacity))
-            used = tuple(one for one in lanes if isinstance(one, Resource))
-            activities.append(Activity(kind, what, number, span.start_s, span.end_s, devices, used))
-        return tuple(activities)
-
     def spent(self, device: int) -> Spent:
         """Breakdown of one device's time."""
         own_s: dict[Kind, float] = {}
@@ -172,7 +151,7 @@ class Timeline:
             span, part = self.spans[index], self.parts[index]
             start_s, end_s = max(since_s, span.start_s), min(until_s, span.end_s)
             if part.kind is not None and end_s > start_s:
-                yield Activity(part.kind, part.what, part.number, start_s, end_s, part.devices, ())
+                yield Activity(part.kind, part.what, part.number, start_s, end_s)
             until_s = span.start_s
             index = span.critical_predecessor
 

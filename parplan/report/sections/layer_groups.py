@@ -177,7 +177,7 @@ def group_layers(layers: Sequence[LayerReport], limit: int | None = LIMIT) -> tu
     labels = Counter(row.label for group in groups for row in group.rows)
     # A module whose layers fall on several lines is named by the first and last layer of each.
     named = {
-        row.layers[0].name: replace(row, label=_span(row.layers[0].name, row.layers[-1].name))
+        row.layers[0].name: replace(row, label=name_span([layer.name for layer in row.layers]))
         for group in groups
         for row in group.rows
         if labels[row.label] > 1 < len(row.layers)
@@ -219,7 +219,7 @@ def _joined(groups: Sequence[StrategyGroup], limit: int) -> tuple[StrategyGroup,
 
     def join(rows: Sequence[TableLine]) -> TableLine:
         layers = tuple(layer for row in rows for layer in row.layers)
-        return rows[0] if len(rows) == 1 else TableLine(_span(layers[0].name, layers[-1].name), layers)
+        return rows[0] if len(rows) == 1 else TableLine(name_span([layer.name for layer in layers]), layers)
 
     def joined(rows: Sequence[TableLine]) -> tuple[TableLine, ...]:
         return tuple(join(rows[start : start + size]) for start in range(0, len(rows), size))
@@ -233,13 +233,9 @@ def _lines(run: Sequence[LayerReport], depth: int) -> Iterator[TableLine]:
     modules = [(prefix, tuple(layers)) for prefix, layers in by_prefix]
     for _, equal in groupby(modules, key=lambda module: _signature(*module)):
         same = list(equal)
-        (first, layers), (last, _) = same[0], same[-1]
-        if len(same) > 1:
-            label = _span(first, last)
-        elif len(layers) == 1:
-            label = layers[0].name
-        else:
-            label = first or _span(layers[0].name, layers[-1].name)
+        first, layers = same[0]
+        named = [prefix for prefix, _ in same] if len(same) > 1 else [layer.name for layer in layers]
+        label = first if first and len(same) == 1 < len(layers) else name_span(named)
         yield TableLine(label, tuple(layer for _, own in same for layer in own), len(same), first)
 
 
@@ -250,12 +246,3 @@ def _signature(prefix: str, layers: Sequence[LayerReport]) -> tuple[object, ...]
         (layer.name.removeprefix(prefix), layer.kind, layer.source, *(f"{value:.2e}" for value in figures(layer)))
         for layer in layers
     )
-
-
-def _span(first: str, last: str) -> str:
-    """`h.0` and `h.11` are `h.0-11`, other names `first .. last`."""
-    head, _, start = first.rpartition(".")
-    same, _, stop = last.rpartition(".")
-    if head == same and start.isdigit() and stop.isdigit():
-        return f"{first}-{stop}"
-    return f"{first} .. {last}"

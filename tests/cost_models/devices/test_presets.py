@@ -10,7 +10,7 @@ from parplan.cluster import Cluster
 from parplan.cost_models.communication.collectives import Topology
 from parplan.cost_models.communication.traffic import traffic
 from parplan.cost_models.devices.hardware_table import ALIASES, CPU, CPU_LINK, GPUS, LINKS, GpuRow, LinkRow, Number
-from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset, link_names, link_preset
+from parplan.cost_models.devices.presets import cluster_preset, device_names, device_preset, link_preset
 from parplan.errors import ClusterError
 from parplan.layout import Grid, Layout
 
@@ -71,7 +71,7 @@ def test_every_preset_is_a_whole_device_with_a_source(name: str) -> None:
 def test_every_gpu_row(row: GpuRow) -> None:
     assert row.estimated is (row.kind in ESTIMATED_GPUS)
     assert device_preset(row.kind).estimated is row.estimated
-    assert {row.link, row.network} <= set(link_names())
+    assert {row.link, row.network} <= {link.name for link in LINKS}
     assert 1 <= row.nics <= 8
 
 
@@ -90,7 +90,8 @@ def test_every_link_row(row: LinkRow) -> None:
 
 def test_names_are_unique_and_aliases_lead_somewhere() -> None:
     assert len(set(device_names())) == len(device_names())
-    assert len(set(link_names())) == len(link_names())
+    links = [link.name for link in (*LINKS, CPU_LINK)]
+    assert len(set(links)) == len(links)
     assert not set(ALIASES) & set(device_names())
     assert {device_preset(alias).kind for alias in ALIASES} <= set(device_names())
 

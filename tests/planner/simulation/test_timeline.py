@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,6 +34,28 @@ from tests.planner.graphs import classifier, perceptron
 
 PARTS = tuple(Kind)
 IN_PASSES = (Scheme.BROADCAST, Scheme.INTERLEAVE)
+
+
+class Seen(NamedTuple):
+    kind: Kind
+    what: str
+    number: int | None
+    start_s: float
+    end_s: float
+    computes: bool
+
+
+def activities(found: Timeline) -> list[Seen]:
+    """By start; equal tasks of several devices at the same time are one."""
+    seen = dict.fromkeys(
+        Seen(
+            part.kind, part.what, part.number, span.start_s, span.end_s,
+            any(one.lane is Lane.COMPUTE for one in part.exclusive),
+        )
+        for part, span in zip(found.parts, found.spans, strict=True)
+        if part.kind is not None and part.seconds > 0
+    )  # fmt: skip
+    return sorted(seen, key=lambda one: (one.start_s, one.end_s))
 
 
 def timeline_of(plan: Plan, graph: LayerGraph, cluster: Cluster, manner: PassPolicy = PassPolicy()) -> Timeline:  # noqa: B008
@@ -73,7 +96,7 @@ def test_a_value_that_three_layers_read_in_one_layout_is_moved_and_priced_once()
     plan = plan_of(graph, 2, layers)
     found = timeline_of(plan, graph, cluster)
     stem = [
-        one for one in found.activities if one.kind is Kind.TRANSFER and one.what == graph.layers["stem"].outputs[0]
+        one for one in activities(found) if one.kind is Kind.TRANSFER and one.what == graph.layers["stem"].outputs[0]
     ]
     assert len(stem) == 2  # there and back
     assert found.step_s == pytest.approx(objective(plan, graph, cluster), rel=1e-9)
@@ -168,7 +191,7 @@ def test_branches_on_disjoint_devices_run_at_the_same_time() -> None:
     assert needs_simulation(plan, graph)
     assert found.step_s < 0.75 * objective(plan, graph, cluster)
     left, right = (
-        [one for one in found.activities if one.kind is Kind.FORWARD and one.what.startswith(side)]
+        [one for one in activities(found) if one.kind is Kind.FORWARD and one.what.startswith(side)]
         for side in ("left", "right")
     )
     assert left[0].start_s < right[-1].end_s
@@ -220,7 +243,7 @@ def test_what_is_exposed_of_an_interleaved_boundary_by_hand() -> None:
     gather, interleave = (on_paper(gpus, scheme) for scheme in (Scheme.GATHER, Scheme.INTERLEAVE))
 
     def taken_s(found: Timeline, value: str) -> list[float]:
-        own = [one for one in found.activities if one.kind is Kind.TRANSFER and one.what == value]
+        own = [one for one in activities(found) if one.kind is Kind.TRANSFER and one.what == value]
         return [one.end_s - one.start_s for one in own]
 
     whole = taken_s(gather, "flatten")
@@ -239,12 +262,10 @@ def test_what_is_exposed_of_an_interleaved_boundary_by_hand() -> None:
 def test_compute_goes_on_beside_the_next_samples() -> None:
     found = on_paper(4, Scheme.INTERLEAVE)
     coming = [
-        one
-        for one in found.activities
-        if one.kind is Kind.TRANSFER and one.what == "flatten" and not any(r.lane is Lane.COMPUTE for r in one.lanes)
+        one for one in activities(found) if one.kind is Kind.TRANSFER and one.what == "flatten" and not one.computes
     ]
     assert len(coming) == 8
-    first = [one for one in found.activities if one.kind is Kind.FORWARD and one.what == "fc6"]
+    first = [one for one in activities(found) if one.kind is Kind.FORWARD and one.what == "fc6"]
     assert [one.number for one in (*coming[:4], *first)] == [0, 1, 2, 3] * 2
     for number, (before, after) in enumerate(pairwise(coming[:4])):
         assert after.start_s == first[number].start_s >= before.end_s
@@ -282,7 +303,7 @@ def test_updates_between_passes(scheme: Scheme) -> None:
     once, twice, each = (on_paper(4, scheme, period) for period in (4, 2, 1))
 
     def updates(found: Timeline) -> int:
-        return len({(one.start_s, one.end_s) for one in found.activities if one.kind is Kind.UPDATE})
+        return len({(one.start_s, one.end_s) for one in activities(found) if one.kind is Kind.UPDATE})
 
     assert [updates(found) for found in (once, twice, each)] == [1, 2, 4]
     assert once.critical.total_s(Kind.UPDATE) < twice.critical.total_s(Kind.UPDATE)

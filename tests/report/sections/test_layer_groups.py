@@ -63,11 +63,11 @@ def test_blocks_of_other_figures_are_lines_of_their_own() -> None:
 def test_without_modules_to_fold_by_adjacent_layers_share_lines() -> None:
     layers = [facts(f"layer{i}", "linear", ONE if i == 7 else DATA, 1.0 + i, "so") for i in range(12)]
     assert lines(group_layers(layers, 4)) == [
-        ("layer0 .. layer2", "3"),
-        ("layer3 .. layer5", "3"),
+        ("layer0-2", "3"),
+        ("layer3-5", "3"),
         ("layer6", ""),
         ("layer7", ""),
-        ("layer8 .. layer10", "3"),
+        ("layer8-10", "3"),
         ("layer11", ""),
     ]
 
