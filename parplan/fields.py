@@ -25,7 +25,8 @@ else:
 
 __all__ = [
     "Field", "FieldError", "choice", "count", "counted", "did_you_mean", "flag", "list_of", "number", "numbers",
-    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "table", "text",
+    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "size_text", "table",
+    "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -121,6 +122,17 @@ def counted(number: int, noun: str) -> str:
     ('1 layer', '1,200 layers')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes in a unit that suits them, three digits at least.
+
+    >>> size_text(2**20 * 1.5), size_text(2**30 * 4321)
+    ('1.5 MiB', '4,321 GiB')
+    """
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    unit, size = next(((unit, size) for unit, size in units if nbytes >= size), ("bytes", 1))
+    return f"{nbytes / size:,.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
 
 
 def text(name: str, pattern: str = ".*", expected: str = "text") -> Field:

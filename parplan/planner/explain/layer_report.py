@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
+from parplan.fields import size_text
 from parplan.graph.layer_graph import LayerGraph
 from parplan.lowering.stages import Stage
 from parplan.plan import Plan
 from parplan.planner.decision import Arrival, LayerReport, Prediction
 from parplan.planner.search_space.formulation import Formulation
-from parplan.planner.search_space.infeasible_message import size_text
 from parplan.planner.search_space.options import Option
 from parplan.planner.search_space.step_time import edge_totals
 from parplan.planner.search_space.verifier import bends

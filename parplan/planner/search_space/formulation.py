@@ -24,7 +24,7 @@ from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts
-from parplan.planner.search_space.options import Option, node_parts, priced_option, shared_readers
+from parplan.planner.search_space.options import Option, like_readers, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
@@ -123,7 +123,7 @@ def formulate(
     kept = fold.kept if fold is not None else {name: name for name in graph.layers}
     names = tuple(dict.fromkeys(kept.values()))
     shape = replace(shape, homes=_homes_of(kept, shape), inside=frozenset(kept[name] for name in shape.inside))
-    like = shared_readers(graph, shape)
+    like = like_readers(graph, shape)
     options: list[tuple[Option, ...]] = []
     for name in names:
         layer = graph.layers[name]

@@ -6,11 +6,12 @@ from collections import Counter
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import Moments
+from parplan.fields import size_text
 from parplan.planner.decision import Prediction
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Cause, Solution
 
-__all__ = ["nearest_to_fitting", "size_text", "why_not"]
+__all__ = ["nearest_to_fitting", "why_not"]
 
 _REMEDIES = (
     "possible remedies: more devices, devices with more memory (--memory), a smaller --batch, "
@@ -52,11 +53,3 @@ def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
         f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
         f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
     )
-
-
-def size_text(nbytes: float) -> str:
-    """Bytes in a unit that suits them, three digits."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"

@@ -19,8 +19,7 @@ from parplan.planner.search_space.shape import Choice, Shape
 from parplan.planner.search_space.step_time import NodeParts
 
 __all__ = [
-    "LikeReaders", "Option", "arrival_layout", "batch_norm_sync_s", "like_readers", "node_parts", "of_pass",
-    "priced_option", "shared_readers",
+    "LikeReaders", "Option", "arrival_layout", "like_readers", "node_parts", "of_pass", "priced_option",
 ]  # fmt: skip
 
 LikeReaders = Mapping[str, Mapping[str, str]]
@@ -74,7 +73,7 @@ def priced_option(
     return Option(
         **vars(own),
         cost=costs.layer(layer, strategy, shape.passes if inside else 1),
-        batch_norm_sync_s=batch_norm_sync_s(layer, strategy, costs, graph),
+        batch_norm_sync_s=_batch_norm_sync_s(layer, strategy, costs, graph),
         memory=costs.memory(layer, strategy),
         reduce_s=reduce_s,
         compute_interference_s=(1 - costs.step.overlap) * (reduce_s - post_update_s),
@@ -120,7 +119,7 @@ def arrival_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:
     return StepSetting.on(cluster, graph.batch or 1).arrival(graph.batch_dims.get(value))
 
 
-def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
+def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph: LayerGraph) -> float:
     """One way of exchanging batch statistics, where replicas do: count, mean and squared deviations per channel."""
     if not layer.mixes_batch or strategy.replicas == 1:
         return 0.0
@@ -133,25 +132,18 @@ def batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph:
     return moved.forward_s
 
 
-def like_readers(graph: LayerGraph) -> LikeReaders:
-    """Which layers of one kind read the same value, such as query, key and value."""
+def like_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
+    """Which layers of one kind read the same value, such as query, key and value.
+
+    Of shapes in one pass, and not in branches that may run at the same time.
+    """
+    apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
     first: dict[tuple[str, str], str] = {}
     found: dict[str, dict[str, str]] = {}
-    for name, layer in graph.layers.items():
+    for name, layer in graph.layers.items() if not shape.in_roles else ():
         for value in dict.fromkeys(layer.inputs):
             leader = first.setdefault((value, layer.kind), name)
-            if leader != name and (value in graph.producer or value in graph.user_inputs):
+            moved = value in graph.producer or value in graph.user_inputs
+            if leader != name and moved and not {name, leader} <= apart:
                 found.setdefault(value, {})[name] = leader
     return found
-
-
-def shared_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
-    """The like readers of a shape: in one pass, and not in branches that may run at the same time."""
-    if shape.in_roles:
-        return {}
-    apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
-    known = {
-        value: {name: leader for name, leader in own.items() if not {name, leader} <= apart}
-        for value, own in like_readers(graph).items()
-    }
-    return {value: own for value, own in known.items() if own}

@@ -187,23 +187,22 @@ def prices(questions: Questions, found: Answer, ask: Callable[[Pinned], Answer])
     """
     free = ask(Pinned((), {}, {}))
     without = {group: ask(left) for group, left in questions.parts.items()}
+
+    def price(group: PinGroup, left: Answer) -> PinPrice:
+        return PinPrice(
+            pin=group.describe(),
+            origin=group.origin,
+            layers=sum(any(pin.matches(name) for pin in group.pins) for name in questions.whole.layers),
+            step_s=found.step_s or 0.0,
+            without_s=left.step_s,
+            proven=found.proven and left.proven,
+            why_not=questions.refused.get(group, "no plan is left") if left.step_s is None else "",
+            patterns=tuple(pin.pattern for pin in group.pins),
+        )
+
     return Pins(
         step_s=found.step_s or 0.0,
         free_s=free.step_s,
         proven=found.proven and free.proven,
-        each=tuple(_price(group, questions, found, without.get(group)) for group in questions.groups),
-    )
-
-
-def _price(group: PinGroup, questions: Questions, found: Answer, without: Answer | None) -> PinPrice:
-    none = without is None or without.step_s is None
-    return PinPrice(
-        pin=group.describe(),
-        origin=group.origin,
-        layers=sum(any(pin.matches(name) for pin in group.pins) for name in questions.whole.layers),
-        step_s=found.step_s or 0.0,
-        without_s=None if without is None else without.step_s,
-        proven=found.proven and without is not None and without.proven,
-        why_not=questions.refused.get(group, "no plan is left") if none else "",
-        patterns=tuple(pin.pattern for pin in group.pins),
+        each=tuple(price(group, without.get(group, Answer(None, False))) for group in questions.groups),
     )

@@ -65,21 +65,15 @@ def r1_batch(
     """
     if replicas == 1:
         return
-    if units is None and why:
-        raise RuleError("R1", layer, f"{why}, so {replicas} replicas would change the numbers; use 1 replica")
-    if units is None and unknown:
-        raise RuleError(
-            "R1",
-            layer,
-            f"parplan does not know how {' and '.join(unknown)} treats samples, so {replicas} replicas might change "
-            "the numbers; use 1 replica, or describe the op with parplan.graph.axes.table.register_row",
-        )
     if units is None:
-        raise RuleError(
-            "R1",
-            layer,
-            f"its samples depend on each other, so {replicas} replicas would change the numbers; use 1 replica",
-        )
+        reason = why or "its samples depend on each other"
+        text = f"{reason}, so {replicas} replicas would change the numbers; use 1 replica"
+        if unknown and not why:
+            text = (
+                f"parplan does not know how {' and '.join(unknown)} treats samples, so {replicas} replicas might "
+                "change the numbers; use 1 replica, or describe the op with parplan.graph.axes.table.register_row"
+            )
+        raise RuleError("R1", layer, text)
     if uneven and passes == 1 and min(batch, units) >= replicas:
         return
     if batch % replicas or units % replicas:

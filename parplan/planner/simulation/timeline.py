@@ -70,11 +70,6 @@ class Spent:
         """Seconds of one kind, its own or waited for."""
         return self.own_s.get(kind, 0.0) + self.waits_s.get(kind, 0.0)
 
-    @property
-    def exposed_transfer_s(self) -> float:
-        """Time in which it has nothing to compute because of a transfer."""
-        return self.total_s(Kind.TRANSFER)
-
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
@@ -111,7 +106,7 @@ class Timeline:
     @property
     def exposed_transfer_s(self) -> float:
         """Time in which the device that is done last has nothing to compute because of a transfer."""
-        return self.critical.exposed_transfer_s
+        return self.critical.total_s(Kind.TRANSFER)
 
     def spent(self, device: int) -> Spent:
         """Breakdown of one device's time."""

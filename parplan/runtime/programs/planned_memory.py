@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parplan.errors import PlannedMemoryWarning
+from parplan.fields import size_text
 from parplan.graph.layer_graph import LayerGraph
 from parplan.runtime.calls import ModelCall
 
@@ -82,7 +83,7 @@ class PlannedMemory:
             return
         self.said = needed
         now, then = (
-            _text(nbytes) + (f" for {count} samples" if count is not None else "")
+            size_text(nbytes) + (f" for {count} samples" if count is not None else "")
             for nbytes, count in ((needed, samples), (planned, self.samples))
         )
         warnings.warn(
@@ -106,11 +107,3 @@ def _shapes(call: ModelCall, graph: LayerGraph) -> dict[str, str]:
         sizes = ("samples" if sampled and dim == call.dim else str(size) for dim, size in enumerate(tensor.shape))
         found[name] = f"[{', '.join(sizes)}]"
     return found
-
-
-def _text(nbytes: float) -> str:
-    unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), ("bytes", 1))
-    return f"{nbytes / size:,.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
-
-
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
