@@ -317,13 +317,7 @@ def _together(axes: Sequence[JointAxis]) -> JointAxis:
     """Axes of the samples that meet in no tensor (queries and keys on their own), cut at the same samples."""
     made = JointAxis()
     for axis in axes:
-        made.dims |= axis.dims
-        made.outer |= axis.outer
-        made.sections |= axis.sections
-        made.cuts |= axis.cuts
-        made.partial |= axis.partial
-        made.crossed |= axis.crossed
-        made.units = gcd(made.units, axis.units)
+        made.take(axis)
     return made
 
 
