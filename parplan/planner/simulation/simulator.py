@@ -7,7 +7,6 @@ from math import inf
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
-from parplan.errors import PlanError
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan, Strategy
 from parplan.planner.simulation.timeline import Timeline, simulate
@@ -42,13 +41,14 @@ class StepSimulator:
         return simulate(self.graph, self.cluster, self.costs, plan)
 
     def step_s(self, plan: Plan) -> float:
-        """Seconds of a step, kept for the next call; infinite where the plan's scheme is not possible."""
+        """Seconds of a step, kept for the next call.
+
+        Raises:
+            PlanError: the plan's scheme asks for passes that cannot be.
+        """
         key = (plan.scheme, *plan.layers.values())
         if key not in self._known:
-            try:
-                self._known[key] = self.predicted(plan) if self.predicted else self.timeline(plan).step_s
-            except PlanError:
-                self._known[key] = inf
+            self._known[key] = self.predicted(plan) if self.predicted else self.timeline(plan).step_s
         return self._known[key]
 
     def fastest(self, plans: Iterable[Plan | None]) -> Plan | None:
