@@ -25,8 +25,8 @@ else:
 
 __all__ = [
     "Field", "FieldError", "choice", "count", "counted", "did_you_mean", "flag", "list_of", "number", "numbers",
-    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "shown", "size_text", "table",
-    "text",
+    "parse_json", "parse_toml", "ranges", "read_field", "read_fields", "read_file", "runs", "shown", "size_text",
+    "table", "text",
 ]  # fmt: skip
 
 _MOST_WHOLE = 2**62  # SQLite's integers have 64 bits
@@ -244,13 +244,18 @@ def ranges(values: Iterable[int]) -> str:
     >>> ranges([0, 1, 2, 3, 8, 5, 6])
     '0-3,8,5-6'
     """
-    runs: list[list[int]] = []
+    return ",".join(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}" for own in runs(values))
+
+
+def runs(values: Iterable[int]) -> list[list[int]]:
+    """Whole numbers in order, ascending neighbours together."""
+    found: list[list[int]] = []
     for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
+        if found and value == found[-1][-1] + 1:
+            found[-1].append(value)
         else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            found.append([value])
+    return found
 
 
 def read_file(path: str | Path, kind: str, error: type[ParplanError], instead: str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parplan.fields import counted
+from parplan.fields import counted, runs
 
 __all__ = [
     "Scale",
@@ -141,14 +141,7 @@ def number_ranges(numbers: Sequence[int]) -> str:
     >>> number_ranges([0, 1, 2, 5]), number_ranges([3, 2]), number_ranges([0, 1])
     ('0-2, 5', '3, 2', '0, 1')
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs(numbers))
 
 
 def devices(numbers: Sequence[int]) -> str:
