@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return _record(value) if is_dataclass(value) else value
+    return value
 
 
 def _device(device: Device) -> dict[str, Any]:
