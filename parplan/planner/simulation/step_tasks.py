@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
-from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Split, Staged, Step
+from parplan.lowering.program import Code, Compute, Reduce, Split, Staged, Step, Transfer
 from parplan.planner.simulation.list_schedule import Task
 from parplan.planner.simulation.priced_program import Busy, LayerWork, Move, PricedProgram
 
@@ -126,9 +127,9 @@ class _StepTasks:
         if one_f_one_b and staged is not None:
             self.pass_by_pass(staged)
         else:
-            self.forward(priced.program.forward)
+            self.walk(priced.program.forward, Kind.FORWARD)
             self.begun = self.gate(range(len(self.found)))  # the loss needs all results, and gradients need the loss
-            self.backward(priced.program.backward)
+            self.walk(priced.program.backward, Kind.BACKWARD)
         self.update(list(priced.layers.values()))
         for device, held in enumerate(self._held):
             self.add(Kind.OVERHEAD, "", priced.overhead_s, _lane(Lane.COMPUTE, (device,)), held, None, (device,))
@@ -136,18 +137,18 @@ class _StepTasks:
 
     def pass_by_pass(self, staged: Staged) -> None:
         """Each pass goes back before the next one begins, and weights may be updated between them."""
-        self.forward(staged.before)
+        self.walk(staged.before, Kind.FORWARD)
         for number, one in enumerate(staged.passes):
-            self.forward(one.forward)
+            self.walk(one.forward, Kind.FORWARD)
             results = [task for slot in one.outputs for task in self._values.whole(slot)]
             self.begun = self.gate([*results, *self._of_pass[Kind.FORWARD, number]])
             due = [own for own in self.priced.layers.values() if own.passes > 1 and (number + 1) % own.period == 0]
-            self.backward(one.backward, frozenset(own.name for own in due))
+            self.walk(one.backward, Kind.BACKWARD, frozenset(own.name for own in due))
             due = [own for own in due if number + 1 < own.passes and own.update_s > 0]
             done = self._of_pass[Kind.BACKWARD, number]
             self.begun = self.gate([*done, *(self.update(due) if due else ())])
         self.begun = ()
-        self.backward(staged.after)
+        self.walk(staged.after, Kind.BACKWARD)
 
     def add(
         self,
@@ -175,50 +176,33 @@ class _StepTasks:
         """A moment that all of `after` lie before, for others to come after."""
         return (self.add(None, "", 0.0, after=after),)
 
-    def forward(self, steps: Sequence[Forward]) -> None:
-        """Forward steps."""
-        for step in steps:
-            if isinstance(step, Compute):
-                given = self.segment(step, Kind.FORWARD, self._values, step.reads)
-                for result in step.results:
-                    self._values.add(result.slot, given)
-            elif isinstance(step, Split):
-                for target in step.targets:
-                    self._values.alias(target, step.source)
-            elif isinstance(step, Join):
-                for source in step.sources:
-                    self._values.alias(step.target, source)
-            elif (move := self.priced.moves.get(step.target)) is None or move.forward_s == 0:
-                self._values.alias(step.target, step.source)
-            else:
-                task = self.transfer(move, Kind.FORWARD, self._values.whole(move.given.name))
-                self._values.add(step.target, dict.fromkeys(move.wanted.devices, task))
-
-    def backward(self, steps: Sequence[Step], due: frozenset[str] | None = None) -> None:
-        """Backward steps.
+    def walk(self, steps: Sequence[Step], kind: Kind, due: frozenset[str] | None = None) -> None:
+        """Forward steps, or backward steps, which take gradients from where values go to where they come from.
 
         Args:
             due: layers that sum their gradients after these; None: all, in the pass that goes back last.
         """
+        ahead = kind is Kind.FORWARD
+        slots = self._values if ahead else self._gradients
         for step in steps:
-            if isinstance(step, Compute):
-                results = [result.slot for result in step.results]
-                given = self.segment(step, Kind.BACKWARD, self._gradients, results, due)
-                for slot in step.reads:
-                    self._gradients.add(slot, given)
-            elif isinstance(step, Split):
-                for target in step.targets:
-                    self._gradients.alias(step.source, target)
-            elif isinstance(step, Join):
-                for source in step.sources:
-                    self._gradients.alias(source, step.target)
-            elif isinstance(step, Reduce):
+            if isinstance(step, Reduce):
                 continue  # with the layers whose gradients they are
-            elif (move := self.priced.moves.get(step.target)) is None or move.backward_s == 0:
-                self._gradients.alias(step.source, step.target)
-            else:
-                task = self.transfer(move, Kind.BACKWARD, self._gradients.whole(step.target))
-                self._gradients.add(move.given.name, dict.fromkeys(move.given.devices, task))
+            if isinstance(step, Compute):
+                ends = step.reads, [result.slot for result in step.results]
+                reads, writes = ends if ahead else reversed(ends)
+                given = self.segment(step, kind, slots, reads, due)
+                for slot in writes:
+                    slots.add(slot, given)
+                continue
+            move = self.priced.moves.get(step.target) if isinstance(step, Transfer) else None
+            if move is not None and (move.forward_s if ahead else move.backward_s) > 0:
+                begin, end = (move.given, move.wanted) if ahead else (move.wanted, move.given)
+                task = self.transfer(move, kind, slots.whole(begin.name))
+                slots.add(end.name, dict.fromkeys(end.devices, task))
+                continue
+            targets = step.targets if isinstance(step, Split) else (step.target,)
+            for source, target in product(step.reads, targets):
+                slots.alias(*((target, source) if ahead else (source, target)))
 
     def segment(
         self, step: Compute, kind: Kind, slots: _Slots, needed: Sequence[str], due: frozenset[str] | None = None
