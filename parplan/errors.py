@@ -71,12 +71,14 @@ class RuleError(PlanError):
     Attributes:
         rule: the rule's short name, "R1" to "R8".
         layer: the dotted name of the layer that breaks it.
+        found: the numbers that break it, without what would fix it.
     """
 
     def __init__(self, rule: str, layer: str, message: str) -> None:
         super().__init__(f"{layer}: {message} ({rule})")
         self.rule = rule
         self.layer = layer
+        self.found = message.partition("; ")[0]
 
 
 class InfeasiblePlan(ParplanError):

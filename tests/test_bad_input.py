@@ -175,7 +175,7 @@ EDITS = [
     ("R1", edit("strict", conv1={**DATA, "replicas": 5, "devices": [0, 1, 2, 3, 4]}), "5 replicas"),
     ("R2", edit("strict", conv1=DATA, conv2=TWO, add=TWO), "equal replicas"),
     ("R3", edit("strict", conv1=DATA, conv2=DATA, add=TWO), "equal replicas"),
-    ("R4", edit("strict", conv1=DATA, conv2=THREE, add=THREE), "4 replicas cannot feed the 3"),
+    ("R4", edit("strict", conv1=DATA, conv2=THREE, add=THREE), "the 3 replicas of"),
     ("R5", edit(fc={**ONE, "shards": 5, "axis": "out-features", "devices": [0, 1, 2, 3, 4]}), "cannot be cut in 5"),
     ("R6", edit(fc={**ONE, "shards": 2, "axis": "out-features"}), "need 2 devices"),
     ("R7", edit("strict", loss={**ONE, "shards": 2, "axis": "vocabulary", "devices": [0, 1]}), "never sharded"),

@@ -104,8 +104,8 @@ def r4_divides(layer: str, replicas: int, fed: Mapping[str, int]) -> None:
     for name, count in fed.items():
         if replicas % count:
             fits = " or ".join(str(part) for part in divisors(replicas))
-            own = f"{replicas} replica{'s' if replicas > 1 else ''}"
-            raise RuleError("R4", layer, f"{own} cannot feed the {count} of {name}; give {name} {fits}")
+            numbers = f"the {count} replicas of {name}, which it feeds, do not divide its {replicas}"
+            raise RuleError("R4", layer, f"{numbers}; give {name} {fits}")
 
 
 def r5_axis(layer: str, axis: str | None, units: Mapping[str, int], shards: int, max_shards: int | None = None) -> None:

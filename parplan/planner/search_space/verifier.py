@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from parplan.errors import PlanError
+from parplan.errors import PlanError, RuleError
 from parplan.graph.axes.table import unknown_ops
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.sites import why_whole
@@ -108,13 +108,13 @@ def _strict_rules(plan: Plan, graph: LayerGraph, name: str) -> Iterator[Callable
 
 
 def bends(plan: Plan, graph: LayerGraph, name: str) -> tuple[str, ...]:
-    """The strict rules that transfers, unequal parts of the batch or exchanges bend at this layer, as messages."""
+    """The strict rules that transfers, unequal parts of the batch or exchanges bend at this layer ("R4: ...")."""
     replicas = plan.layers[name].replicas
     uneven = _uneven(plan, graph.layers[name])
     found = [f"R1: {rules.parts_words(plan.batch, replicas)} samples"] if uneven else []
     for check_rule in _strict_rules(plan, graph, name):
         try:
             check_rule()
-        except PlanError as error:
-            found.append(str(error))
+        except RuleError as error:
+            found.append(f"{error.rule}: {error.found}")
     return tuple(found)

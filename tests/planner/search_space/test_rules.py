@@ -41,7 +41,7 @@ BROKEN: list[tuple[str, Callable[[], None], str]] = [
     ("R5", lambda: rules.r5_axis("far", None, {}, 4), "it cannot be cut in 4; its axes are none: it cannot be sharded"),
     ("R2", lambda: rules.r2_feeders("add", {"a": 2, "b": 4}), r"2 \(a\), 4 \(b\) replicas"),
     ("R3", lambda: rules.r3_fed("conv", {"a": 1, "b": 4}), r"1 \(a\), 4 \(b\) replicas"),
-    ("R4", lambda: rules.r4_divides("pool", 4, {"fc": 3}), "4 replicas cannot feed the 3 of fc; give fc 1 or 2 or 4"),
+    ("R4", lambda: rules.r4_divides("pool", 4, {"fc": 3}), "the 3 replicas of fc, which it feeds, do not divide its 4"),
     ("R5", lambda: rules.r5_axis("fc", "out-features", UNITS, 3), "4096 out-features cannot be cut in 3; use 1 or 2"),
     ("R1", lambda: rules.r1_batch("pool", 128, 6, 4, 4), "cannot be split over 4 replicas; use 2 or 3 replicas"),
     ("R5", lambda: rules.r5_axis("fc", "out-features", UNITS, 3, 3), "cannot be cut in 3; use 1 or 2 shards"),

@@ -68,7 +68,7 @@ def test_a_sharded_loss_bends_r7() -> None:
     graph, cut = classifier(), Strategy(1, 2, "vocabulary", (0, 1))
     plan = plan_of(graph, {"loss": cut, "fc": Strategy(1, 2, "out-features", (0, 1))})
     check(plan, graph)
-    assert bends(plan, graph, "loss") == ("loss: a loss is never sharded, the plan cuts it in 2; use 1 shard (R7)",)
+    assert bends(plan, graph, "loss") == ("R7: a loss is never sharded, the plan cuts it in 2",)
     assert bends(plan, graph, "fc") == ()
 
 
