@@ -1,6 +1,6 @@
-"""Passes: in which order samples get from many replicas to layers with fewer, and what the other orders would cost.
+"""Passes: which samples layers with fewer replicas work on at a time, and the price of every scheme.
 
-ConcurrentBranches it, branches that run at the same time: on which devices, and how much that saves.
+Branches that run at the same time: on which devices, and how much that saves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
 
 def print_passes(page: Page, passes: Passes) -> None:
     """Print a line per scheme, the taken one in bold."""
-    fewest = "1" if passes.min_replicas == 1 else f"{passes.min_replicas} or more"
-    page.section("Passes", f"how samples get from layers with {passes.max_replicas} replicas to those with {fewest}")
+    page.section("Passes", f"layers with fewer than {passes.max_replicas} replicas, and all behind them, run once a pass")
     known = [one for one in passes.schemes if one.step_s is not None]
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
     times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])
@@ -62,7 +61,7 @@ def print_passes(page: Page, passes: Passes) -> None:
 
     headings = ("passes", "samples each", "step", "exposed transfer", "memory")
     page.table([Column(heading) for heading in headings], [row(one) for one in passes.schemes])
-    page.paragraph("gather: all at once; broadcast: one replica's at a time; interleave: a share of each.", style="dim")
+    page.paragraph("gather: one pass of all samples; broadcast: of one replica's; interleave: of a share of each replica's.", style="dim")
     if passes.updated:
         text = f"Pins have the weights of {_few(passes.updated)} updated between passes"
         page.paragraph(f"{text}, so not all samples are gathered at once.", style="dim")
