@@ -40,15 +40,18 @@ def diff(first: str, second: str, target: TargetOptions, options: DiffOptions) -
     steps_s: dict[str, tuple[float, float]] = {}
     if old.report is not None and new.report is not None:
         steps_s["as reported"] = old.report["predicted"]["step_s"], new.report["predicted"]["step_s"]
+    remark = ""
     if target.target is not None:
-        before_s, after_s = (_priced(one.plan, target, options) for one in (old, new))
+        (before_s, before_on), (after_s, after_on) = (_priced(one.plan, target, options) for one in (old, new))
         steps_s[f"of {target.target}"] = before_s, after_s
+        on = before_on if before_on == after_on else f"{before_on}, and on {after_on}"
+        remark = f"{target.target} is priced on {on}, with {options.precision} and {options.optimizer}."
     found = plan_diff(old.plan, new.plan)
-    return Answer(lambda console: render_diff(found, (first, second), steps_s, console), found.runs_alike)
+    return Answer(lambda console: render_diff(found, (first, second), steps_s, console, remark), found.runs_alike)
 
 
-def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> float:
-    """The predicted step of a plan in seconds, at its own batch unless another is given."""
+def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> tuple[float, str]:
+    """The predicted step of a plan in seconds, at its own batch unless another is given, and on which devices."""
     with contextlib.redirect_stdout(sys.stderr):
         from parplan.cost_models.devices.requested import ClusterRequest, find_cluster
         from parplan.graph.capture.capture import capture
@@ -60,7 +63,8 @@ def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> float:
         model = replace(target, batch=target.batch or plan.batch).load()
         graph = capture(model.module, model.args, model.kwargs)
         request = PlanRequest(precision=options.precision, optimizer=options.optimizer)
-        return Pricing(found.cluster, request, found.device).predicted(graph, plan).step.step_s
+        step_s = Pricing(found.cluster, request, found.device).predicted(graph, plan).step.step_s
+        return step_s, found.cluster.describe()
 
 
 def explain(file: str, layer: str) -> Answer:

@@ -99,20 +99,19 @@ def positive(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
-    """A number from 0 up to, but not including, 1."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise ArgumentTypeError(f"{text} is not a share from 0 up to 1, such as 0.01")
+def percentage(text: str) -> float:
+    """A share from 0 on, written 0.05 or 5%."""
+    value = _number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text} is not a share from 0 on, such as 5% or 0.05")
     return value
 
 
-def percentage(text: str) -> float:
-    """A share from 0 on, written 0.05 or 5%."""
-    number = text.removesuffix("%")
-    value = _number(number) / (100 if number != text else 1)
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"{text} is not a share from 0 on, such as 5% or 0.05")
+def share(text: str) -> float:
+    """A number from 0 up to, but not including, 1, written 0.05 or 5%."""
+    value = _number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"{text} is not a share from 0 up to 1, such as 1% or 0.01")
     return value
 
 

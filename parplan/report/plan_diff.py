@@ -80,13 +80,18 @@ def _words(strategy: Strategy | None) -> str:
 
 
 def render_diff(
-    found: PlanDiff, names: tuple[str, str], steps_s: Mapping[str, tuple[float, float]], console: Console
+    found: PlanDiff,
+    names: tuple[str, str],
+    steps_s: Mapping[str, tuple[float, float]],
+    console: Console,
+    remark: str = "",
 ) -> None:
     """Print the differences.
 
     Args:
         names: of the two files.
         steps_s: predicted steps of both plans, in seconds, by where they come from.
+        remark: a sentence on those, such as the devices they are of.
     """
     page = Page(console)
     old, new = names
@@ -112,6 +117,8 @@ def render_diff(
             ratio = Styled(f"{sign}{units.percent(abs(share))}" if abs(share) >= 5e-4 else "the same", style)
             rows.append(TableRow(where, [scale.text(before_s), scale.text(after_s), ratio]))
         page.table([Column("before"), Column("after"), Column("")], rows)
+        if remark:
+            page.paragraph(remark, style="dim")
     elif not found.runs_alike:
         page.blank()
         page.paragraph("What it costs is not known: give reports in place of plans, or a TARGET to price both with.")

@@ -42,7 +42,8 @@ def print_branches(page: Page, branches: ConcurrentBranches, step_s: float) -> N
 
 def print_passes(page: Page, passes: Passes) -> None:
     """Print a line per scheme, the taken one in bold."""
-    page.section("Passes", f"layers with fewer than {passes.max_replicas} replicas, and all behind them, run once a pass")
+    narrow = f"layers with fewer than {passes.max_replicas} replicas"
+    page.section("Passes", f"{narrow}, and all behind them, run once a pass")
     known = [one for one in passes.schemes if one.step_s is not None]
     step_s = next((one.step_s for one in known if one.scheme is passes.taken), None) or 0.0
     times, sizes = units.step(step_s), units.size([one.memory_bytes for one in known if one.memory_bytes is not None])
@@ -61,7 +62,8 @@ def print_passes(page: Page, passes: Passes) -> None:
 
     headings = ("passes", "samples each", "step", "exposed transfer", "memory")
     page.table([Column(heading) for heading in headings], [row(one) for one in passes.schemes])
-    page.paragraph("gather: one pass of all samples; broadcast: of one replica's; interleave: of a share of each replica's.", style="dim")
+    shares = "gather: one pass of all samples; broadcast: of one replica's; interleave: of a share of each replica's."
+    page.paragraph(shares, style="dim")
     if passes.updated:
         text = f"Pins have the weights of {_few(passes.updated)} updated between passes"
         page.paragraph(f"{text}, so not all samples are gathered at once.", style="dim")
