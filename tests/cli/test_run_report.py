@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parplan.cli.main import main
+from tests.processes import fork_ranks
 from tests.report.pictures.test_trace import lanes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +60,10 @@ def test_json_says_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("processes", [False, True], ids=["one process", "processes"])
-def test_the_trace_has_predicted_and_measured_of_every_device(model: str, processes: bool) -> None:
+def test_the_trace_has_predicted_and_measured_of_every_device(
+    model: str, processes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
     command = ["run-report", model, "--devices", "2", "--steps", "2", "--trace", "step.json"]
     assert main([*command, *["--processes"] * processes]) == 0
     found = lanes(Path("step.json").read_text(encoding="utf-8"))

@@ -36,14 +36,16 @@ def planned(name: str, gpus: int, cores: int, seed: int, path: Path) -> bytes:
     return path.read_bytes()
 
 
-CASES = [("mlp", 7), ("alexnet", 5), ("two_tower", 2), ("two_tower", 6), ("vgg16", 8)]
+# Two of these searches end by their effort, alexnet's on 5 with a gap; two_tower branches on placements.
+FULL = [("alexnet", 5, (1, 2, 4, 8)), ("mlp", 7, (1, 8)), ("two_tower", 6, (1, 8)), ("vgg16", 8, (1, 8))]
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("name", "gpus"),
-    [("examples/alexnet.profile", 4), *(pytest.param(*case, marks=pytest.mark.full) for case in CASES)],
+    ("name", "gpus", "cores"),
+    [("examples/alexnet.profile", 4, (1, 8)), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
 )
-def test_the_plan_does_not_depend_on_cores_threads_or_hash_seeds(name: str, gpus: int, tmp_path: Path) -> None:
-    plans = {planned(name, gpus, cores, seed, tmp_path / f"{cores}.json") for seed, cores in enumerate((1, 2, 4, 8))}
+def test_the_plan_does_not_depend_on_cores_threads_or_hash_seeds(
+    name: str, gpus: int, cores: tuple[int, ...], tmp_path: Path
+) -> None:
+    plans = {planned(name, gpus, count, seed, tmp_path / f"{count}.json") for seed, count in enumerate(cores)}
     assert len(plans) == 1

@@ -33,6 +33,7 @@ from parplan.profiler import runtime_costs
 from parplan.profiler.session import Settings, profile, requests_by_devices
 from tests.cost_models.made_up import made_up_costs, made_up_profile
 from tests.planner.graphs import classifier
+from tests.processes import fork_ranks
 from tests.profiler.prefilled import parts_kept, prefill
 
 CPU = torch.device("cpu")
@@ -84,8 +85,9 @@ def distinct(devices: int) -> set[tuple[int, str]]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A store where everything but parts is known for two devices."""
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store where everything but parts is known for two devices; processes that measure are forked."""
+    fork_ranks(monkeypatch)
     with ProfileStore(tmp_path / "filled.sqlite") as store:
         prefill(store, 2)
     return tmp_path / "filled.sqlite"

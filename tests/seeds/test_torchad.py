@@ -1,7 +1,9 @@
-"""The habits of TorchAD-NN's users, in parplan: examples/seeds/torchad.py as a program, alone and under torchrun."""
+"""The habits of TorchAD-NN's users, in parplan: examples/seeds/torchad.py alone and as a program under torchrun."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -18,11 +20,8 @@ from examples.seeds import torchad
 from parplan.plan import Plan, Strategy
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "examples/seeds/torchad.py"
-WAYS = {
-    "one process": [sys.executable, SCRIPT],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT],
-}
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+WAYS = ("one process", "torchrun")
 TORCHRUN = pytest.param("torchrun", marks=pytest.mark.full)
 TRAININGS = ("plain", "data parallel", "by hand", "model parallel")
 
@@ -30,9 +29,16 @@ TRAININGS = ("plain", "data parallel", "by hand", "model parallel")
 @cache
 def printed(way: str) -> dict[str, str]:
     """What the program says, by the first words of its lines."""
-    done = subprocess.run(WAYS[way], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(re.findall(r"^ *(.*?\S)(?:  +| is a )(.*)$", done.stdout, re.MULTILINE))
+    if way == "torchrun":
+        command = [*LAUNCHER, "examples/seeds/torchad.py"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        text = done.stdout
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            torchad.main()
+        text = out.getvalue()
+    return dict(re.findall(r"^ *(.*?\S)(?:  +| is a )(.*)$", text, re.MULTILINE))
 
 
 def off(line: str) -> float:

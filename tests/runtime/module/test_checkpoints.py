@@ -6,9 +6,7 @@ import functools
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from torch import nn
 
 import parplan
 from parplan.errors import CheckpointError
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.processes import forkserver
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -153,39 +150,39 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
 
-KILLED = """
-import os, resource, signal, sys, torch, parplan
+def _killed_saves(path: Path, moments: tuple[str, ...], told: Connection) -> None:
+    """Saves that are ended at these moments, each in a fork: its signal, the files it left, and the checkpoint."""
 
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-path, moment = sys.argv[1:]
-parplan.save_checkpoint(path, epoch=1)
-for moment in moment.split():
-    child = os.fork()
-    if not child:
-        if moment == "write":  # the kernel ends the process in the middle of a write
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        else:
-            setattr(os, moment, die)
-        parplan.save_checkpoint(path, epoch=2, weights=torch.ones(100_000))
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    left = len(os.listdir(os.path.dirname(path)))
-    print(moment, os.WTERMSIG(status), left, parplan.load_checkpoint(path))
-"""
+    parplan.save_checkpoint(path, epoch=1)
+    for moment in moments:
+        child = os.fork()
+        if not child:
+            if moment == "write":  # the kernel ends the process in the middle of a write
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+            else:
+                setattr(os, moment, die)
+            parplan.save_checkpoint(path, epoch=2, weights=torch.ones(100_000))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        told.send((moment, os.WTERMSIG(status), len(os.listdir(path.parent)), parplan.load_checkpoint(path)))
 
 
 def test_a_killed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
-    told = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), path, "write fsync replace"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
     killed = {"write": signal.SIGXFSZ, "fsync": signal.SIGKILL, "replace": signal.SIGKILL}
-    wanted = [f"{moment} {number:d} 2 {{'epoch': 1}}" for moment, number in killed.items()]
-    assert told.stdout.splitlines() == wanted
+    context = forkserver()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_killed_saves, args=(path, tuple(killed), theirs))
+    process.start()
+    theirs.close()
+    for moment, number in killed.items():
+        assert ours.recv() == (moment, number, 2, {"epoch": 1})
+    process.join()
+    ours.close()
     parplan.save_checkpoint(path, epoch=3)  # takes away what the last one left
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
