@@ -12,6 +12,7 @@ from torch import multiprocessing as mp
 
 from parplan.errors import RuntimeFailure
 from parplan.runtime.module.compiled import Compiled
+from tests.processes import forkserver
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import mlp
 from tests.runtime.rank_cases import CASES
@@ -21,7 +22,7 @@ from tests.runtime.ranks import on_two_and_four, run_case
 LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     on_two_and_four(CASES, full_on_two=LONG, few_on_four=("group_inputs", "group_train_steps", "hybrid")),
@@ -47,7 +48,8 @@ def _dying(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
-    mp.start_processes(_dying, (str(tmp_path),), 2, start_method="spawn")  # type: ignore[attr-defined,no-untyped-call]
+    forkserver()
+    mp.start_processes(_dying, (str(tmp_path),), 2, start_method="forkserver")  # type: ignore[attr-defined,no-untyped-call]
     text = (tmp_path / "error").read_text()
     assert text.startswith("rank 0: ")
     assert "another rank has probably stopped" in text
