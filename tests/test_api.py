@@ -71,6 +71,7 @@ def test_names_are_the_models_own() -> None:
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_file_is_run(name: str, tmp_path: Path) -> None:
     plain, x = perceptron(), inputs()
@@ -212,6 +213,7 @@ def test_batch_auto_takes_what_analyze_says_of_that_batch() -> None:
     assert "another training: from the example inputs' 12 samples to" in found.notes[-1]
 
 
+@pytest.mark.full
 def test_batch_auto_stays_within_memory() -> None:
     free = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=2, gpu="k20")
     tight = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=2, gpu="k20", memory_bytes=200_000)
@@ -245,6 +247,7 @@ def test_batch_auto_refuses_what_is_bound_to_its_batch() -> None:
         parplan.analyze(Averages(), inputs(4).float(), batch="auto", gpus=2)
 
 
+@pytest.mark.full
 def test_batch_auto_prices_a_model_with_its_loss_inside() -> None:
     found = parplan.analyze(Loss(), (torch.zeros(4, 3, 6, 6), torch.zeros(4, dtype=torch.long)), batch="auto", gpus=2)
     assert found.plan.batch > 4

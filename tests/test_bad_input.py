@@ -183,6 +183,7 @@ EDITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("rule", "change", "words"), EDITS, ids=[rule for rule, _, _ in EDITS])
 def test_an_edited_plan_that_breaks_a_rule(
     rule: str,

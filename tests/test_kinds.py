@@ -12,7 +12,7 @@ from tests.kinds import KINDS
 from tests.plans import PLANS, plan_by
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,6 +25,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pins", TOWERS.values(), ids=TOWERS)
 def test_pinned_towers_give_the_plain_models_numbers(pins: dict[str, Any]) -> None:
     model, inputs = small()

@@ -108,6 +108,7 @@ class StochasticDepth(nn.Module):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_draws_are_the_same_for_every_plan(devices: int) -> None:
     found = parplan.verify(StochasticDepth(), torch.randn(12, 12), devices=devices)
@@ -127,6 +128,7 @@ def test_float32_parts_are_compared_as_float32_sums(devices: int) -> None:
 HALVES = [(torch.bfloat16, 0.125, "bfloat16"), (torch.float16, 0.016, "float16")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shards", ["replicas:2", "shards:2"])
 @pytest.mark.parametrize(("dtype", "tolerance", "word"), HALVES)
 def test_parts_in_half_precision_are_compared_as_its_sums(

@@ -72,7 +72,7 @@ def test_loads(name: str, parameters: int, devices: dict[str, tuple[int, ...]], 
     assert found.classes == 1000
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "devices"), [pytest.param(p.values[0], p.values[2], id=p.id) for p in FIVE])
 def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     """At full size: the plan is the file's, and it has a price."""
@@ -90,7 +90,7 @@ def test_plans(name: str, devices: dict[str, tuple[int, ...]]) -> None:
     assert periods == (set(columns("fc6", "fc7")) | {"fc8"} if name == "4gpu-data-model" else set())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_verifies(folder: Path, name: str) -> None:
     found = small(folder, name)

@@ -101,6 +101,7 @@ def test_analyze(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["verify", small, "--plan", "plan.json"]) == 0
 
 
+@pytest.mark.full
 def test_a_pin_on_the_command_line_wins(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["analyze", small, "--gpu", "k20", "--gpus", "4", "--pin", "fcb=gpu:3", "--json", "-"]
     assert main(command) == 0

@@ -26,7 +26,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("example", "name", "devices"), CASES)
 def test_plans_keep_the_numbers(example: str, name: str, devices: int) -> None:
     module, inputs = import_module(f"examples.{example}").small()
@@ -45,7 +45,7 @@ def decided(example: str, gpus: int) -> Decision:
     [
         ("alexnet", 4),
         ("vgg16", 6),
-        ("mlp", 7),
+        pytest.param("mlp", 7, marks=pytest.mark.full),
     ],
 )
 def test_full_size_plans_are_proven(example: str, gpus: int) -> None:

@@ -51,7 +51,7 @@ def test_layers_have_the_names_and_kinds_a_reader_expects(name: str, expected: s
     assert found == expected
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_every_graph_of_layers_is(name: str) -> None:
     graph = captured(name)

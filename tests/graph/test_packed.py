@@ -24,6 +24,7 @@ def _widest(graph: LayerGraph, layer: Layer) -> Strategy:
     return Strategy()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_projection_is_cut_as_its_reader_cuts_it(name: str) -> None:
     torch.manual_seed(0)
@@ -43,6 +44,7 @@ def test_a_packed_projection_is_cut_as_its_reader_cuts_it(name: str) -> None:
         assert axis.sections[parameter] == axis.sections[value]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", GROUPED)
 def test_neighbours_share_heads_of_keys(name: str) -> None:
     """Eight (or four) heads of queries in four shards, two heads of keys."""

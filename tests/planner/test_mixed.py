@@ -51,6 +51,7 @@ def every_block(count: int) -> list[tuple[int, ...]]:
     return [tuple(d for d, used in enumerate(mask) if used) for mask in chosen if any(mask)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("link", [LINK, replace(LINK, latency_s=1e-5, bandwidth_bytes_per_s=1e8)], ids=["fast", "slow"])
 @in_every_order
 def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link) -> None:

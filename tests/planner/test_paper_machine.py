@@ -116,6 +116,7 @@ def all_sharded(decision: Decision, names: Sequence[str]) -> bool:
 # ---- the decisions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_at_128_images_convolutions_are_replicated_and_fc6_and_fc7_sharded(gpus: int, optimizer: str) -> None:
@@ -134,8 +135,8 @@ def test_at_16_times_the_batch_nothing_is_sharded(gpus: int) -> None:
     assert plain.step_s == pytest.approx(on_paper(MANY, gpus).prediction.step_s, rel=0.001)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("each", [pytest.param(FEW, marks=pytest.mark.full), MANY])
+@pytest.mark.full
+@pytest.mark.parametrize("each", [FEW, MANY])
 def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
     file = load_cluster(ISLANDS)
     cluster = file.with_memory(ROOM) if each > FEW else file
@@ -152,6 +153,7 @@ def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: s
     assert (many["fc6"].replicas, many["fc7"].replicas) == (gpus, gpus)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpus", FEW_GPUS)
 def test_they_hang_on_there_being_some_of_both(gpus: int) -> None:
     """With all of the sums hidden, replicas tie at 128; with nothing hidden shards save their update at any batch."""

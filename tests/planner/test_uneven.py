@@ -46,6 +46,7 @@ def decided(graph: LayerGraph, devices: int, *pins: str, kind: str = "v100-sxm2"
     return driver.decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("devices", [3, 5, 6, 7])
 def test_256_samples_are_nearly_as_fast_as_a_batch_that_divides(devices: int) -> None:
     batch = -(-256 // devices) * devices

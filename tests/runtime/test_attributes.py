@@ -243,6 +243,7 @@ def reversed_gradients(m: Any, x: Tensor) -> Any:
     return m.b(Reversed.apply(m.a(x), m.temperature))  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("forward", [mixed_in, nested, counted, reversed_gradients])
 def test_a_number_that_changes_again_is_an_input(forward: Forward) -> None:
     plain, model = pair(forward, 4)
@@ -287,6 +288,7 @@ def promoted(m: Any, x: Tensor) -> Any:
     return (h[0, 0] * m.temperature).to(torch.float64) + h.double()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("forward", [leaky, typed, promoted])
 def test_a_number_that_is_no_plain_operand_is_captured_per_value(forward: Forward) -> None:
     plain, model = pair(forward, 1, "one")

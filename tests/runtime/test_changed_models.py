@@ -70,6 +70,7 @@ CHANGES: tuple[Callable[[nn.Module], None], ...] = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_between_calls_counts(change: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(0)

@@ -41,14 +41,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) -> None:
     run_case(partial(write, cell, written), cell.source.processes)
     run_case(partial(read, cell, written), cell.target.processes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ALONE)
 def test_checkpoints_keep_their_promises(case: Case) -> None:
     run_case(case, 2)

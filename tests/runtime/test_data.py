@@ -278,7 +278,7 @@ def parts_of_the_process_group(rank: int, ranks: int) -> None:
 CASES = {case.__name__: case for case in (model_parallel, the_same_in_a_group, parts_of_the_process_group)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_training_on_two_processes(case: str) -> None:
     run_case(CASES[case], 2)

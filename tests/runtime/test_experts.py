@@ -23,6 +23,7 @@ def mixture(form: str, biased: bool = False, lonely: int | None = None) -> Mixtu
     return Mixture(form, biased, lonely)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_one_layer_with_samples_and_experts(form: str, biased: bool) -> None:
@@ -40,6 +41,7 @@ def test_experts_are_one_layer_with_samples_and_experts(form: str, biased: bool)
     assert not graph.fixed_batch
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("lonely", [None, 1])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("form", FORMS)

@@ -60,6 +60,7 @@ class Weighed(nn.Module):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_model_first_called_without_gradients_can_be_trained(mode: Callable[[], torch.no_grad]) -> None:
     plain = Weighed()

@@ -217,6 +217,7 @@ def test_what_was_priced_and_did_not_move_is_listed() -> None:
     assert "relu (not moved)" not in labels
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["one", "data", "hybrid"])
 def test_the_table_is_narrow_and_says_what_it_compares(kind: str) -> None:
     model = conv_case(kind)

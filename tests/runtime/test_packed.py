@@ -18,7 +18,7 @@ from tests.runtime.ranks import run_case
 MODELS = {**PACKED, **{f"grouped_{name}": make for name, make in GROUPED.items() if name not in PACKED}}
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_three_steps_are_the_plain_models(name: str, devices: int) -> None:
@@ -27,7 +27,7 @@ def test_three_steps_are_the_plain_models(name: str, devices: int) -> None:
     train_alike(compiled(plain, cut_widely(devices), devices), plain, slice(None), 4)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_plan_gives_the_plain_models_numbers(name: str) -> None:
     """Layouts with sections meet every other layout: shards of other axes and counts, replicas, single devices."""
@@ -52,13 +52,11 @@ def test_nothing_moves_between_projections_and_their_attention(name: str) -> Non
     assert moved.isdisjoint(attention.inputs)
 
 
-@pytest.mark.sampled(1)
+RANKS = [("trained", 4), ("checkpointed", 2), ("checkpointed", 4), ("shared", 4)]
+
+
 @pytest.mark.parametrize(
-    ("case", "ranks"),
-    [
-        ("trained", 2), ("checkpointed", 2), ("shared", 4),
-        pytest.param("trained", 4, marks=pytest.mark.full), pytest.param("checkpointed", 4, marks=pytest.mark.full),
-    ],
-)  # fmt: skip
+    ("case", "ranks"), [("trained", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in RANKS)]
+)
 def test_ranks_train_as_one(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

@@ -24,7 +24,7 @@ SMALL = [(net, samples, devices) for net in NETS for samples, devices in ((7, 2)
 LARGE = [(net, 256, devices) for net in ("mlp", "conv", "block") for devices in (3, 5, 6, 7)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("net", "samples", "devices"), [*SMALL, *LARGE])
 def test_a_step_gives_the_plain_models_numbers(net: str, samples: int, devices: int) -> None:
     x, plain = batch(net, samples), build(net)

@@ -142,7 +142,7 @@ FORWARDS: tuple[Forward, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("devices", "kind", "again"), [(1, "one", True), (4, "hybrid", False)], ids=["checkpoint", "hybrid"]
 )

@@ -31,6 +31,7 @@ def check(name: str, plan: str, optimizer: str, rank: int = 0, ranks: int = 1) -
         assert found.predicted_bytes[rank] == pytest.approx(found.measured_bytes, rel=0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("mlp, wide", "adam"), ("mlp, many classes", "sgd"), ("convnet, wide", "momentum"), ("transformer", "adam")],
@@ -78,7 +79,7 @@ def random_plan(graph: LayerGraph, devices: int, random: Random) -> dict[str, St
     return plan
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [network.name for network in NETWORKS])
 def test_all_devices_at_once_and_one_after_another(name: str) -> None:
     graph = captured(name)

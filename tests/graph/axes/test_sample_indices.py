@@ -78,6 +78,7 @@ INDEXED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_input_that_indexes_samples_is_refused_with_its_name_and_line(name: str) -> None:
     does, inputs = INDEXED[name]

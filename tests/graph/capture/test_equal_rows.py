@@ -135,7 +135,7 @@ def check_results(plain: nn.Module, model: Compiled, x: Tensor) -> None:
         result.square().sum().backward()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> None:
     plain = net(name)
@@ -206,7 +206,7 @@ def hard_negatives(m: Net, x: Tensor) -> Tensor:
     return F.cross_entropy(y @ documents.T, torch.arange(len(x)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "mixed"])
 @pytest.mark.parametrize(
     ("idiom", "batches"),

@@ -33,6 +33,7 @@ class MaskedBySegments(nn.Module):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pins", [{"embed": "replicas:2", "out": "replicas:2"}, {"out": "shards:2"}])
 def test_a_mask_made_by_vmap_is_planned_and_the_same(pins: dict[str, str]) -> None:
     call = torch.randint(12, (6, 5)), torch.randint(2, (6, 5))
@@ -51,6 +52,7 @@ class MaskWithoutGradients(MaskedBySegments):
         return result
 
 
+@pytest.mark.full
 def test_vmap_without_gradients_is_captured() -> None:
     call = torch.randint(12, (6, 5)), torch.randint(2, (6, 5))
     plan = parplan.analyze(MaskWithoutGradients(), call, gpus=2, gpu="k20").plan

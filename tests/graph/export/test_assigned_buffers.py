@@ -32,6 +32,7 @@ class Counts(nn.Module):
         return y
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pin", ["*=replicas:2", "*=shards:2"])
 def test_a_submodules_assignment_is_a_write(pin: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Counts(), nn.Tanh())).double()

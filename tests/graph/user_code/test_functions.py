@@ -237,6 +237,7 @@ def agrees(model: nn.Module, plan: str) -> None:
     assert found.passed, found.rows
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", APART)
 def test_samples_stay_apart_where_forward_and_backward_say_so(name: str) -> None:
     layer = function_of(capture(Between(APART[name]), (torch.randn(8, 6),)))
@@ -245,6 +246,7 @@ def test_samples_stay_apart_where_forward_and_backward_say_so(name: str) -> None
     agrees(Between(APART[name]), "data parallel")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WHOLE)
 def test_all_else_is_whole_and_says_why(name: str) -> None:
     call, why = WHOLE[name]
@@ -260,7 +262,7 @@ def test_all_else_is_whole_and_says_why(name: str) -> None:
         check(Plan(graph.model, graph.fingerprint, 8, 2, strategies), graph)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", ["data parallel", "model parallel", "sums", "towers", "solver"])
 def test_functions_on_samples_and_weights_keep_their_backward(plan: str) -> None:
     agrees(OwnBackwards(), plan)

@@ -36,6 +36,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cut", [(2, 1), (2, 2)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_three_steps_and_an_evaluation_are_the_plain_models(loss: str, cut: tuple[int, int]) -> None:

@@ -95,6 +95,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("request_", BY_HAND.values(), ids=BY_HAND)
 def test_nothing_is_searched_where_people_decide(request_: PlanRequest) -> None:
     decision = decided(pair(width=256), cluster_preset("k20", 2, "10gbe"), request_)

@@ -164,6 +164,7 @@ def seeds() -> Iterator[tuple[str, int, int]]:
     yield from (("branches", 3, seed) for seed in (205, 208, 211))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("model", "devices", "seed"), list(seeds()))
 def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)

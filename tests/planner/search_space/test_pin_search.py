@@ -69,6 +69,7 @@ def test_updates_where_no_scheme_has_passes_are_refused_with_the_reason() -> Non
         decide(graph, cluster, RooflineCosts(graph, cluster), request)
 
 
+@pytest.mark.full
 def test_many_pins_of_one_file_are_priced_together() -> None:
     layers = [f"conv{number}" for number in range(1, 6)] + ["fc6", "fc7", "fc8", "drop6", "drop7"]
     words = ["replicas:2" if "conv" in name else f"shards:1 gpu:{index % 2}" for index, name in enumerate(layers)]

@@ -119,7 +119,7 @@ def both(seed: int, plan: Plan) -> list[tuple[Formulation, tuple[int, ...]]]:
     return pairs
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", [Scheme.GATHER, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(40))
@@ -162,7 +162,7 @@ def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pyte
         assert one.transfer_s == pytest.approx(other.transfer_s, rel=1e-6, abs=1e-15)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_with_blocks_alike_is_faster(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against plans of every layer for itself: at least as fast, and the same where those have blocks alike."""
@@ -173,6 +173,7 @@ def test_no_plan_with_blocks_alike_is_faster(seed: int, monkeypatch: pytest.Monk
         assert found.proof.objective <= free.proof.objective * (1 + 1e-6)
 
 
+@pytest.mark.full
 def test_where_no_plan_with_blocks_alike_fits_every_layer_is_planned_for_itself() -> None:
     """One sample and layers of 67 features, so that each runs whole on one of two devices that hold two thirds each."""
     body = [layer for _ in range(40) for layer in (nn.Linear(67, 67), nn.ReLU())]

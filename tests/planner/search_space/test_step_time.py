@@ -151,7 +151,7 @@ def network(name: str) -> LayerGraph:
     return capture(net, (torch.zeros(128, 3, 32, 32),))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpu", ["k20", "a100-80g-sxm"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize(("scheme", "everywhere"), [(Scheme.GATHER, True), (Scheme.INTERLEAVE, False)])

@@ -148,7 +148,7 @@ def same_parameters(found: nn.Module, wanted: nn.Module) -> None:
 PERIODS = [{}, {"4": 1, "6": 1}, {"4": 2, "6": 2}, {"4": 1, "6": 2}, {"4": 4, "6": 1}, {"6": 2}]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("periods", PERIODS, ids=str)
 @pytest.mark.parametrize("scheme", [Scheme.BROADCAST, Scheme.INTERLEAVE], ids=lambda scheme: scheme.value)
@@ -176,7 +176,7 @@ def test_one_update_is_the_usual_loop() -> None:
     same_parameters(model.module, plain)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_nets_and_periods(seed: int) -> None:
     draw = random.Random(seed)

@@ -119,7 +119,7 @@ def test_samples_are_taken_out_of_a_flattened_dimension(outer: int, inner: int) 
     assert torch.equal(axis.take(flat, [Range(0, 1), Range(2, 4)]), picked.flatten(1, 4))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
     make, dim = MODELS[name]
@@ -133,6 +133,7 @@ def test_replicas_and_shards_give_the_plain_results(name: str) -> None:
     assert all(layer.batch is not None for layer in model.graph.layers.values() if not layer.constant)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["flat_through_layers", "several_results", "flat_twice"])
 def test_drawn_plans_give_the_plain_results(name: str) -> None:
     make, dim = MODELS[name]
@@ -247,7 +248,7 @@ def large(rank: int, ranks: int) -> None:
         cut(x, table * (1 + rank))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [merged, words, refused, shared, large])
 def test_processes_get_their_own_results(case: Case) -> None:
     run_case(case, 2)

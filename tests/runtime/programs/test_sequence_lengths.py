@@ -120,7 +120,7 @@ def given(name: str, samples: int, length: int) -> Tensor:
     return F.one_hot(found, WORDS).transpose(1, 2).double() if name == "convolutions" else found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["data", "hybrid"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_length_gives_the_plain_models_numbers(name: str, kind: str) -> None:
@@ -162,6 +162,7 @@ def sharded(rank: int, ranks: int) -> None:
         torch.testing.assert_close(model(own), plain(whole)[2 * rank : 2 * rank + 2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [in_another_order, sharded])
 def test_processes_agree_at_every_length(case: Case) -> None:
     run_case(case, 2)

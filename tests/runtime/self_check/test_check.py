@@ -37,6 +37,7 @@ def call_of(net: nn.Module) -> Tensor:
 # --- what captures lose ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reason", FAULTY)
 def test_what_a_capture_loses_is_found_with_its_reason(
@@ -146,6 +147,7 @@ def misplaced_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("fault", "kind"),
@@ -318,7 +320,7 @@ SLICE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "precision"), SLICE.items())
 def test_sound_models_raise_no_alarm(name: str, precision: str) -> None:
     """A slice of `python -m benchmarks.self_check alarms`."""
@@ -379,7 +381,7 @@ def test_draws_that_cannot_be_replaced_are_named() -> None:
 # --- over processes --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_processes_check_together(case: str) -> None:
     run_case(CASES[case], 2)

@@ -47,6 +47,7 @@ def _case(seed: int, draw: int) -> tuple[Problem, Optimum]:
     return problem, brute_force(problem)
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("step", STEPS)
 def test_keeps_the_optimum(step: Step, seed: int) -> None:
