@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.runtime.module.compiled import Compiled
+from parplan.runtime.programs import captures
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
 from tests.runtime.helpers import Rule, planner
 
@@ -170,6 +173,25 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@contextmanager
+def captured_once() -> Iterator[None]:
+    """Captures `Net` once for all pairs of a case, which differ in what comes after: plans, optimizers, gradients."""
+    graphs: dict[object, LayerGraph] = {}
+    original = vars(captures)["capture"]
+
+    def capture(module: nn.Module, *given: Any, **options: Any) -> LayerGraph:
+        assert isinstance(module, Net)
+        shapes = tuple(leaf.shape for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+        if shapes not in graphs:
+            graphs[shapes] = original(module, *given, **options)
+        return graphs[shapes]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "capture", capture)
+        yield
+
+
+@captured_once()
 def changed_gradients(rank: int, ranks: int) -> None:
     """Clipping, and code that looks across a gradient's elements, under every kind of placement."""
     for rule in placements(ranks):
@@ -198,6 +220,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+@captured_once()
 def optimizers(rank: int, ranks: int) -> None:
     """torch's optimizers, by the same numbers, made before the parameters are cut."""
     for rule in placements(ranks)[::2]:
@@ -205,6 +228,7 @@ def optimizers(rank: int, ranks: int) -> None:
             Pair(rule, rank, ranks).train(make)
 
 
+@captured_once()
 def loaded_optimizers(rank: int, ranks: int) -> None:
     """A state saved from blocks fits the plain model, and a plain one's is loaded into blocks, before any step."""
     makes = (sgd, adamw, OPTIMIZERS["Adafactor"], OPTIMIZERS["Adam foreach"])
@@ -346,6 +370,7 @@ def hooks_from_before(rank: int, ranks: int) -> None:
         same(whole(parameter.grad), twin.grad, "gradient")
 
 
+@captured_once()
 def penalties(rank: int, ranks: int) -> None:
     """Terms of the loss on parameters themselves."""
     terms: list[Callable[[nn.Module], Tensor]] = [
@@ -366,6 +391,7 @@ def penalties(rank: int, ranks: int) -> None:
             pair.steps([sgd(list(m.parameters())) for m in pair.both], count=1)
 
 
+@captured_once()
 def vectors(rank: int, ranks: int) -> None:
     """Numbers of parameters and their shapes are the whole model's, also as one vector, there and back."""
     for rule in placements(ranks):

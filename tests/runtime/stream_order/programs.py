@@ -160,6 +160,7 @@ def run(name: str, muted: Edge | None = None) -> Outcome:
     """A program on a machine of its own."""
     machine = Machine(2, PROGRAMS[name].peers, muted)
     gc.collect()
+    gc.freeze()  # so that the collection at the end looks at what the program made, and not at all earlier tests
     gc.disable()  # memory in reference cycles is freed at the end, not at random
     try:
         with installed(machine), _captured_once(machine, name):
