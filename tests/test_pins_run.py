@@ -47,6 +47,7 @@ def analyzed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     return found
 
 
+@pytest.mark.full
 def test_pins_on_the_command_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file comes first, so that the command line has the last word; every copy between devices is listed."""
     table = model.with_name("pins.toml")

@@ -69,6 +69,7 @@ class Stubborn(nn.Module):
         return result
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("make", [Masked, Spectrum, Square, nn.Identity])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_models_out_of_the_ordinary_pass(make: type[nn.Module], devices: int) -> None:

@@ -44,7 +44,7 @@ def decided(example: str, gpus: int) -> Decision:
     ("example", "gpus"),
     [
         ("alexnet", 4),
-        ("vgg16", 6),
+        pytest.param("vgg16", 6, marks=pytest.mark.full),
         pytest.param("mlp", 7, marks=pytest.mark.full),
     ],
 )

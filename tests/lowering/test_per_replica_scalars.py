@@ -64,7 +64,7 @@ def same_gradients(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pull", [torch.mean, torch.sum, lambda t: (t * torch.arange(1, len(t) + 1)).sum()])
 @pytest.mark.parametrize("samples", [12, 7, 2])
 @pytest.mark.parametrize("loss", LOSSES)

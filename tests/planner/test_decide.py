@@ -54,6 +54,7 @@ def test_no_combination_of_strategies_is_faster(devices: int, rules: str) -> Non
     assert decision.prediction.step_s == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7, 8))])
 def test_plans_are_proven_and_legal_for_any_number_of_devices(devices: int) -> None:
     decision = decided(classifier(), cluster_preset(SLOW, devices))

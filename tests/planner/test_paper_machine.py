@@ -143,6 +143,7 @@ def test_the_file_of_the_machine_decides_as_the_preset(each: int) -> None:
     assert decided(alexnet(each * 8), cluster).plan == on_paper(each, 8).plan
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize(("optimizer", "overlap"), [("momentum", 0.25), ("momentum", 0.75), ("adam", 0.5)])
 def test_in_one_pass_the_decisions_do_not_hang_on_a_half(gpus: int, optimizer: str, overlap: float) -> None:

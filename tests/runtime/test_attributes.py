@@ -448,6 +448,7 @@ def by_inference(m: Any, x: Tensor) -> Any:
     return m.b(m.a(x)) * (2.0 if torch.is_inference_mode_enabled() else 3.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("forward", [by_gradients, by_inference])
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_a_mode_that_the_forward_asks_for_is_the_callers(

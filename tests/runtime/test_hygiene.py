@@ -166,6 +166,7 @@ CHANGES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_user_changes_between_calls_is_seen(change: str) -> None:
     model = compiled(mlp(), spread(2, "hybrid"), 2)

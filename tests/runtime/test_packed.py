@@ -18,7 +18,7 @@ from tests.runtime.ranks import run_case
 MODELS = {**PACKED, **{f"grouped_{name}": make for name, make in GROUPED.items() if name not in PACKED}}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_three_steps_are_the_plain_models(name: str, devices: int) -> None:

@@ -167,6 +167,7 @@ def test_a_result_that_a_later_layer_reads_where_it_is_delivered(scheme: Scheme)
     trained(shown, net, batches(), lambda out, y: functional.mse_loss(out[0], y) + out[1].square().mean())
 
 
+@pytest.mark.sampled(2)
 @SCHEMES
 @pytest.mark.parametrize(("net", "shape", "dim"), [(Tokens(), (8, 3, 8), 0), (Turned(), (3, 8, 8), 1)])
 def test_targets_are_cut_where_the_results_have_samples(

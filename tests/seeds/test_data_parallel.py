@@ -146,6 +146,7 @@ def _hooks(name: str, module: nn.Module, log: Log) -> None:
     module.register_full_backward_hook(back)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("kind", ["data", "hybrid", "one"])
 def test_every_hook_is_called_once_per_replica_with_its_own_tensors(kind: str, threads: bool) -> None:
@@ -202,6 +203,7 @@ def test_hooks_see_whole_tensors_of_a_layer_that_is_cut() -> None:
     assert shapes == [(6, 4)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize(("scheme", "calls"), [("gather", [6]), ("broadcast", [3, 3]), ("interleave", [2, 4])])
 def test_hooks_are_called_once_per_pass(scheme: str, calls: list[int], threads: bool) -> None:
@@ -380,6 +382,7 @@ READERS: dict[str, Callable[[], Reader]] = {
 LENGTHS = torch.tensor([3, 7, 1, 5, 4])  # the longest sample is on the first device
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reader", READERS)
 def test_packed_sequences_with_total_length(reader: str) -> None:
     plain = READERS[reader]().double()

@@ -73,6 +73,7 @@ def test_samples_may_lie_along_any_dimension(samples: int) -> None:
 # --- a thread per device ---------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["data", "hybrid", "out-features", "one"])
 def test_threads_give_the_plain_models_numbers(kind: str) -> None:
     plain = conv_net()

@@ -58,6 +58,7 @@ def own_code(case: Network) -> Callable[..., object]:
     return lambda *args: code(*held, *args)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_saved_activations_are_what_autograd_keeps(name: str) -> None:
     case = network(name)

@@ -148,6 +148,7 @@ def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> 
     assert len(traced) == 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"contrastive"}))
 def test_every_layer_that_samples_reach_has_replicas(name: str) -> None:
     graph = capture(net(name), (samples(4),))

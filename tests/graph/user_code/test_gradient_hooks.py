@@ -100,6 +100,7 @@ def test_a_hook_reads_what_the_forward_makes_between_its_tensor_and_the_registra
     agrees(Net(lambda h: None), "data parallel")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", ["data parallel", "mixed"])
 @pytest.mark.parametrize("name", REGISTER)
 def test_a_hook_has_its_effect(name: str, plan: str) -> None:

@@ -50,6 +50,7 @@ def test_the_papers_plan_is_found_and_run_in_passes(gpus: int) -> None:
     assert decision.prediction.step_s < decided(graph, cluster, "gather").prediction.step_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("graph", [perceptron, classifier])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_no_other_legal_scheme_is_faster(graph, devices: int) -> None:  # type: ignore[no-untyped-def]

@@ -110,6 +110,7 @@ LARGE: dict[str, Callable[[], Problem]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LARGE)
 def test_proves_steps_of_networks(kind: str) -> None:
     problem = LARGE[kind]()

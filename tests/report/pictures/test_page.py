@@ -159,6 +159,7 @@ def test_without_a_graph_it_says_what_is_not_drawn() -> None:
     assert "The step is not drawn: no graph is known." in found.shown
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_name_is_text(name: str) -> None:
     names = tuple(f"{number}{name}" for number in range(len(alexnet().layers)))

@@ -57,6 +57,7 @@ def layers(times: StepTimes, device: int, backward: bool) -> list[str]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("net", "rule"), CASES)
 def test_everything_adds_up_to_the_step(net: str, rule: str) -> None:
     module, shape = NETS[net]
@@ -66,6 +67,7 @@ def test_everything_adds_up_to_the_step(net: str, rule: str) -> None:
     assert min(times.spent_ns.values()) >= 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("net", "rule"), CASES)
 def test_layers_come_in_forward_order_and_go_back_in_reverse(net: str, rule: str) -> None:
     module, shape = NETS[net]
@@ -92,6 +94,7 @@ def test_transfers_are_known_by_the_slot_they_fill_in_both_directions() -> None:
     assert back == set(moved) - {"images@1"}  # nobody asks for the gradient of the images
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("net", "rule"), CASES)
 def test_recording_changes_no_number(net: str, rule: str) -> None:
     module, shape = NETS[net]

@@ -32,7 +32,7 @@ def batch(net: str, samples: int) -> Tensor:
     return torch.randn(samples, *SHAPES[net], dtype=torch.float64)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("net", "kind", "devices"), [*PLANS, *((net, "one", 2) for net in NETS)])
 def test_a_step_gives_the_plain_models_numbers(net: str, kind: str, devices: int) -> None:
     plain = NETS[net]()

@@ -242,6 +242,7 @@ UNTRAINABLE: dict[str, tuple[Callable[[nn.Module], object], object, str]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("periods", [{}, {"4": 1}], ids=str)
 @pytest.mark.parametrize("name", UNTRAINABLE)
 def test_what_cannot_train_is_refused(name: str, periods: dict[str, int]) -> None:

@@ -37,7 +37,7 @@ def call_of(net: nn.Module) -> Tensor:
 # --- what captures lose ----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reason", FAULTY)
 def test_what_a_capture_loses_is_found_with_its_reason(
