@@ -85,7 +85,7 @@ class _Bucket:
         scope: its neighbours then, in order of elimination; the first is its parent. `sizes` are their classes.
         own: the node's class, per entry; entries of one combination of the scope's classes stand together.
         edges, senders: what is added, an edge's costs or an eliminated node's message, and the place there per entry.
-        starts: the first entry of every combination of the scope's classes.
+        starts: the first entry of every combination of the scope's classes, and the number of entries.
         keys: the numbers of those combinations, ascending.
     """
 
@@ -128,7 +128,7 @@ class Tree:
                 table += edge_cost[index].ravel()[places]
             for sender, places in bucket.senders:
                 table += messages[sender][places]
-            tables[bucket.node], messages[bucket.node] = table, np.minimum.reduceat(table, bucket.starts)
+            tables[bucket.node], messages[bucket.node] = table, np.minimum.reduceat(table, bucket.starts[:-1])
             if not bucket.scope:
                 value += float(messages[bucket.node][0])
         return Tables(value, tables, messages)
@@ -139,7 +139,7 @@ class Tree:
         for bucket in reversed(self.buckets if tables.table else ()):
             key = _number([picked[u] for u in bucket.scope], bucket.sizes)
             place = int(np.searchsorted(bucket.keys, key))
-            entries = slice(*np.append(bucket.starts, len(bucket.own))[place : place + 2])
+            entries = slice(*bucket.starts[place : place + 2])
             picked[bucket.node] = int(bucket.own[entries][tables.table[bucket.node][entries].argmin()])
         return picked
 
@@ -150,7 +150,7 @@ class Tree:
         for bucket in reversed(self.buckets if tables.table else ()):
             v = bucket.node
             rest = total[v] if bucket.scope else tables.value - tables.message[v]
-            whole = tables.table[v] + np.repeat(rest, np.diff(np.append(bucket.starts, len(bucket.own))))
+            whole = tables.table[v] + np.repeat(rest, np.diff(bucket.starts))
             np.minimum.at(result[v], bucket.own, whole)
             for sender, places in bucket.senders:
                 # The least cost of everything but the sender, per combination of the classes in its scope.
@@ -242,7 +242,8 @@ def plant(problem: Problem, classes: Sequence[Classes]) -> Tree | None:
             columns = {u: table.columns[u][by][starts] for u in scope}
             added[scope[0]].append(_Listed(columns, {}, {v: np.arange(len(starts))}))
         edges, senders = (tuple((key, of[by]) for key, of in part.items()) for part in (table.edges, table.senders))
-        buckets.append(_Bucket(v, scope, widths, table.columns[v][by], edges, senders, starts, number[by][starts]))
+        bounds, keys = np.append(starts, len(table)), number[by][starts]
+        buckets.append(_Bucket(v, scope, widths, table.columns[v][by], edges, senders, bounds, keys))
     return Tree(tuple(buckets), tuple(sizes))
 
 

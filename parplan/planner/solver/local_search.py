@@ -143,12 +143,12 @@ class _State:
 
     def _changes(self, v: int) -> dict[int, FloatArray]:
         """The rows whose own seconds depend on v: what each of its strategies adds to what the present one has."""
-        terms, changes = self.table.nodes[v], {}
-        for row, seconds in zip(terms.rows.tolist(), terms.seconds, strict=True):
-            changes[row] = seconds - seconds[self.choice[v]]
+        terms, now = self.table.nodes[v], self.choice[v]
+        changes = dict(zip(terms.rows.tolist(), terms.seconds - terms.seconds[:, [now]], strict=True))
         for side in self.sides[v]:
-            for row, seconds in zip(side.rows.tolist(), side.seconds[:, :, self.choice[side.other]], strict=True):
-                changes[row] = changes.get(row, 0.0) + seconds - seconds[self.choice[v]]
+            seconds = side.seconds[:, :, self.choice[side.other]]
+            for row, change in zip(side.rows.tolist(), seconds - seconds[:, [now]], strict=True):
+                changes[row] = changes[row] + change if row in changes else change
         return changes
 
     def exceeded(self, v: int) -> FloatArray:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from enum import Enum
+from math import isfinite
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -119,8 +120,8 @@ class Row:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "edges"):
-            terms = {key: np.array(value, dtype=np.float64) for key, value in sorted(getattr(self, name).items())}
-            if not all(np.isfinite(values).all() for values in terms.values()):
+            terms = {key: np.asarray(value, dtype=np.float64) for key, value in sorted(getattr(self, name).items())}
+            if not all(isfinite(values.sum()) for values in terms.values()):
                 raise ParplanError(
                     "a row of a maximum: seconds must be finite; forbid strategies in their node's costs"
                 )
@@ -415,19 +416,15 @@ def restrict(problem: Problem, keep: Sequence[Mask]) -> Reduced:
         if (len(index[edge.source]), len(index[edge.target])) != edge.cost_s.shape:
             edges[e] = Edge(edge.source, edge.target, edge.cost_s[pairs[e]])
     linear = tuple(replace(row, terms={v: c[index[v]] for v, c in row.terms.items()}) for row in problem.linear)
-    maxima = tuple(
-        replace(
-            maximum,
-            rows=tuple(
-                replace(
-                    row,
-                    nodes={v: c[index[v]] for v, c in row.nodes.items()},
-                    edges={e: c[pairs[e]] for e, c in row.edges.items()},
-                )
-                for row in maximum.rows
-            ),
-        )
-        for maximum in problem.maxima
-    )
+    fewer = {v for v, mask in enumerate(keep) if not mask.all()}
+    near = {e for e, edge in enumerate(edges) if edge.source in fewer or edge.target in fewer}
+
+    def restricted(row: Row) -> Row:
+        if fewer.isdisjoint(row.nodes) and near.isdisjoint(row.edges):
+            return row
+        of_edges = {e: c[pairs[e]] if e in near else c for e, c in row.edges.items()}
+        return replace(row, nodes={v: c[index[v]] for v, c in row.nodes.items()}, edges=of_edges)
+
+    maxima = tuple(replace(own, rows=tuple(map(restricted, own.rows))) for own in problem.maxima)
     smaller = replace(problem, nodes=tuple(nodes), edges=tuple(edges), linear=linear, maxima=maxima)
     return Reduced(smaller, lambda choice: [int(kept[k]) for kept, k in zip(index, choice, strict=True)])

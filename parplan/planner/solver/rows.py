@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -27,7 +28,8 @@ class Terms:
 
     def weighted(self, multiplicity: FloatArray) -> FloatArray:
         """Sum of the seconds times their rows' multiplicities, of the costs' shape."""
-        result: FloatArray = np.tensordot(multiplicity[self.rows], self.seconds, 1)
+        count, *shape = self.seconds.shape
+        result: FloatArray = (multiplicity[self.rows] @ self.seconds.reshape(count, prod(shape))).reshape(shape)
         return result
 
 
@@ -142,6 +144,7 @@ def least(problem: Problem) -> float:
     return total - 1e-12 * abs(total) if np.isfinite(total) else 0.0
 
 
+@lru_cache(maxsize=1)
 def row_table(problem: Problem) -> RowTable:
     """Number the rows of a problem."""
     rows = [row for maximum in problem.maxima for row in maximum.rows]

@@ -117,11 +117,11 @@ class _Search:
             # Rows with the same seconds everywhere around v are one group, and its first row stands for it.
             groups: dict[tuple[tuple[int, bytes], ...], int] = {}
             group = {row: groups.setdefault(tuple(parts[row]), len(groups)) for row in sorted(parts)}
-            first = [row for place, row in enumerate(group) if list(group.values()).index(group[row]) == place]
+            first = {group[row]: row for row in reversed(group)}
             found = self.signatures.of(group)
             base = [1.0] * len(found) if found else [1.0, *[0.0] * len(groups)]
             lines = np.array(found) if found else np.vstack([np.zeros(len(groups)), np.eye(len(groups))])
-            at = {row: group[row] for row in first}
+            at = {row: number for number, row in first.items()}
             node, *edges = (_chosen(terms, at) for terms in (own, *near))
             self.known[v] = _Local(node, edges, base, lines)
         return self.known[v]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Problem, Reduced, Row
+from parplan.planner.solver.problem import Edge, FloatArray, Mask, Maximum, Problem, Reduced, Row
 
 __all__ = ["normalise"]
 
@@ -50,6 +50,11 @@ class _Sum:
     shared: dict[int, float] = field(default_factory=dict)
     maxima: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it is a constant."""
+        return not (self.nodes or self.edges or self.maxima)
+
     def add(self, other: _Sum, factor: float = 1.0) -> None:
         for own, more in ((self.nodes, other.nodes), (self.edges, other.edges)):
             for key, seconds in more.items():
@@ -82,7 +87,10 @@ class _Normal:
         self.shared: list[_Sum] = []
         self.maxima: list[tuple[str, list[_Sum]]] = []
         self.ranges: list[tuple[float, float]] = []
-        self.pairs = [np.isfinite(edge.cost_s) for edge in problem.edges]
+        # Which strategies and pairs are allowed; True where all are.
+        self.allowed: list[Mask | bool] = [bool(node.allowed.all()) or node.allowed for node in problem.nodes]
+        pairs = (np.isfinite(edge.cost_s) for edge in problem.edges)
+        self.pairs: list[Mask | bool] = [bool(finite.all()) or finite for finite in pairs]
 
     def value(self, maximum: Maximum) -> _Sum:
         """A given maximum as a multiple of a shared sum and of new maxima."""
@@ -94,7 +102,8 @@ class _Normal:
         common = _Sum(shared=dict(reference.shared), constant=reference.constant)
         for name in ("nodes", "edges"):
             for key, seconds in getattr(reference, name).items():
-                if all(np.array_equal(getattr(row, name).get(key), seconds) for row in rows):
+                others = (getattr(row, name) for row in rows if row is not reference)
+                if all(key in other and np.array_equal(other[key], seconds) for other in others):
                     getattr(common, name)[key] = seconds
         for key in reference.maxima:
             common.maxima[key] = min(row.maxima.get(key, 0.0) for row in rows)
@@ -107,17 +116,17 @@ class _Normal:
         kept = self._undominated(differences, ranges)
         if len(kept) == 1:
             return self._alone(rows[kept[0]])
-        differences = [self._raised(differences[r], max(ranges[o][0] for o in kept if o != r)) for r in kept]
-        ranges = [self._range(row) for row in differences]
-        self.ranges.append((max(low for low, _ in ranges), max(high for _, high in ranges)))
-        self.maxima.append((maximum.name, differences))
+        raised = [self._raised(differences[r], ranges[r], max(ranges[o][0] for o in kept if o != r)) for r in kept]
+        self.ranges.append((max(low for low, _ in raised), max(high for _, high in raised)))
+        self.maxima.append((maximum.name, [differences[r] for r in kept]))
         common.maxima[len(self.maxima) - 1] = 1.0
         return self._alone(common)
 
     def _sum(self, row: Row) -> _Sum:
         """A given row, with the maxima that it uses replaced by their values."""
-        total = _Sum({}, {}, row.constant_s)
-        total.add(_Sum(dict(row.nodes), {e: np.where(self.pairs[e], s, 0.0) for e, s in row.edges.items()}))
+        finite = ((e, self.pairs[e], seconds) for e, seconds in row.edges.items())
+        edges = {e: seconds if every is True else np.where(every, seconds, 0.0) for e, every, seconds in finite}
+        total = _Sum(dict(row.nodes), edges, row.constant_s)
         for m, factor in row.maxima.items():
             total.add(self.values[m], factor)
         return total
@@ -138,14 +147,15 @@ class _Normal:
 
     def _undominated(self, rows: Sequence[_Sum], ranges: Sequence[tuple[float, float]]) -> list[int]:
         """The rows that can be the largest; of equals, the first."""
-        highest = max(low for low, _ in ranges)
-        kept = [r for r, (low, high) in enumerate(ranges) if high > highest or low == highest]
+        lows = [low for low, _ in ranges]
+        first = lows.index(max(lows))
+        kept = [r for r, (_, high) in enumerate(ranges) if high > lows[first] or r == first]
         if sum(len(row.nodes) + len(row.edges) for row in rows) > TERMS:
             return kept
         for r in kept[::-1]:
             others = kept if len(rows) <= COMPARED else kept[:1]
             for other in others:
-                if other == r:
+                if other == r or rows[r].fixed or rows[other].fixed:  # ranges have compared what is constant
                     continue
                 difference = _Sum(dict(rows[r].nodes), dict(rows[r].edges), rows[r].constant, {}, dict(rows[r].maxima))
                 difference.add(rows[other], -1.0)
@@ -154,29 +164,30 @@ class _Normal:
                     break
         return kept
 
-    def _raised(self, row: _Sum, lowest: float) -> _Sum:
-        """A row whose seconds below any use are raised: a strategy that leaves it under the least of another row.
+    def _raised(self, row: _Sum, own: tuple[float, float], lowest: float) -> tuple[float, float]:
+        """The range of a row after seconds below any use are raised: those that leave it under the least of another.
 
         Rows that a large discount takes out for some strategies bound nothing where strategies are mixed, the less the
         larger the discount is.
         """
-        high = self._range(row)[1]
+        high = own[1]
         for v, seconds in row.nodes.items():
-            allowed = self.problem.nodes[v].allowed
+            allowed = self.allowed[v]
             largest = seconds[allowed].max(initial=-np.inf)
             short = lowest - (high - largest + seconds)
-            if allowed.any() and (short[allowed] > 0).any():
+            if (short[allowed] > 0).any():
                 row.nodes[v] = seconds + np.where(allowed, np.maximum(short, 0.0), 0.0)
                 high += row.nodes[v][allowed].max() - largest
-        return row
+                own = -np.inf, high
+        return self._range(row) if own[0] == -np.inf else own
 
     def _range(self, total: _Sum) -> tuple[float, float]:
         """The least and the largest that a sum without shared ones can be, whatever fits together."""
         low = high = total.constant
-        own = [seconds[self.problem.nodes[v].allowed] for v, seconds in total.nodes.items()]
+        own = [seconds[self.allowed[v]] for v, seconds in total.nodes.items()]
         own += [seconds[self.pairs[e]] for e, seconds in total.edges.items()]
         for allowed in own:
-            if len(allowed):
+            if allowed.size:
                 low, high = low + allowed.min(), high + allowed.max()
         for m, factor in total.maxima.items():
             ends = sorted(factor * end for end in self.ranges[m])
