@@ -128,6 +128,8 @@ class _Search:
             excess = memory.loads(choice) - memory.capacity
             if number_of_pass % EVERY == EVERY - 1:
                 self.finish(choice, held)
+                if self.halved:
+                    break
             if not self.open:
                 break
             smooth = excess if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * excess
