@@ -59,7 +59,7 @@ class Formulations:
             begin = time.perf_counter()
             found = self._formulated(shape, beyond_s, pinned)
             self.costs_s += time.perf_counter() - begin
-            if shape.passes > 1 and not self.case.request.pins:
+            if shape.in_roles and not self.case.request.pins:
                 return found  # asked for once; many devices have many such shapes, too large to keep
             self._formulations[key] = found
             if len(self._formulations) == 1:  # layers may have been measured

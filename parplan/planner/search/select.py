@@ -200,7 +200,7 @@ class _Run:
 
         On many devices one bound is for all with passes: it refutes them, or is of those that the limit leaves out.
         """
-        refuted, asked_s, passes_s = False, inf, 0.0
+        refuted, asked_s, passes_s, every = False, inf, 0.0, None
         for shape in shapes:
             many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
             if many and not refuted and self.cutoff < inf and self.case.deadline.over():
@@ -208,11 +208,11 @@ class _Run:
                 continue
             if many and not refuted and self.cutoff < asked_s:
                 asked_s = self.cutoff
-                formulation = self.search.formulation(Shape(lanes=self.search.lanes, any_passes=True), 0.0, self.pinned)
-                limit_s = self.case.deadline.part_s(SHARE * self.part)
-                refuted = formulation is None
-                if formulation is not None:
-                    found = solve(masked(formulation, self.pinned), limit_s, cutoff=self.cutoff)
+                asked = Shape(lanes=self.search.lanes, any_passes=True)
+                every = every or self.search.formulation(asked, 0.0, self.pinned)
+                refuted, limit_s = every is None, self.case.deadline.part_s(SHARE * self.part)
+                if every is not None:
+                    found = solve(masked(every, self.pinned), limit_s, cutoff=self.cutoff)
                     refuted = self.case.deadline.watched(found).status is Status.INFEASIBLE
                     passes_s = found.bound
                 self.covered += [PASSES] * refuted
@@ -281,18 +281,16 @@ class _Run:
     def any_block(self) -> None:
         """Plans with layers on any block, and with branches at the same time, where the bound does not refute them."""
         case = self.case
-        every = tuple(range(case.cluster.count))
+        if case.cluster.count > SIMULATED:  # placements of branches are too many to formulate
+            return
+        every, phases = tuple(range(case.cluster.count)), self.phases()
         if len(every) > ANYWHERE:
-            if self.best is None and len(every) <= SIMULATED and self.search.lacking_bytes() <= 0:
+            if self.best is None and self.search.lacking_bytes() <= 0:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
-            elif (
-                self.best is not None
-                and (phases := self.phases())
-                and self.folded_bound(phases, anywhere=False) < self.cutoff
-            ):
+            elif self.best is not None and phases and self.folded_bound(phases, anywhere=False) < self.cutoff:
                 self.branches(phases, 0.0)
             return
-        phases, least_s, alone_s = self.phases(), 0.0, 0.0
+        least_s = alone_s = 0.0
         if self.best is not None and not case.cluster.mixed:
             least_s = alone_s = self.folded_bound(phases)
             if least_s >= self.cutoff:
@@ -343,6 +341,8 @@ class _Run:
         inner = [v for v, own in enumerate(members) if not any(own & other for other in members[v + 1 :])]
         # Phases inside branches of others are placed instead of those.
         for chosen in (outer,) if inner == outer else (outer, inner):
+            if self.case.deadline.over():
+                return
             homes = [tuple(placements(phases[v], self.case.graph, cluster, self.case.costs, anywhere)) for v in chosen]
             first = {min(block) for known in homes for one in known for _, block in one}
             lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
