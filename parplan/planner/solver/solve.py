@@ -213,7 +213,8 @@ class _Run:
                 return reduced
             self.cut = min(self.cut, self.cutoff())
             return None
-        return self.cut_off(reduced, relaxation.marginals(best.prices)) if np.isfinite(self.objective) else reduced
+        marginals = relaxation.marginals(best.prices)
+        return self.cut_off(reduced, marginals, best.prices.rows) if np.isfinite(self.objective) else reduced
 
     def price_wide(self, reduced: Reduced) -> Reduced | None:
         """Messages and windows instead of elimination, where its tables are too large; the cut that they allow."""
@@ -229,13 +230,27 @@ class _Run:
         self.limited |= hurried
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
-    def cut_off(self, reduced: Reduced, marginals: Sequence[FloatArray]) -> Reduced | None:
-        """Without strategies that no better choice uses; None if nothing is left."""
+    def cut_off(
+        self, reduced: Reduced, marginals: Sequence[FloatArray], counted: FloatArray | None = None
+    ) -> Reduced | None:
+        """Without strategies that no better choice uses; None if nothing is left.
+
+        Args:
+            counted: multiplicities of rows at the best prices. A refutation leaves out the rows of weighted maxima that
+                have none, which bounds T from below: lanes without a part in the bound.
+        """
         self.cut = min(self.cut, self.cutoff())
         keep = [values < self.cutoff() for values in marginals]
         if not all(mask.any() for mask in keep):
             return None
         smaller = reduced.then(lambda problem: restrict(problem, keep))
+        if self.refute and counted is not None and smaller is not None:
+            rows = iter(counted > 0)
+            used = [[row for row in own.rows if next(rows) or not own.weight] for own in smaller.problem.maxima]
+            maxima = tuple(
+                replace(o, rows=tuple(u) or o.rows) for o, u in zip(smaller.problem.maxima, used, strict=True)
+            )
+            smaller = replace(smaller, problem=replace(smaller.problem, maxima=maxima))
         return smaller and smaller.then(lambda problem: presolve(problem, self.deadline))
 
     def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None, met: list[list[int]]) -> Priced:

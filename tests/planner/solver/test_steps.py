@@ -66,6 +66,18 @@ def test_a_refutation_ends_with_the_first_choice_below_the_cutoff() -> None:
         assert some.bound <= truth * (1 + 1e-9) <= some.objective * (1 + 1e-9) < 1.5 * truth
 
 
+@pytest.mark.parametrize("kind", ["blocks", "branches", "passes"])
+def test_rows_that_a_refutation_leaves_out_deny_no_choice(kind: str) -> None:
+    for seed in range(12):
+        problem = SMALL[kind](seed)
+        truth = brute_force(problem).objective
+        for factor in (1.001, 1.05) if np.isfinite(truth) else ():
+            found = solve(problem, 60, workers=1, cutoff=factor * truth, refute=True)
+            assert found.status is not Status.INFEASIBLE
+            assert found.bound <= truth * (1 + 1e-9)
+            assert found.choice is None or found.objective < factor * truth
+
+
 def _placed(seed: int) -> Problem:
     """Two phases of three layers, each on 2 placements with 2 strategies of its own: the longest of 3 lanes counts."""
     rng, lanes = np.random.default_rng([81, seed]), 3
