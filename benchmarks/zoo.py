@@ -13,6 +13,7 @@ the plain model. Rows are written to the file as they come, and models that it h
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,9 @@ def run(target: str, verified: bool) -> dict[str, Any]:
     except Exception as error:
         return {"status": "not built", "detail": _line(error)}
     args, kwargs = found.inputs.args, found.inputs.kwargs
+    reason = forward_error(found.module, args, kwargs)
+    if reason:
+        return {"status": "not built", "detail": f"its own forward fails: {reason}"}
     options: dict[str, Any] = {"gpus": DEVICES, "gpu": "a100-80g-sxm", "time_limit_s": 1}
     try:
         decision = parplan.analyze(found.module, args, kwargs=kwargs, **options)
@@ -144,6 +148,21 @@ def run(target: str, verified: bool) -> dict[str, Any]:
         if any(one["passed"] is False for one in row["verified"].values()):
             row["status"] = "WRONG"
     return row
+
+
+def forward_error(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why the plain model fails on these arguments, before parplan has seen it; empty where it runs.
+
+    A copy of the model is called, as a call may change what the model is captured with (a setting, a buffer).
+    """
+    import torch
+
+    try:
+        with torch.no_grad():
+            copy.deepcopy(module)(*args, **kwargs)
+    except Exception as error:
+        return _line(error)
+    return ""
 
 
 def built(target: str, meta: bool) -> tuple[Any, int]:

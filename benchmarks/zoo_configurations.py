@@ -14,14 +14,16 @@ HEADS = (
 
 SMALL = {
     1: "first_k_dense_replace num_dense_layers moe_layer_start_index n_group topk_group",
-    2: """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers
-        num_encoder_layers depth num_experts_per_tok moe_topk num_experts_per_token n_groups mamba_n_groups""",
+    2: """num_hidden_layers n_layer num_layers n_layers num_blocks num_layers_per_stack encoder_layers decoder_layers
+        num_decoder_layers num_encoder_layers depth num_experts_per_tok moe_topk num_experts_per_token n_groups
+        mamba_n_groups""",
     4: """num_attention_heads n_head num_heads n_heads mamba_n_heads mamba_num_heads encoder_attention_heads
         decoder_attention_heads linear_num_key_heads linear_num_value_heads num_experts
         n_routed_experts num_local_experts moe_num_experts""",
-    16: "head_dim d_head d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim",
+    16: """head_dim d_head d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim
+        rotary_dim""",
     64: """hidden_size n_embd d_model dim embed_dim moe_intermediate_size q_lora_rank kv_lora_rank d_embed
-        embedding_size""",
+        embedding_size embedding_dim""",
     128: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions",
     256: "vocab_size vocab_size_per_layer_input",
 }
@@ -39,6 +41,8 @@ def small(kind: str) -> Any:
     config = CONFIG_MAPPING[kind]()
     for part in reversed(configurations(config)):
         _shrink(part)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # what labels are padded with when they are shifted to be inputs
     seq2seq = getattr(modeling_auto, HEADS[1], {})
     if getattr(config, "is_encoder_decoder", False) and kind in seq2seq:
         config.architectures = [seq2seq[kind]]

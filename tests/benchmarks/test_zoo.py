@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo import _size_word, products
+from benchmarks.zoo import _size_word, forward_error, products
 from benchmarks.zoo_configurations import first_layers
 from benchmarks.zoo_table import counts, remark, table
 from parplan.graph.capture.capture import capture
@@ -77,6 +77,27 @@ def test_the_table_has_figures_of_each_group_and_a_line_for_each_model() -> None
     assert (
         text.index("## causal") < text.index("| a |") < text.index("## timm") < text.index("| d | 10 | 2 of 2 | NO |")
     )
+
+
+class Calls(nn.Module):
+    """Fails on tensors of other widths than 8, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8) to the same."""
+        self.count += 1
+        result: Tensor = self.fc(x)
+        return result
+
+
+def test_a_model_whose_own_forward_fails_is_told_apart_and_a_call_leaves_the_model_alone() -> None:
+    model = Calls()
+    assert forward_error(model, (torch.randn(2, 8),), {}) == ""
+    assert "cannot be multiplied" in forward_error(model, (torch.randn(2, 7),), {})
+    assert model.count == 0
 
 
 def test_the_smallest_member_of_a_family_is_found_by_its_name() -> None:
