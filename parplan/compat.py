@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import _trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.modules import module
 from torch.overrides import _pop_mode, _push_mode
@@ -23,8 +25,9 @@ from torch.utils.hooks import BackwardHook
 
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "in_functional_transform",
-    "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name", "pytree",
-    "schema_of", "unrecorded", "without_modes",
+    "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name",
+    "own_buffer_assignments", "pytree",
+    "schema_of", "traced_node", "unrecorded", "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -146,6 +149,31 @@ def lazy_code() -> Iterator[None]:
         yield
     finally:
         fx.GraphModule.recompile = plain  # type: ignore[method-assign]
+
+
+def traced_node(tensor: Tensor) -> tuple[fx.Node, nn.Module] | None:
+    """The node of a running export that stands for a tensor, and the module that has the graph's constants.
+
+    None outside of an export, and for a tensor that it does not know.
+    """
+    mode: Any = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else (slot.proxy.node, mode.tracer.root)
+
+
+@contextmanager
+def own_buffer_assignments() -> Iterator[None]:
+    """While it lasts, torch.export leaves assignments to buffers of the root module to the caller.
+
+    It would copy every one into the buffer, also of another shape, and fails for a buffer that is new.
+    """
+    name = "register_buffer_assignment_hook"
+    plain = getattr(_trace, name)
+    setattr(_trace, name, lambda root, assigned: plain(nn.Module(), assigned))  # a module that nobody assigns to
+    try:
+        yield
+    finally:
+        setattr(_trace, name, plain)
 
 
 @contextmanager

@@ -21,8 +21,10 @@ from parplan.compat import (
     lazy_code,
     memory_of,
     overload_name,
+    own_buffer_assignments,
     pytree,
     schema_of,
+    traced_node,
     without_modes,
 )
 
@@ -186,3 +188,39 @@ def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
     torch.func.grad(total)(torch.ones(2))
     total(torch.ones(2))
     assert seen == [True, False]
+
+
+class _Assigns(nn.Module):
+    """Assigns a buffer of another shape, and shows the node of its result."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor to twice its values."""
+        before, self.table = self.table, torch.ones(3)
+        self.table = before
+        result = x * 2
+        _SEEN.append(traced_node(result))
+        return result
+
+
+_SEEN: list[Any] = []
+
+
+def test_an_export_leaves_assignments_to_the_roots_buffers_alone_where_it_is_told_to() -> None:
+    with own_buffer_assignments():
+        graph = torch.export.export(_Assigns(), (torch.ones(2),), strict=False).graph
+    assert not any("copy_" in str(node.target) for node in graph.nodes)
+
+
+def test_a_running_export_knows_the_node_of_a_tensor() -> None:
+    with own_buffer_assignments():
+        torch.export.export(_Assigns(), (torch.ones(2),), strict=False)
+    node, root = _SEEN[-1]
+    assert node.target is torch.ops.aten.mul.Tensor
+    assert isinstance(root, nn.Module)
+    assert traced_node(torch.ones(2)) is None

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from torch import fx, nn
 
-__all__ = ["calling_line", "code_line", "failing_layer", "failing_module", "is_users", "user_line"]
+__all__ = [
+    "calling_line", "code_line", "failing_layer", "failing_module", "frame_line", "is_users", "library_line",
+    "user_line",
+]  # fmt: skip
 
 _OURS = Path(__file__).resolve().parent.parent
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # also of another environment on the path
 
 
 def user_line(error: BaseException) -> str:
@@ -22,6 +28,25 @@ def user_line(error: BaseException) -> str:
     The innermost line that is not installed, not Python's and not ours.
     """
     return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def library_line(error: BaseException, model: nn.Module) -> str:
+    """The innermost line of the packages that the classes of `model` are from, torch left out; empty without one.
+
+    For models of an installed library, in whose tracebacks no line is the user's.
+    """
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
+            found = frame_line(frame, line)
+    return found
+
+
+def frame_line(frame: FrameType, line: int | None = None) -> str:
+    """A line of the code of a frame, the one that it is at or another, in the form of `user_line`."""
+    name, number = frame.f_code.co_filename, line or frame.f_lineno
+    return f"{_shown(name)}:{number}: {linecache.getline(name, number).strip()}"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
@@ -62,23 +87,37 @@ def _innermost(stack: traceback.StackSummary) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
+def _shown(filename: str) -> str:
+    """The path of a file; of an installed one, from its package on."""
+    parts = Path(filename).parts
+    places = [i for i, part in enumerate(parts) if part in _INSTALLED]
+    return str(Path(*parts[places[-1] + 1 :])) if places else filename
+
+
 @cache  # of every frame of a stack, many times a capture
 def is_users(filename: str) -> bool:
     """Whether a file is neither installed, nor Python's, nor ours."""
     path = Path(filename)
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
-    return not filename.startswith("<") and not any(path.is_relative_to(base) for base in (_OURS, *installed))
+    if filename.startswith("<") or _INSTALLED.intersection(path.parts):
+        return False
+    return not any(path.is_relative_to(base) for base in (_OURS, *installed))
 
 
-def code_line(trace: str) -> str:
-    """The same from the text of a stack trace, as exported nodes carry one; empty where no line is the user's."""
+def code_line(trace: str, installed: bool = False) -> str:
+    """The same from the text of a stack trace, as exported nodes carry one.
+
+    Args:
+        installed: where no line is the user's, take the innermost one; else that is empty.
+    """
     lines = [line.strip() for line in trace.splitlines()]
-    found = ""
+    found, innermost = "", ""
     for number, line in enumerate(lines):
         place = _FRAME.match(line)
-        if place and is_users(place[1]):
-            found = f"{place[1]}:{place[2]}: {lines[number + 1] if number + 1 < len(lines) else ''}"
-    return found
+        if place:
+            innermost = f"{_shown(place[1])}:{place[2]}: {lines[number + 1] if number + 1 < len(lines) else ''}"
+            found = innermost if is_users(place[1]) else found
+    return found or (innermost if installed else "")
 
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')

@@ -244,6 +244,15 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
             f"{calls} of torch.utils.checkpoint in the forward{f' ({line})' if line else ''} left out by the capture: "
             "plans keep what would be computed again, and memory is priced without them."
         )
+    if graph.settled:
+        more = f" and {len(graph.settled) - 1} more" if len(graph.settled) > 1 else ""
+        notes.append(
+            f"The model's first call changes it ({graph.settled[0]}{more}): it was captured, and left, as later calls "
+            "run."
+        )
+    if graph.checks:
+        lines = counted(len(graph.checks), "assertion")
+        notes.append(f"{lines} of the forward on its inputs ({graph.checks[0].line}) checked before every step.")
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         samples = counted(graph.batch or 0, "sample")

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import HOOK_FIELDS, pytree, without_modes
+from parplan.compat import HOOK_FIELDS, pytree, traced_node, without_modes
 from parplan.errors import CaptureError
+from parplan.graph.attributes.first_call import Change, short
 from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, VersionPlace, names_of
 from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number
@@ -62,6 +63,7 @@ class Recorder:
     Attributes:
         stored: what it leaves on the modules, in the order of the extra results.
         host_reads: whether it reads numbers of tensors on the host.
+        changes: settings that it reads and changes, and hooks that it registers.
     """
 
     def __init__(self, model: nn.Module, numbers: Sequence[Number] = ()) -> None:
@@ -76,8 +78,11 @@ class Recorder:
         self._names: list[Entry] = []
         self._active = False
         self._random: RandomNumbers | None = None
+        self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
         self.host_reads = HostReads()
         self.stored: list[Stored] = []
+        self.changes: list[Change] = []
+        self._unread: list[Change] = []
 
     @property
     def guards(self) -> Guards:
@@ -101,6 +106,12 @@ class Recorder:
             hooked = frozenset(name for name in written if isinstance(name, str))
             place = part.__dict__
             self._modules.setdefault(id(place), _Module(name, part, place, dict(place), hooked))
+            for fields in (*HOOK_FIELDS, "_modules"):
+                if isinstance(place.get(fields), dict):
+                    self._held_by.setdefault(id(place[fields]), (part, fields, place[fields], dict(place[fields])))
+        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+        found = ((index, traced_node(leaf)) for index, leaf in leaves if isinstance(leaf, Tensor))
+        self.host_reads.inputs = {known[0]: index for index, known in found if known is not None}
         self._active = self.host_reads.on = True
         self._random = RandomNumbers()
 
@@ -110,6 +121,12 @@ class Recorder:
         try:
             self._end_random()
             extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
+            self.changes += self._unread if self.changes else []
+            for module, fields, place, before in self._held_by.values():
+                known = self._modules[id(module.__dict__)]
+                for key in (key for key, now in place.items() if before.get(key, MISSING) is not now):
+                    path = known.path(key if fields == "_modules" else fields)
+                    self.changes.append(Change(path, module, (fields, key), before.get(key, MISSING), place[key]))
         finally:
             self.restore()
         return (output, extra) if extra else None
@@ -128,6 +145,11 @@ class Recorder:
                     del known.place[key]
                 elif known.place.get(key, MISSING) is not known.before[key]:
                     known.place[key] = known.before[key]
+        for _, fields, place, before in self._held_by.values():
+            for key in place.keys() - before.keys():
+                del place[key]
+            if fields == "_modules":  # hooks that are gone by now are those of the capture itself
+                place.update(before)
         for entry in self._names:
             if isinstance(entry.place, dict) and entry.place.get(entry.key, MISSING) is not entry.value:
                 entry.place[entry.key] = entry.value
@@ -218,9 +240,11 @@ class Recorder:
             self.read(twins[place], str(key), twins[place].get(str(key), MISSING))
 
     def stores_like(self, other: Recorder) -> bool:
-        """Whether two forwards leave the same beside their tensors."""
+        """Whether two forwards leave the same beside their tensors, and assert the same of their inputs."""
         mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))
-        return mine == others
+        checks, twins = self.host_reads.checks, other.host_reads.checks
+        alike = all(check.is_like(twin) for check, twin in zip(checks, twins, strict=False))
+        return mine == others and len(checks) == len(twins) and alike
 
     def check(self, exported: ExportedProgram) -> None:
         """Refuse tensors that the graph has as constants and that are not.
@@ -277,7 +301,7 @@ class Recorder:
         for entry in self._names:
             now = entry.place.get(entry.key, MISSING)
             if now is not entry.value:
-                raise _refusal(entry.path, f"changes it from {_short(entry.value)} to {_short(now)}")
+                raise _refusal(entry.path, f"changes it from {short(entry.value)} to {short(now)}")
 
     def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[_Write]:
         """Changes in a container that the forward has read."""
@@ -309,8 +333,9 @@ class Recorder:
                 raise _refusal(write.path, f"leaves an object of {type(leaf).__name__} there")
         # A setting that the first forward fills in; the guard on it makes the next call another capture.
         settled = write.before is None and isinstance(write.now, (str, bool, torch.dtype, torch.device))
-        if not tensors and write.read and not settled:
-            raise _refusal(write.path, f"changes it from {_short(write.before)} to {_short(write.now)}")
+        if not tensors:
+            change = Change(write.path, write.module, write.keys, write.before, write.now)
+            (self.changes if write.read and not settled else self._unread).append(change)
         self.stored.append(Stored(write.path, write.module, write.keys, template, len(tensors)))
         # A result of its own, also where an input or a parameter is stored as it is.
         given = {id(leaf) for leaf in pytree.tree_leaves(call)} | {id(p) for p in self._model.parameters()}
@@ -351,11 +376,6 @@ def _refusal(path: str, what: str) -> CaptureError:
         f"the forward writes {path}: it {what}, which a captured model would do once and not at every "
         "call; count in a buffer (register_buffer), return the value as a result, or write it outside of the forward"
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 @contextmanager

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from parplan.compat import without_modes
 from parplan.errors import CaptureError
+from parplan.graph.attributes.constant_values import constant_value
+from parplan.graph.attributes.input_checks import InputCheck, asserted, input_check, model_frame
 from parplan.graph.user_line import calling_line
 
-__all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "seen_modes"]
+__all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_modes"]
 
 _MODES: dict[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
@@ -73,6 +76,29 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
             setattr(torch, name, plain)
 
 
+@contextmanager
+def compiling_branches(taken: bool = True) -> Iterator[list[str]]:
+    """While it lasts, code outside of torch that asks `torch.compiler.is_compiling()` is told so, or that it is not.
+
+    Yields:
+        The files that ask.
+    """
+    plain, callers = torch.compiler.is_compiling, list[str]()
+
+    def is_compiling() -> bool:
+        name = sys._getframe(1).f_code.co_filename
+        if name.startswith(_TORCH):
+            return plain()
+        callers.append(name)
+        return taken and plain()
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield callers
+    finally:
+        torch.compiler.is_compiling = plain
+
+
 _READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__")
@@ -85,17 +111,34 @@ class HostReads(TorchFunctionMode):
     Attributes:
         any: whether it has.
         on: whether that counts now.
+        inputs: leaves of the model's call, by the nodes that stand for them.
+        checks: assertions on inputs, which are taken to hold.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.any = self.on = False
+        self.inputs: dict[fx.Node, int] = {}
+        self.checks: list[InputCheck] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`."""
-        self.any = self.any or (self.on and func in _READS)
+        """Call `func`, on the value of a tensor that no input decides; an assertion on inputs holds."""
+        if not self.on or func not in _READS:
+            return func(*args, **(kwargs or {}))
+        self.any = True
+        value = constant_value(args[0])
+        if value is not None:
+            with without_modes():
+                return func(value, *args[1:], **(kwargs or {}))
+        frame = model_frame() if func in (Tensor.item, Tensor.__bool__) else None
+        expected = asserted(frame) if frame is not None else None
+        if frame is not None and expected is not None:
+            check = input_check(args[0], self.inputs, frame, expected)
+            if check is not None:
+                self.checks.append(check)
+                return expected
         return func(*args, **(kwargs or {}))
 
 

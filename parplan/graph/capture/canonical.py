@@ -15,6 +15,7 @@ from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.export.functionalise import Functional
 from parplan.graph.layer_graph import Constant
+from parplan.graph.user_line import code_line
 
 __all__ = ["Canonical", "canonicalise"]
 
@@ -108,8 +109,8 @@ def _refuse_unsupported(graph: fx.Graph) -> None:
 
 def _user_line(node: fx.Node) -> str:
     """Where in the user's code a node comes from."""
-    frames = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if line.strip()]
-    return f"\n  at {' '.join(frames[-2:])}\n " if frames else ""
+    line = code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+    return f"\n  at {line}\n " if line else ""
 
 
 def _counter_step(node: Any, buffer: str) -> int | None:

@@ -19,6 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 from parplan.compat import pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, register_caches
+from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
@@ -27,7 +28,8 @@ from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
-from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
+from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
+from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.functionalise import Functional, functionalise
 from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
@@ -53,8 +55,9 @@ def capture(
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
 
-    Nothing is computed and nothing of the model changes; its mode is put back. Tensors whose
-    dimension `dim` equals the batch (the first such tensor's) are split over replicas, others shared.
+    Nothing is computed and nothing of the model changes; its mode is put back. A model whose first call changes it and
+    whose later calls do not keeps those changes, as after a plain call (`settled`). Tensors whose dimension `dim`
+    equals the batch (the first such tensor's) are split over replicas, others shared.
 
     Args:
         training: capture the training graph (else the evaluation graph).
@@ -70,7 +73,12 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
     with as_tensors(numbers) as tensors:
-        first = _first_export(call, earlier)
+        settled: tuple[Change, ...] = ()
+        try:
+            first = _first_export(call, earlier)
+        except FirstCallChanges as found:
+            call, settled = replace(call, sites={}, opaque=OpaqueCalls()), found.changes
+            first = export_settled(call, found)
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -81,7 +89,7 @@ def capture(
     graph = _assemble(call, first, twin, bound)
     inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
     known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
-    return replace(graph, numbers=known)
+    return replace(graph, numbers=known, settled=tuple(f"{change.path}: it {change.what}" for change in settled))
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -330,6 +338,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         reads=recorder.guards,
         stored=tuple(recorder.stored),
         containers=first.containers,
+        checks=tuple(recorder.host_reads.checks),
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,
     )

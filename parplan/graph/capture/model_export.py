@@ -9,19 +9,23 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parplan.compat import lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
+from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
+from parplan.graph.attributes.surroundings import compiling_branches
 from parplan.graph.axes.bags import join_bags
 from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
@@ -32,9 +36,9 @@ from parplan.graph.export.stand_ins import missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls
-from parplan.graph.user_line import failing_module, user_line
+from parplan.graph.user_line import failing_module, library_line, user_line
 
-__all__ = ["ExportRequest", "Exported", "export_call"]
+__all__ = ["ExportRequest", "Exported", "FirstCallChanges", "export_call"]
 
 
 @contextlib.contextmanager
@@ -106,18 +110,56 @@ class Exported:
     containers: ContainerResults
 
 
+class FirstCallChanges(CaptureError):
+    """The error for a forward that changes state which is no tensor of the graph, perhaps at its first call only.
+
+    Args:
+        changes: those that one call makes.
+        program: of a call that makes them.
+    """
+
+    def __init__(self, changes: Sequence[Change], program: ExportedProgram) -> None:
+        super().__init__(
+            f"the forward writes {changes[0].path}: it {changes[0].what}, which a captured model would do once and not "
+            "at every call; count in a buffer (register_buffer), return the value as a result, or write it outside of "
+            "the forward"
+        )
+        self.changes = tuple(changes)
+        self.program = program
+
+
 def export_call(
     call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls, equal: EqualBlocks | None = None
 ) -> Exported:
     """Export `call` with the arguments `given`, a resized copy of its own.
+
+    A forward may have code of its own for compilers (`torch.compiler.is_compiling()`). Where that cannot be exported,
+    the code that it runs in Python is.
 
     Args:
         equal: blocks of which one is traced; their ops are not filled in.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
+        FirstCallChanges: it changes its own state.
         UnequalBlocks: of `equal`, it has to be exported in full.
     """
+    with compiling_branches() as callers:
+        try:
+            return _export(call, given, sites, opaque, equal)
+        except FirstCallChanges:
+            raise
+        except CaptureError as error:
+            if not callers or sites or opaque.sites or opaque.checkpoints:
+                raise
+            with compiling_branches(taken=False), suppress(CaptureError):
+                return _export(call, given, sites, opaque, equal)
+            raise error
+
+
+def _export(
+    call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls, equal: EqualBlocks | None
+) -> Exported:
     model, training = call.model, call.training
     args, kwargs = given
     modes = {module: module.training for module in model.modules()}
@@ -140,7 +182,7 @@ def export_call(
             missing_devices(),
             packed_sequences(),
             marked_hooks(model, sites),
-            assigned_buffers(model),
+            assigned_buffers(model) as replaced,
             opaque.intercepted(model),
             returned_containers(model) as containers,
             recorded(model, call.numbers) as recorder,
@@ -153,10 +195,13 @@ def export_call(
     except (CaptureError, UnequalBlocks):
         raise
     except Exception as error:
-        line, layer = user_line(error), failing_module(error, model)
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        line, layer = user_line(error) or library_line(error, model), failing_module(error, model)
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = "a branch is data-dependent: values of tensors decide it, which differ from call to call"
         where = f"{layer}: " if layer else ""
-        text = f"{type(model).__name__} cannot be captured: {where}{type(error).__name__}: {reason}\n"
+        text = f"{type(model).__name__} cannot be captured: {where}{reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))
         # A wrong call or a wrong shape raises plain Python errors or a RuntimeError.
         in_tracing = (
@@ -169,6 +214,8 @@ def export_call(
     finally:
         for module, mode in modes.items():
             module.training = mode
+    if changes := [*replaced, *recorder.changes]:
+        raise FirstCallChanges(changes, exported)
     plain_forms(exported.graph)
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)

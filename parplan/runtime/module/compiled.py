@@ -242,6 +242,8 @@ class Compiled(Wrapped):
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
+        for check in captured.graph.checks:
+            check.run(call.leaves)
         wanted = self._self_check.wants(captured)
         agreement = exchange_facts(self._transport, call, captured, wanted)
         if self._programs.sync is not None:

@@ -1,0 +1,133 @@
+"""Assertions on inputs: branches of a forward of which one side only raises, kept as checks in front of every step.
+
+`assert (ids >= 0).all()` and `if mask.any(): raise ValueError(...)` decide nothing but whether a step runs. A graph has
+no branches, so the ops that lead from the inputs to the condition are kept beside it, and run at every call.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from parplan.compat import traced_node
+from parplan.errors import RuntimeFailure
+from parplan.graph.attributes.constant_values import constant_nodes, needed_nodes
+from parplan.graph.user_line import frame_line
+
+__all__ = ["InputCheck", "asserted", "input_check", "model_frame"]
+
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+@dataclass(frozen=True)
+class InputCheck:
+    """A condition on the inputs of a model without which its forward raises.
+
+    Args:
+        line: of the model's code.
+        condition: computes it from some of the inputs.
+        inputs: those, as leaves of the call, by number.
+        expected: the truth value that it must have.
+    """
+
+    line: str
+    condition: fx.GraphModule
+    inputs: tuple[int, ...]
+    expected: bool
+
+    def run(self, leaves: Sequence[Any]) -> None:
+        """Check the leaves of one call.
+
+        Raises:
+            RuntimeFailure: the condition does not hold.
+        """
+        given = [leaves[index] for index in self.inputs]
+        if any(tensor.is_meta for tensor in given):  # without values
+            return
+        with torch.no_grad():
+            found = bool(self.condition(*given))
+        if found is not self.expected:
+            raise RuntimeFailure(f"the model refuses these inputs\n  at {self.line}")
+
+    def is_like(self, other: InputCheck) -> bool:
+        """Whether another check, captured with other sizes, is the same computation."""
+        same = (self.line, self.inputs, self.expected) == (other.line, other.inputs, other.expected)
+        return same and str(self.condition.graph) == str(other.condition.graph)
+
+
+def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType, expected: bool) -> InputCheck | None:
+    """The check of a condition of a running export; None where more than the inputs decides it.
+
+    Args:
+        inputs: the leaf of the call that a node stands for.
+        frame: of the model's code, at the branch.
+    """
+    found = traced_node(tensor)
+    if found is None:
+        return None
+    node, root = found
+    known = constant_nodes(node.graph, root, inputs)
+    if node not in known.last:
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = needed_nodes([node], known.order)
+    given = [one for one in needed if one in inputs]
+    for one in [*given, *(one for one in needed if one not in inputs)]:
+        for like in one.all_input_nodes:
+            if like not in copies:  # of which an op takes the shape alone
+                made = like.meta["val"]
+                sizes = (list(made.shape),)
+                copies[like] = graph.call_function(torch.ops.aten.empty.memory_format, sizes, {"dtype": made.dtype})
+        copies[one] = graph.node_copy(one, copies.__getitem__)
+    graph.output(copies[node])
+    return InputCheck(frame_line(frame), fx.GraphModule(root, graph), tuple(inputs[one] for one in given), expected)
+
+
+def model_frame() -> FrameType | None:
+    """The innermost frame that is being run and is neither torch's nor parplan's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return frame
+
+
+def asserted(frame: FrameType) -> bool | None:
+    """The truth value of the branch at a frame without which the code raises; None where that is no such branch."""
+    code = _instructions(frame.f_code)
+    here = max((i for i, one in enumerate(code) if one.offset <= frame.f_lasti), default=0)
+    # A condition that a call has returned (`.item()`) is branched on by the next instruction.
+    here += "CALL" in code[here].opname
+    expected = True
+    while code[here].opname in ("TO_BOOL", "UNARY_NOT", "NOT_TAKEN", "EXTENDED_ARG"):
+        expected ^= code[here].opname == "UNARY_NOT"
+        here += 1
+    jump = code[here]
+    if "POP_JUMP" not in jump.opname or not jump.opname.endswith(("_IF_TRUE", "_IF_FALSE")):
+        return None
+    offsets = {one.offset: i for i, one in enumerate(code)}
+    stays, jumps = _raises(code, here + 1), _raises(code, offsets[jump.argval])
+    if stays == jumps:
+        return None
+    return expected == (jump.opname.endswith("_IF_TRUE") == stays)
+
+
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
+
+
+def _raises(code: Sequence[dis.Instruction], start: int) -> bool:
+    """Whether all that is done from an instruction on, without a branch, is to raise an error."""
+    for one in code[start:]:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs or one.opname.startswith(("RETURN", "YIELD")):
+            return False
+    return False

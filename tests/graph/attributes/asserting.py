@@ -1,0 +1,74 @@
+"""Forwards that assert something of their inputs; in a file that pytest does not rewrite assertions in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Check = Callable[[Tensor], None]
+
+
+class Checked(nn.Module):
+    """A layer behind an assertion that a test gives."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__()
+        self.check, self.fc = check, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 4) to the same."""
+        self.check(x)
+        result: Tensor = self.fc(x)
+        return result
+
+
+def asserts(x: Tensor) -> None:
+    assert torch.all(x < 100).item(), "too large"
+
+
+def asserts_a_tensor(x: Tensor) -> None:
+    assert x.max() < 100
+
+
+def asserts_two(x: Tensor) -> None:
+    assert x.min() > -100 and x.max() < 100, f"from {x.min()} to {x.max()}"  # noqa: PT018
+
+
+def raises(x: Tensor) -> None:
+    if (x >= 100).any():
+        raise ValueError(f"too large: {x.max()}")
+
+
+def raises_unless(x: Tensor) -> None:
+    if not torch.all(x < 100).item():
+        raise ValueError("too large")
+
+
+def of_a_shifted_copy(x: Tensor) -> None:
+    shifted = x.new_zeros(x.shape)
+    shifted[:, 1:] = x[:, :-1]
+    shifted.masked_fill_(shifted == -7, 0.0)
+    assert (shifted < 100).all()
+
+
+def returns(x: Tensor) -> None:
+    if (x > 100).any():
+        return
+    assert x is not None
+
+
+def on_both_sides(x: Tensor) -> None:
+    if (x > 100).any():
+        x = x + 1
+        raise ValueError(x)
+
+
+class OnWeights(Checked):
+    """Asserts what weights decide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x)
+        assert not result.isnan().any()
+        return result

@@ -1,0 +1,55 @@
+"""Assertions of a forward on its inputs: captured without the branch, and checked before every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parplan.errors import CaptureError, RuntimeFailure
+from parplan.graph.capture.capture import capture
+from tests.graph.attributes.asserting import (
+    Check,
+    Checked,
+    OnWeights,
+    asserts,
+    asserts_a_tensor,
+    asserts_two,
+    of_a_shifted_copy,
+    on_both_sides,
+    raises,
+    raises_unless,
+    returns,
+)
+from tests.runtime.helpers import compiled, spread
+
+
+@pytest.mark.parametrize("check", [asserts, asserts_a_tensor, asserts_two, raises, raises_unless, of_a_shifted_copy])
+def test_an_assertion_on_an_input_is_checked_at_every_step(check: Check) -> None:
+    plain = Checked(check).double()
+    model, x = compiled(plain, spread(2, "data"), 2), torch.randn(6, 4, dtype=torch.float64)
+    assert torch.allclose(model(x), plain(x))
+    wrong = x.index_fill(0, torch.tensor([4]), 200.0)
+    with pytest.raises((AssertionError, ValueError)):
+        plain(wrong)
+    with pytest.raises(RuntimeFailure, match=r"refuses these inputs\n  at .*asserting.py:\d+: (assert|if) "):
+        model(wrong)
+    more = torch.randn(10, 4, dtype=torch.float64)
+    assert torch.allclose(model(more), plain(more))
+    more[9, 0] = 200.0
+    with pytest.raises(RuntimeFailure, match="refuses these inputs"):
+        model(more)
+
+
+@pytest.mark.parametrize("model", [Checked(returns), OnWeights(returns)], ids=["branch", "weights"])
+def test_other_branches_on_values_are_refused(model: Checked) -> None:
+    with pytest.raises(CaptureError, match=r"data-dependent(.|\n)*asserting.py"):
+        capture(model, (torch.randn(6, 4),))
+
+
+def test_what_is_computed_before_an_error_does_not_matter() -> None:
+    assert len(capture(Checked(on_both_sides), (torch.randn(6, 4),)).checks) == 1
+
+
+def test_a_check_with_sizes_of_the_batch_is_captured_for_each_batch() -> None:
+    assert capture(Checked(of_a_shifted_copy), (torch.randn(6, 4),)).fixed_batch
+    assert not capture(Checked(asserts), (torch.randn(6, 4),)).fixed_batch
