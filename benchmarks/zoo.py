@@ -16,6 +16,7 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import os
 import re
 import resource
@@ -100,7 +101,7 @@ def _declare_torchvision() -> None:
 _DECLARED: list[Any] = []  # what is declared lasts as long as these
 
 
-def run(target: str, verified: bool) -> dict[str, Any]:
+def run(target: str, verify: bool) -> dict[str, Any]:
     """The row of one model."""
     import torch
 
@@ -109,7 +110,7 @@ def run(target: str, verified: bool) -> dict[str, Any]:
 
     torch.manual_seed(0)
     try:
-        found, experts = built(target, meta=not verified)
+        found, experts = built(target, meta=not verify)
     except Exception as error:
         return {"status": "not built", "detail": _line(error)}
     args, kwargs = found.inputs.args, found.inputs.kwargs
@@ -141,10 +142,10 @@ def run(target: str, verified: bool) -> dict[str, Any]:
         "whole": [f"{one.name} ({one.kind})" for one in graph.layers.values() if one.reached and one.batch is None],
         **products(graph, experts),
     }
-    if verified:
+    if verify:
         plans = {"solver": decision.plan}
         plans |= {one.name: one.plan for one in decision.baselines if one.plan is not None and one.name != "one device"}
-        row["verified"] = {words: _verified(found, plan) for words, plan in plans.items()}
+        row["verified"] = {words: verified(found.module, args, kwargs, plan) for words, plan in plans.items()}
         if any(one["passed"] is False for one in row["verified"].values()):
             row["status"] = "WRONG"
     return row
@@ -250,14 +251,18 @@ PRODUCTS = frozenset(
 )
 
 
-def _verified(found: Any, plan: Any) -> dict[str, Any]:
+def verified(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Any) -> dict[str, Any]:
+    """Whether a plan computes what the plain model does; None where that cannot be compared."""
     import parplan
     from parplan.errors import ParplanError
 
     try:
-        outcome = parplan.verify(found.module, found.inputs.args, kwargs=found.inputs.kwargs, plan=plan)
+        outcome = parplan.verify(module, args, kwargs=kwargs, plan=plan)
     except ParplanError as error:
         return {"passed": None, "detail": _line(error)}
+    nothing = [one for one in outcome.rows if math.isnan(one.max_relative_difference)]
+    if nothing and all(one.passed or one in nothing for one in outcome.rows):
+        return {"passed": None, "detail": f"the plain model gives NaN ({nothing[0].group}, {nothing[0].worst})"}
     worst = max(outcome.rows, key=lambda one: (not one.passed, one.max_relative_difference / one.tolerance))
     found_row = {"passed": outcome.passed, "difference": worst.max_relative_difference, "allowed": worst.tolerance}
     return found_row | ({} if outcome.passed else {"detail": f"{worst.group}, {worst.worst}"})
@@ -267,7 +272,7 @@ def _line(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:400] or type(error).__name__
 
 
-def measured(target: str, verified: bool, cpu_s: int) -> dict[str, Any]:
+def measured(target: str, verify: bool, cpu_s: int) -> dict[str, Any]:
     """The row of one model, run in a process of its own that has all imports."""
     begin, (reader, writer) = time.perf_counter(), os.pipe()
     child = os.fork()
@@ -278,7 +283,7 @@ def measured(target: str, verified: bool, cpu_s: int) -> dict[str, Any]:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1), os.dup2(quiet, 2)
         try:
-            row = run(target, verified)
+            row = run(target, verify)
         except BaseException as error:
             places = [one for one in traceback.extract_tb(error.__traceback__) if "parplan" in one.filename]
             place = f"{Path(places[-1].filename).name}:{places[-1].lineno}: " if places else ""

@@ -21,7 +21,7 @@ SMALL = {
         decoder_attention_heads linear_num_key_heads linear_num_value_heads num_experts
         n_routed_experts num_local_experts moe_num_experts""",
     16: """head_dim d_head d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim linear_key_head_dim linear_value_head_dim
-        rotary_dim""",
+        rotary_dim attention_window""",
     64: """hidden_size n_embd d_model dim embed_dim moe_intermediate_size q_lora_rank kv_lora_rank d_embed
         embedding_size embedding_dim""",
     128: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions",

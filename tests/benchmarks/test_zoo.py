@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo import _size_word, forward_error, products
+import parplan
+from benchmarks.zoo import _size_word, forward_error, products, verified
 from benchmarks.zoo_configurations import first_layers
 from benchmarks.zoo_table import counts, remark, table
 from parplan.graph.capture.capture import capture
@@ -98,6 +99,27 @@ def test_a_model_whose_own_forward_fails_is_told_apart_and_a_call_leaves_the_mod
     assert forward_error(model, (torch.randn(2, 8),), {}) == ""
     assert "cannot be multiplied" in forward_error(model, (torch.randn(2, 7),), {})
     assert model.count == 0
+
+
+class Undefined(nn.Module):
+    """Its gradient is NaN at its first element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8) to the same."""
+        result: Tensor = self.fc(x)
+        return torch.where(torch.arange(8) > 0, result, (result - result.detach()).sqrt() * 0)
+
+
+def test_a_plain_model_without_numbers_is_not_compared() -> None:
+    x = torch.randn(8, 8)
+    plan = parplan.analyze(Undefined(), x, gpus=2, gpu="k20", time_limit_s=1).plan
+    assert "plain model gives NaN (gradients, fc." in verified(Undefined(), (x,), {}, plan)["detail"]
+    plan = parplan.analyze(nn.Linear(8, 8), x, gpus=2, gpu="k20", time_limit_s=1).plan
+    assert verified(nn.Linear(8, 8), (x,), {}, plan)["passed"]
 
 
 def test_the_smallest_member_of_a_family_is_found_by_its_name() -> None:
