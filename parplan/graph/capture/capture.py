@@ -32,6 +32,7 @@ from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCal
 from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.functionalise import Functional, functionalise
+from parplan.graph.export.strided_views import lay_out_strided
 from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
 from parplan.graph.local import is_resized
@@ -244,6 +245,7 @@ def _canonical(
     with known_sites(opaque.sites):
         functional = functionalise(exported)
     opaque.mark(functional.program.graph)
+    lay_out_strided(functional.program.graph)
     inputs = _inputs(functional.program)
     own_name = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
     tied = {placeholder: own_name[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
