@@ -25,7 +25,7 @@ SMALL = {
     64: """hidden_size n_embd d_model dim embed_dim moe_intermediate_size q_lora_rank kv_lora_rank d_embed
         embedding_size embedding_dim""",
     128: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions",
-    256: "vocab_size vocab_size_per_layer_input",
+    256: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
 }
 """Sizes of a small configuration by the names that configurations have for them."""
 

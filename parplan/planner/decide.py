@@ -251,8 +251,8 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
             "run."
         )
     if graph.checks:
-        lines = counted(len(graph.checks), "assertion")
-        notes.append(f"{lines} of the forward on its inputs ({graph.checks[0].line}) checked before every step.")
+        found = counted(len(graph.checks), "assertion")
+        notes.append(f"Checked before every step: {found} of the forward on its inputs ({graph.checks[0].line}).")
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         samples = counted(graph.batch or 0, "sample")

@@ -33,7 +33,10 @@ def constant_value(tensor: Tensor) -> Tensor | None:
         return None
     node, root = found
     constant = constant_nodes(node.graph, root)
-    return run_nodes(needed_nodes([node], constant.order), root)[node] if node in constant.last else None
+    if node not in constant.last:
+        return None
+    value = run_nodes(needed_nodes([node], constant.order), root)[node]
+    return value if (value.shape, value.dtype) == (tensor.shape, tensor.dtype) else None
 
 
 @dataclass(frozen=True)

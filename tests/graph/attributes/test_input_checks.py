@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import parplan
 from parplan.errors import CaptureError, RuntimeFailure
 from parplan.graph.capture.capture import capture
 from tests.graph.attributes.asserting import (
@@ -53,3 +54,8 @@ def test_what_is_computed_before_an_error_does_not_matter() -> None:
 def test_a_check_with_sizes_of_the_batch_is_captured_for_each_batch() -> None:
     assert capture(Checked(of_a_shifted_copy), (torch.randn(6, 4),)).fixed_batch
     assert not capture(Checked(asserts), (torch.randn(6, 4),)).fixed_batch
+
+
+def test_a_note_says_what_is_checked() -> None:
+    decision = parplan.analyze(Checked(asserts), torch.randn(6, 4), gpus=2, gpu="k20", time_limit_s=1)
+    assert any("Checked before every step: 1 assertion of the forward" in note for note in decision.notes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import parplan
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.graph.user_code import module_hooks
@@ -261,3 +262,8 @@ def test_code_for_compilers_that_fails_is_left_for_the_code_that_runs() -> None:
     plain = torch.compiler.is_compiling
     assert_same_numbers(capture(model, (x,)), model, (x,), choose=halves)
     assert torch.compiler.is_compiling is plain
+
+
+def test_a_note_says_what_was_settled() -> None:
+    decision = parplan.analyze(Switches(), torch.randn(6, 4), gpus=2, gpu="k20", time_limit_s=1)
+    assert any("first call changes it (attention: it changes it from 'sparse' to 'full'" in n for n in decision.notes)
