@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,12 +148,11 @@ def export_call(
             return _export(call, given, sites, opaque, equal)
         except FirstCallChanges:
             raise
-        except CaptureError as error:
+        except CaptureError:
             if not callers or sites or opaque.sites or opaque.checkpoints:
                 raise
-            with compiling_branches(taken=False), suppress(CaptureError):
+            with compiling_branches(taken=False):
                 return _export(call, given, sites, opaque, equal)
-            raise error
 
 
 def _export(

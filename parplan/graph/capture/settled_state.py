@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_nodes, needed_nodes, run_nodes
 from parplan.graph.attributes.first_call import Change
+from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
 
 __all__ = ["computes_alike", "export_settled"]
@@ -81,7 +82,7 @@ def computes_alike(one: ExportedProgram, other: ExportedProgram, buffers: Mappin
             return value.keys() == twin.keys() and all(alike(value[key], twin[key]) for key in value)
         return twins[value] is twin if isinstance(value, fx.Node) else repr(value) == repr(twin)
 
-    if len(mine.rest) != len(theirs.rest):
+    if len(mine.rest) != len(theirs.rest) or mine.changes_later or theirs.changes_later:
         return False
     for node, twin in zip(mine.rest, theirs.rest, strict=True):
         same = mine.target(node) == theirs.target(twin)
@@ -116,6 +117,14 @@ class _Program:
         self._order, self.constant = found.order, found.last
         used = needed_nodes([program.graph.output_node()], list(program.graph.nodes))
         self.rest = [node for node in used if node not in self.constant]
+        # Whether a constant is written after something has read it: values are compared as they are in the end.
+        read, self.changes_later = set[int](), False
+        for node in used:
+            tensors = [one for one in node.all_input_nodes if one in self.constant and is_tensor(one)]
+            if node in self.constant:
+                self.changes_later |= is_inplace(node) and not read.isdisjoint(map(memory_of_node, tensors))
+            else:
+                read.update(map(memory_of_node, tensors))
 
     def target(self, node: fx.Node) -> Any:
         """The op; of a placeholder the tensor that it is, of a region without gradients its code."""

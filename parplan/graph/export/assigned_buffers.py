@@ -39,7 +39,8 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
     # By their dictionaries: torch.export calls a module that has several names through stand-ins that share its own.
     modules = {id(module._buffers): (name, module) for name, module in model.named_modules()}
     counts = Counter(id(module._buffers) for _, module in model.named_modules(remove_duplicate=False))
-    before: dict[tuple[int, str], Any] = {}
+    own = {(id(module._buffers), name): b for module in model.modules() for name, b in module._buffers.items()}
+    before: dict[tuple[int, str], Any] = {}  # in the export, with others in the place of the model's own
     changes: list[Change] = []
 
     def assigned(module: nn.Module, name: str, value: Any) -> None:
@@ -66,7 +67,8 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
             if same and latest is not buffer:
                 buffer.copy_(latest.detach() if latest.requires_grad else latest)
             elif isinstance(latest, Tensor) and not same:
-                changes.append(_replaced(f"{path}.{name}" if path else name, module, name, buffer, latest))
+                whole = f"{path}.{name}" if path else name
+                changes.append(_replaced(whole, module, name, own.get((place, name), MISSING), latest))
         before.clear()
 
     handles = [register_module_buffer_registration_hook(assigned), model.register_forward_hook(ended)]

@@ -143,6 +143,21 @@ class Initialises(nn.Module):
         return result
 
 
+class WritesLater(Tabled):
+    """Reads a table before its first call fills it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions.shape[0] != 4:
+            made = torch.zeros(4, dtype=x.dtype)
+            early = x * made
+            made += 1
+            self.positions = made
+        else:
+            early = x * self.positions
+        result: Tensor = self.linear(early + self.positions)
+        return result
+
+
 class Grows(Tabled):
     """A buffer of the shape of what it is given, with its values."""
 
@@ -171,6 +186,7 @@ class NewLayer(Swaps):
             (6, 4),
             "first call .* something else than later ones: of ready it .* call the model once before",
         ),
+        (WritesLater, (6, 4), "first call .* something else than later ones: of positions"),
         (Grows, (6, 3, 4), r"replaces the buffer positions by one of another shape, \[3, 1\], with values that depend"),
         (NewLayer, (6, 4), "first call of the model gives it new tensors: it replaces Sequential by Linear"),
     ],
