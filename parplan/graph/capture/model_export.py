@@ -31,7 +31,7 @@ from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.plain_forms import plain_forms
-from parplan.graph.export.stand_ins import missing_devices, stand_ins
+from parplan.graph.export.stand_ins import idle_conversions, missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls
@@ -178,6 +178,7 @@ def _export(
             lazy_code(),
             stand_ins(model),
             missing_devices(),
+            idle_conversions(),
             packed_sequences(),
             marked_hooks(model, sites),
             assigned_buffers(model) as replaced,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["missing_devices", "stand_ins"]
+__all__ = ["idle_conversions", "missing_devices", "stand_ins"]
 
 
 @contextmanager
@@ -46,6 +46,29 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 def missing_devices() -> AbstractContextManager[Any]:
     """A context in which CUDA devices that do not exist are read as the device a tensor is on, or the CPU."""
     return _Stay() if torch.cuda.device_count() == 0 else nullcontext()
+
+
+@contextmanager
+def idle_conversions() -> Iterator[None]:
+    """While it lasts, a module that is converted to the type and the device that it has (`layer.to(x.dtype)`) stays.
+
+    Module.to would swap its tensors for themselves, which an export does not let it do.
+    """
+    plain = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*self.parameters(), *self.buffers()]
+        placed = device is None or all(tensor.device == device for tensor in tensors)
+        typed = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
+        idle = placed and (dtype is None or all(tensor.dtype == dtype for tensor in typed))
+        return self if idle else plain(self, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = plain  # type: ignore[method-assign]
 
 
 class _Stay(TorchFunctionMode):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
 from parplan.graph.export.stand_ins import stand_ins
 
@@ -57,3 +59,29 @@ def test_stand_ins_are_gone_after_an_error() -> None:
     except ZeroDivisionError:
         pass
     assert model.first.weight is weight
+
+
+class Converts(nn.Module):
+    """Converts its layer to the type of its input at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 4) to the same."""
+        self.layer = self.layer.to(x.dtype)
+        result: Tensor = self.layer.to(x)(x)
+        return result
+
+
+def test_a_conversion_to_the_type_that_a_module_has_changes_nothing() -> None:
+    model, x, plain = Converts(), torch.randn(6, 4), nn.Module.to
+    graph = capture(model, (x,))
+    assert list(graph.layers) == ["layer"]
+    assert not graph.settled
+    assert nn.Module.to is plain
+    with pytest.raises(
+        CaptureError, match=r"(?s)cannot be captured.*:\d+: self.layer = self.layer.to"
+    ):
+        capture(model, (x.double(),))
