@@ -113,4 +113,51 @@ def different(rank: int, ranks: int) -> None:
     model(x)
 
 
-CASES = {case.__name__: case for case in (buffers, annealed, stored, different)}
+class Asserts(nn.Module):
+    """Asserts something of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 6) to the same."""
+        if (x > 100).any():
+            raise ValueError("too large")
+        result: Tensor = self.fc(x)
+        return result
+
+
+def refused_inputs(rank: int, ranks: int) -> None:
+    """Inputs of one rank that the model refuses: its own error there, and on all ranks where they exchange values."""
+    for kind in ("data", "hybrid"):
+        model = Compiled(Asserts().double(), planner(spread(ranks, kind), ranks))
+        x = torch.randn(SAMPLES, 6, dtype=torch.float64)
+        with torch.no_grad():
+            good = model(x)
+            if rank == 1:
+                with pytest.raises((ValueError, RuntimeFailure), match=r"too large|refuses these inputs"):
+                    model(x + 200)
+            elif kind == "hybrid":
+                with pytest.raises(RuntimeFailure, match="refuses the inputs of rank 1"):
+                    model(x)
+            same(model(x), good, "the next step")
+
+
+class CountsSamples(Asserts):
+    """Asserts something of all samples of a call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert (x > 100).sum() < x.shape[0]
+        result: Tensor = self.fc(x)
+        return result
+
+
+def refused_sizes(rank: int, ranks: int) -> None:
+    """An assertion with the number of samples, of which each rank has a part."""
+    model = Compiled(CountsSamples().double(), planner(spread(ranks, "data"), ranks))
+    with pytest.raises(RuntimeFailure, match=f"whole batch, {SAMPLES * ranks} samples"):
+        model(torch.randn(SAMPLES, 6, dtype=torch.float64))
+
+
+CASES = {case.__name__: case for case in (buffers, annealed, stored, different, refused_inputs, refused_sizes)}

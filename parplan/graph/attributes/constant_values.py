@@ -7,7 +7,7 @@ The ops recorded so far that the value comes from are run on real tensors, in-pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from parplan.compat import FakeTensor, memory_of, schema_of, traced_node, without_modes
 
-__all__ = ["ConstantNodes", "constant_nodes", "constant_value", "needed_nodes", "run_nodes"]
+__all__ = ["ConstantNodes", "constant_nodes", "constant_value", "formula", "needed_nodes", "run_nodes", "writes"]
 
 aten = torch.ops.aten
 # Their results take a shape and a type from an operand, and no values.
@@ -24,10 +24,21 @@ _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
     aten.new_ones.default, aten.new_full.default,
 )  # fmt: skip
+# Of a tensor that the forward makes from numbers (`torch.tensor([1.0, 2.0])`).
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default)
+# Of a larger tensor a formula says which one it is.
+_TOLD_ELEMENTS = 4096
 
 
-def constant_value(tensor: Tensor) -> Tensor | None:
-    """The value of a tensor of a running export; None where an input, a parameter or a buffer may decide it."""
+def constant_value(tensor: Tensor, watched: Callable[[Tensor], bool]) -> tuple[Tensor, str] | None:
+    """The value of a tensor of a running export, and its formula.
+
+    None where an input, a parameter or a buffer may decide it, or a tensor from outside of the forward (a global one)
+    that nobody would see change.
+
+    Args:
+        watched: whether changes of a tensor that the forward has not made are seen.
+    """
     found = traced_node(tensor)
     if found is None:
         return None
@@ -35,8 +46,28 @@ def constant_value(tensor: Tensor) -> Tensor | None:
     constant = constant_nodes(node.graph, root)
     if node not in constant.last:
         return None
-    value = run_nodes(needed_nodes([node], constant.order), root)[node]
-    return value if (value.shape, value.dtype) == (tensor.shape, tensor.dtype) else None
+    needed = needed_nodes([node], constant.order)
+    for one in needed:
+        made = any(user.target in _LIFTS for user in one.users)
+        if one.op == "get_attr" and not made and not watched(getattr(root, str(one.target))):
+            return None
+    value = run_nodes(needed, root)[node]
+    return (value, formula(needed, root)) if (value.shape, value.dtype) == (tensor.shape, tensor.dtype) else None
+
+
+def formula(nodes: Sequence[fx.Node], root: nn.Module) -> str:
+    """The text of a computation: ops, sizes and values of constants."""
+    texts = []
+    for node in nodes:
+        held = getattr(root, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, Tensor) and not isinstance(held, FakeTensor):
+            with without_modes():
+                values = held.tolist() if held.numel() <= _TOLD_ELEMENTS else id(held)
+                texts.append(f"{held.dtype}{tuple(held.shape)}{values}")
+        else:
+            shapes = [tuple(like.meta["val"].shape) for like in node.all_input_nodes if node.target in _LIKE]
+            texts.append(f"{node.target}{node.args}{node.kwargs}{shapes}")
+    return "; ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -60,11 +91,12 @@ def constant_nodes(graph: fx.Graph, root: nn.Module, known: Iterable[fx.Node] = 
     """
     given, found, order = set(known), dict[fx.Node, int](), list[fx.Node]()
     for node in graph.nodes:
-        operands = [] if node.target in _LIKE else node.all_input_nodes
+        shaped = node.target in _LIKE and node.all_input_nodes == [node.args[0]]  # and filled with a plain number
+        operands = [] if shaped else node.all_input_nodes
         if node in given or (_is_pure(node, root) and all(operand in found for operand in operands)):
             found[node] = _memory(node)
             order.append(node)
-        elif getattr(schema_of(node.target), "is_mutable", False):
+        elif writes(node):
             changed = {_memory(operand) for operand in node.all_input_nodes}
             found = {other: memory for other, memory in found.items() if memory not in changed}
     return ConstantNodes(order, found.keys())
@@ -77,10 +109,7 @@ def needed_nodes(wanted: Sequence[fx.Node], known: Sequence[fx.Node]) -> list[fx
         before = len(kept)
         memories = {_memory(node) for node in kept}
         for node in reversed(known):
-            written = getattr(schema_of(node.target), "is_mutable", False) and any(
-                _memory(operand) in memories for operand in node.all_input_nodes
-            )
-            if written:
+            if writes(node) and any(_memory(operand) in memories for operand in node.all_input_nodes):
                 kept.add(node)
             if node in kept and node.target not in _LIKE:
                 kept.update(node.all_input_nodes)
@@ -122,6 +151,14 @@ def _is_pure(node: fx.Node, root: nn.Module) -> bool:
     drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
     return getattr(node.target, "namespace", "") == "aten" and not drawn and not number
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an op may write its operands in place, as one with a graph of its own may (`torch.no_grad()`)."""
+    operands = node.all_input_nodes if node.op == "call_function" else ()
+    own_graph = any(operand.op == "get_attr" and "val" not in operand.meta for operand in operands)
+    region = own_graph and any(isinstance(operand.meta.get("val"), Tensor) for operand in operands)
+    return region or getattr(schema_of(node.target), "is_mutable", False)
 
 
 def _memory(node: fx.Node) -> int:

@@ -15,13 +15,14 @@ from itertools import repeat
 from operator import is_, xor
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
 from parplan.graph.user_line import is_users
 
-__all__ = ["ClassPlace", "Entry", "Guards", "VersionPlace", "names_of"]
+__all__ = ["ClassPlace", "Entry", "Guards", "ValuesPlace", "VersionPlace", "names_of"]
 
 
 # Containers within containers around a number.
@@ -66,6 +67,18 @@ class VersionPlace:
     def get(self, key: str, default: Any, /) -> Any:
         """The count."""
         return self.tensor._version
+
+
+@dataclass(frozen=True)
+class ValuesPlace:
+    """Whether a tensor has the values that it had: written through `.data`, a view or NumPy, no count tells of it."""
+
+    tensor: Tensor
+    values: Tensor
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Whether it has."""
+        return torch.equal(self.tensor, self.values)
 
 
 @dataclass(frozen=True)

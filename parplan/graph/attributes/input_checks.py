@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from parplan.compat import traced_node
-from parplan.errors import RuntimeFailure
-from parplan.graph.attributes.constant_values import constant_nodes, needed_nodes
+from parplan.graph.attributes.constant_values import constant_nodes, formula, needed_nodes
 from parplan.graph.user_line import frame_line
 
 __all__ = ["InputCheck", "asserted", "input_check", "model_frame"]
@@ -34,33 +33,31 @@ class InputCheck:
     Args:
         line: of the model's code.
         condition: computes it from some of the inputs.
+        formula: its text.
         inputs: those, as leaves of the call, by number.
         expected: the truth value that it must have.
+        fixed: it has sizes that change with the number of samples.
     """
 
     line: str
     condition: fx.GraphModule
+    formula: str
     inputs: tuple[int, ...]
     expected: bool
+    fixed: bool = False
 
-    def run(self, leaves: Sequence[Any]) -> None:
-        """Check the leaves of one call.
-
-        Raises:
-            RuntimeFailure: the condition does not hold.
-        """
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether the condition holds for the leaves of one call, as far as they have values."""
         given = [leaves[index] for index in self.inputs]
-        if any(tensor.is_meta for tensor in given):  # without values
-            return
+        if any(tensor.is_meta for tensor in given):
+            return True
         with torch.no_grad():
-            found = bool(self.condition(*given))
-        if found is not self.expected:
-            raise RuntimeFailure(f"the model refuses these inputs\n  at {self.line}")
+            return bool(self.condition(*given)) is self.expected
 
     def is_like(self, other: InputCheck) -> bool:
         """Whether another check, captured with other sizes, is the same computation."""
         same = (self.line, self.inputs, self.expected) == (other.line, other.inputs, other.expected)
-        return same and str(self.condition.graph) == str(other.condition.graph)
+        return same and self.formula == other.formula
 
 
 def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType, expected: bool) -> InputCheck | None:
@@ -88,7 +85,9 @@ def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType,
                 copies[like] = graph.call_function(torch.ops.aten.empty.memory_format, sizes, {"dtype": made.dtype})
         copies[one] = graph.node_copy(one, copies.__getitem__)
     graph.output(copies[node])
-    return InputCheck(frame_line(frame), fx.GraphModule(root, graph), tuple(inputs[one] for one in given), expected)
+    text = formula([one for one in needed if one not in inputs], root)
+    condition, leaves = fx.GraphModule(root, graph), tuple(inputs[one] for one in given)
+    return InputCheck(frame_line(frame), condition, text, leaves, expected)
 
 
 def model_frame() -> FrameType | None:

@@ -13,7 +13,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch.export.graph_signature import InputKind
 from parplan.compat import HOOK_FIELDS, pytree, traced_node, without_modes
 from parplan.errors import CaptureError
 from parplan.graph.attributes.first_call import Change, short
-from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, VersionPlace, names_of
+from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, ValuesPlace, VersionPlace, names_of
 from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, contents, name_of, same, walk
+from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import HostReads, ModePlace, RandomNumbers, seen_modes
@@ -74,12 +76,13 @@ class Recorder:
         self._held: dict[int, Held] = {}
         self._tensors: dict[int, _PlainTensor] = {}
         self._written: dict[str, set[Hashable]] = defaultdict(set)
+        self._decides: set[int] = set()
         self._functions: set[int] = set()
         self._names: list[Entry] = []
         self._active = False
         self._random: RandomNumbers | None = None
         self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
-        self.host_reads = HostReads()
+        self.host_reads = HostReads(self._watch)
         self.stored: list[Stored] = []
         self.changes: list[Change] = []
         self._unread: list[Change] = []
@@ -90,6 +93,9 @@ class Recorder:
         # Of which tensor a number came is not known.
         tensors = self._tensors.values() if self.host_reads.any else ()
         versions = [Entry(t.path, VersionPlace(t.tensor), "_version", t.version) for t in tensors]
+        for known in (self._tensors[key] for key in self._decides if key in self._tensors):
+            if known.values is not None:
+                versions.append(Entry(known.path, ValuesPlace(known.tensor, known.values), "values", True))
         written = {path: frozenset(keys) for path, keys in self._written.items()}
         for number in self._numbers:
             written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
@@ -124,6 +130,8 @@ class Recorder:
             self.changes += self._unread if self.changes else []
             for module, fields, place, before in self._held_by.values():
                 known = self._modules[id(module.__dict__)]
+                for key in before.keys() - place.keys():
+                    raise _refusal(known.path(key if fields == "_modules" else fields), "takes a module or a hook away")
                 for key in (key for key, now in place.items() if before.get(key, MISSING) is not now):
                     path = known.path(key if fields == "_modules" else fields)
                     self.changes.append(Change(path, module, (fields, key), before.get(key, MISSING), place[key]))
@@ -148,7 +156,8 @@ class Recorder:
         for _, fields, place, before in self._held_by.values():
             for key in place.keys() - before.keys():
                 del place[key]
-            if fields == "_modules":  # hooks that are gone by now are those of the capture itself
+            if fields == "_modules" and place != before:  # hooks that are gone are those of the capture itself
+                place.clear()
                 place.update(before)
         for entry in self._names:
             if isinstance(entry.place, dict) and entry.place.get(entry.key, MISSING) is not entry.value:
@@ -215,6 +224,12 @@ class Recorder:
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 self._tensors[id(leaf)] = _PlainTensor.of(inner, leaf)
 
+    def _watch(self, tensor: Tensor) -> bool:
+        """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
+        known = self._tensors.get(id(tensor))
+        self._decides.add(id(tensor))
+        return known is not None and known.values is not None
+
     def is_untouched(self, module: nn.Module) -> bool:
         """Whether a module of the model and its parts have the attributes that they had before the forward."""
         known = (self._modules.get(id(part.__dict__)) for part in module.modules())
@@ -240,11 +255,17 @@ class Recorder:
             self.read(twins[place], str(key), twins[place].get(str(key), MISSING))
 
     def stores_like(self, other: Recorder) -> bool:
-        """Whether two forwards leave the same beside their tensors, and assert the same of their inputs."""
+        """Whether two forwards leave the same beside their tensors, and read and assert the same values on the host."""
         mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))
-        checks, twins = self.host_reads.checks, other.host_reads.checks
-        alike = all(check.is_like(twin) for check, twin in zip(checks, twins, strict=False))
-        return mine == others and len(checks) == len(twins) and alike
+        reads, twins = self.host_reads, other.host_reads
+        same = len(reads.checks) == len(twins.checks) and reads.constants == twins.constants
+        return mine == others and same and not any(check.fixed for check in self.checks_beside(other))
+
+    def checks_beside(self, twin: Recorder | None) -> tuple[InputCheck, ...]:
+        """The assertions on inputs; those are fixed that a twin for another number of samples does not have too."""
+        checks, others = self.host_reads.checks, twin.host_reads.checks if twin is not None else []
+        pairs = zip_longest(checks, others[: len(checks)])
+        return tuple(replace(one, fixed=other is None or not one.is_like(other)) for one, other in pairs)
 
     def check(self, exported: ExportedProgram) -> None:
         """Refuse tensors that the graph has as constants and that are not.

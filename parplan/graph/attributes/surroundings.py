@@ -113,13 +113,16 @@ class HostReads(TorchFunctionMode):
         on: whether that counts now.
         inputs: leaves of the model's call, by the nodes that stand for them.
         checks: assertions on inputs, which are taken to hold.
+        constants: formulas of the values that Python has read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Callable[[Tensor], bool]) -> None:
         super().__init__()
+        self._watched = watched
         self.any = self.on = False
         self.inputs: dict[fx.Node, int] = {}
         self.checks: list[InputCheck] = []
+        self.constants: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,10 +131,11 @@ class HostReads(TorchFunctionMode):
         if not self.on or func not in _READS:
             return func(*args, **(kwargs or {}))
         self.any = True
-        value = constant_value(args[0])
-        if value is not None:
+        constant = constant_value(args[0], self._watched)
+        if constant is not None:
+            self.constants.append(constant[1])
             with without_modes():
-                return func(value, *args[1:], **(kwargs or {}))
+                return func(constant[0], *args[1:], **(kwargs or {}))
         frame = model_frame() if func in (Tensor.item, Tensor.__bool__) else None
         expected = asserted(frame) if frame is not None else None
         if frame is not None and expected is not None:

@@ -53,6 +53,7 @@ def capture(
     check_batch: bool = True,
     numbers: Sequence[Number] = (),
     earlier: EarlierExport | None = None,
+    settle: bool = True,
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
 
@@ -66,6 +67,7 @@ def capture(
             depend on the batch is never given replicas.
         numbers: attributes that the graph takes as inputs.
         earlier: of a call with other sizes, to trace one of equal blocks only; the first call's is kept there.
+        settle: leave the model with the changes of a first call; False puts them back: no such call is about to run.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
@@ -90,6 +92,8 @@ def capture(
     graph = _assemble(call, first, twin, bound)
     inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
     known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
+    for change in reversed(settled if not settle else ()):
+        change.undo()
     return replace(graph, numbers=known, settled=tuple(f"{change.path}: it {change.what}" for change in settled))
 
 
@@ -340,7 +344,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         reads=recorder.guards,
         stored=tuple(recorder.stored),
         containers=first.containers,
-        checks=tuple(recorder.host_reads.checks),
+        checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,
     )

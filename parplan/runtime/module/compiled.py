@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parplan.compat import in_functional_transform, pytree
 from parplan.errors import PlanError, RuntimeFailure
+from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
@@ -42,7 +43,7 @@ from parplan.runtime.programs.captures import Captures, Planner
 from parplan.runtime.programs.program_cache import Captured, Options
 from parplan.runtime.programs.rank_agreement import exchange_facts
 from parplan.runtime.self_check.check import CheckRecord, SelfCheck
-from parplan.runtime.self_check.checked_step import begin_forward, end_forward
+from parplan.runtime.self_check.checked_step import begin_forward, end_forward, isolated, plain_step, with_callers_modes
 from parplan.runtime.sharded_state.cutting import Sharding, same_start
 from parplan.runtime.transport.devices import Device, existing, logical, transport_for
 
@@ -242,9 +243,18 @@ class Compiled(Wrapped):
 
     def _ready(self, call: ModelCall, captured: Captured) -> Executor:
         """The executor of a graph for these samples, compared with the plain module; ranks' buffers are equal."""
-        for check in captured.graph.checks:
-            check.run(call.leaves)
         wanted = self._self_check.wants(captured)
+        checks = captured.graph.checks
+        if call.batch != captured.graph.batch and any(check.fixed for check in checks):
+            raise RuntimeFailure(
+                f"an assertion on inputs has sizes of the whole batch, {captured.graph.batch} samples, of which this "
+                f"process has {call.batch}; check inputs in front of the model\n  at {checks[0].line}"
+            )
+        refused = next((check for check in checks if not check.holds(call.leaves)), None)
+        if refused is not None:
+            if captured.exchanges and self._transport.processes > 1:
+                exchange_facts(self._transport, call, captured, wanted, refused=True)
+            self._refuse(call, captured, refused)
         agreement = exchange_facts(self._transport, call, captured, wanted)
         if self._programs.sync is not None:
             self._programs.sync.run()
@@ -256,6 +266,18 @@ class Compiled(Wrapped):
         executor = self._programs.executor(captured, agreement.samples)
         self.program = executor.program
         return executor
+
+    def _refuse(self, call: ModelCall, captured: Captured, check: InputCheck) -> NoReturn:
+        """Raise the plain module's error for inputs that it asserts not to get; no trace is left of its forward."""
+        sharding, gradients = self._programs.sharding, torch.is_grad_enabled()
+        if sharding is not None and sharding.cuts:
+            raise RuntimeFailure(f"the model refuses these inputs\n  at {check.line}")
+        with with_callers_modes(), isolated(self.module, captured.graph, gradients):
+            plain_step(self.module, call, self.training, None)
+        raise RuntimeFailure(
+            "the model was captured as if these inputs were refused, and its own code catches the error or raises it "
+            f"under another condition; use torch.where, or check inputs in front of the model\n  at {check.line}"
+        )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for inputs like these without running anything; returns the plan."""

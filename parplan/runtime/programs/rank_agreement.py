@@ -37,14 +37,18 @@ class Agreement:
     wishes: tuple[bool, ...] | None
 
 
-def exchange_facts(transport: Transport, call: ModelCall, captured: Captured, wish: bool = False) -> Agreement:
+def exchange_facts(
+    transport: Transport, call: ModelCall, captured: Captured, wish: bool = False, refused: bool = False
+) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
 
     Args:
         wish: whether this process wants to compare the step with the plain module.
+        refused: whether the model refuses this process's inputs: it raises an error of its own then.
 
     Raises:
-        RuntimeFailure: no process has a sample, or processes of one group brought different numbers.
+        RuntimeFailure: no process has a sample, processes of one group brought different numbers, or the model refuses
+            another process's inputs.
     """
     own = call.batch if call.batch is not None else 1
     seed = int(torch.randint(1 << 62, ()).item()) if captured.seeded.any else 0
@@ -58,7 +62,14 @@ def exchange_facts(transport: Transport, call: ModelCall, captured: Captured, wi
     given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
     shared = {str(n): leaf for n, leaf in given if n in captured.shared_inputs and isinstance(leaf, Tensor)}
     checksum = _checksum(shared, call, captured) if captured.moves else 0
-    agreed = transport.gather(own, seed, zlib.crc32(repr(call.signature).encode()), reads.digest, checksum, int(wish))
+    kind = zlib.crc32(repr(call.signature).encode())
+    agreed = transport.gather(own, seed, kind, reads.digest, int(refused), checksum, int(wish))
+    refusing = [str(rank) for rank, (_, _, _, _, refuses, *_) in enumerate(agreed) if refuses]
+    if refusing and not refused:
+        raise RuntimeFailure(
+            f"rank {transport.rank}: the model refuses the inputs of rank {', '.join(refusing)}, whose error says why; "
+            "the step has not run on any rank"
+        )
     captured.seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,19 @@ def of_a_shifted_copy(x: Tensor) -> None:
     assert (shifted < 100).all()
 
 
+def handles(x: Tensor) -> None:
+    with suppress(ValueError):
+        raises(x)
+
+
+def all_of(x: Tensor) -> None:
+    assert any([(x < 100).all(), (x > -100).all()])
+
+
+def of_positions(x: Tensor) -> None:
+    assert (x[:, 0] < torch.tensor(x.shape[0])).all(), "beyond the batch"
+
+
 def returns(x: Tensor) -> None:
     if (x > 100).any():
         return
@@ -72,3 +86,19 @@ class OnWeights(Checked):
         result: Tensor = self.fc(x)
         assert not result.isnan().any()
         return result
+
+
+class Counted(Checked):
+    """Counts its calls and draws a number before it looks at its input."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(asserts)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 4) to the same."""
+        self.count += 1
+        drawn = torch.rand(())
+        return super().forward(x) + 0 * drawn

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from parplan.errors import CaptureError
 from parplan.graph.capture.capture import capture
+from parplan.runtime.module.compiled import Compiled
 from tests.graph.by_hand import assert_same_numbers, halves
+from tests.runtime.helpers import compiled, planner, spread
 
 Flag = Callable[[Tensor], Tensor]
 
@@ -76,7 +78,18 @@ def drawn(x: Tensor) -> Tensor:
     return torch.rand(()) > 0.5
 
 
-@pytest.mark.parametrize("flag", [of_the_input, written_by_the_input, drawn])
+OUTSIDE = torch.ones(3)
+
+
+def of_a_global_tensor(x: Tensor) -> Tensor:
+    return OUTSIDE.any()
+
+
+def filled_with_the_input(x: Tensor) -> Tensor:
+    return torch.full_like(torch.ones(3), x.sum().item())[0] > 0
+
+
+@pytest.mark.parametrize("flag", [of_the_input, written_by_the_input, drawn, of_a_global_tensor, filled_with_the_input])
 def test_a_branch_on_other_values_is_refused_with_its_line(flag: Flag) -> None:
     with pytest.raises(CaptureError, match=r"a branch is data-dependent(.|\n)*test_constant_values.py:\d+: layer = "):
         capture(Branches(flag), (torch.randn(6, 4),))
@@ -91,6 +104,33 @@ def test_a_number_that_follows_the_batch_is_seen_at_another_batch() -> None:
     graph = capture(model, (x,))
     assert graph.fixed_batch
     assert_same_numbers(graph, model, (x,), choose=halves)
+
+
+def test_a_branch_that_follows_the_batch_is_captured_for_each_batch() -> None:
+    plain = Branches(lambda x: (torch.arange(x.shape[0]) > 20).any()).double()
+    model = compiled(plain, spread(2, "data"), 2)
+    for samples in (6, 40, 8):
+        x = torch.randn(samples, 4, dtype=torch.float64)
+        assert torch.allclose(model(x), plain(x), atol=1e-12)
+
+
+class Masked(Branches):
+    """Branches on a tensor in an attribute."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: self.mask.any())
+        self.mask = torch.ones(3)
+
+
+def test_a_tensor_in_an_attribute_is_compared_by_its_values() -> None:
+    """Also one that is written without a trace: through `.data`, a view of it, or an array that shares its memory."""
+    plain, x = Masked().double(), torch.randn(6, 4, dtype=torch.float64)
+    model = Compiled(plain, planner(spread(2, "data"), 2), devices=["cpu"] * 2)
+    for value in (1.0, 0.0, 1.0):
+        plain.mask.data.fill_(value)
+        assert torch.allclose(model(x), plain(x), atol=1e-12)
 
 
 def test_it_is_taken_on_the_meta_device_too() -> None:

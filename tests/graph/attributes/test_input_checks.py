@@ -11,11 +11,15 @@ from parplan.graph.capture.capture import capture
 from tests.graph.attributes.asserting import (
     Check,
     Checked,
+    Counted,
     OnWeights,
+    all_of,
     asserts,
     asserts_a_tensor,
     asserts_two,
+    handles,
     of_a_shifted_copy,
+    of_positions,
     on_both_sides,
     raises,
     raises_unless,
@@ -29,16 +33,44 @@ def test_an_assertion_on_an_input_is_checked_at_every_step(check: Check) -> None
     plain = Checked(check).double()
     model, x = compiled(plain, spread(2, "data"), 2), torch.randn(6, 4, dtype=torch.float64)
     assert torch.allclose(model(x), plain(x))
-    wrong = x.index_fill(0, torch.tensor([4]), 200.0)
-    with pytest.raises((AssertionError, ValueError)):
-        plain(wrong)
-    with pytest.raises(RuntimeFailure, match=r"refuses these inputs\n  at .*asserting.py:\d+: (assert|if) "):
-        model(wrong)
     more = torch.randn(10, 4, dtype=torch.float64)
-    assert torch.allclose(model(more), plain(more))
-    more[9, 0] = 200.0
-    with pytest.raises(RuntimeFailure, match="refuses these inputs"):
-        model(more)
+    for wrong in (x.index_fill(0, torch.tensor([4]), 200.0), more.index_fill(0, torch.tensor([9]), 200.0)):
+        with pytest.raises((AssertionError, ValueError)) as expected:
+            plain(wrong)
+        with pytest.raises(expected.type) as found:
+            model(wrong)
+        assert str(found.value) == str(expected.value)
+        assert torch.allclose(model(more), plain(more))
+
+
+def test_nothing_of_a_step_has_happened_where_its_inputs_are_refused() -> None:
+    model, x = compiled(Counted().double(), spread(2, "data"), 2), torch.randn(6, 4, dtype=torch.float64)
+    model(x)
+    drawn = torch.get_rng_state()
+    with pytest.raises(AssertionError, match="too large"):
+        model(x + 200)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert model.module.count == 1
+
+
+@pytest.mark.parametrize("check", [handles, all_of])
+def test_an_error_that_the_model_does_not_raise_after_all_is_said(check: Check) -> None:
+    model, x = compiled(Checked(check).double(), spread(2, "data"), 2), torch.randn(6, 4, dtype=torch.float64)
+    model(x)
+    with pytest.raises(RuntimeFailure, match=r"as if these inputs were refused(.|\n)*asserting.py:\d+: "):
+        model(x.abs() + 200)
+
+
+def test_numbers_in_an_assertion_follow_the_batch() -> None:
+    plain = Checked(of_positions).double()
+    model = compiled(plain, spread(2, "data"), 2)
+    for samples, largest, holds in ((8, 7, True), (4, 3, True), (4, 5, False), (10, 9, True)):
+        x = torch.full((samples, 4), float(largest), dtype=torch.float64)
+        if holds:
+            assert torch.allclose(model(x), plain(x))
+        else:
+            with pytest.raises(AssertionError, match="beyond the batch"):
+                model(x)
 
 
 @pytest.mark.parametrize("model", [Checked(returns), OnWeights(returns)], ids=["branch", "weights"])
