@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from parplan.errors import CaptureError
-from parplan.graph.attributes.constant_values import constant_nodes, needed_nodes, run_nodes
+from parplan.graph.attributes.constant_values import constant_nodes, needed_nodes, run_nodes, writes
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
@@ -115,7 +115,8 @@ class _Program:
                 self._known[node] = program.constants[str(spec.target)]
         found = constant_nodes(program.graph, self._module, self._known)
         self._order, self.constant = found.order, found.last
-        used = needed_nodes([program.graph.output_node()], list(program.graph.nodes))
+        written = [node for node in program.graph.nodes if writes(node) and node not in self.constant]
+        used = needed_nodes([program.graph.output_node(), *written], list(program.graph.nodes))
         self.rest = [node for node in used if node not in self.constant]
         # Whether a constant is written after something has read it: values are compared as they are in the end.
         read, self.changes_later = set[int](), False

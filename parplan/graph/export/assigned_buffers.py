@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from parplan.compat import own_buffer_assignments
 from parplan.errors import CaptureError
@@ -30,62 +29,87 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
     """While it lasts, a forward of `model` ends by copying what its modules' buffers were assigned into the buffers.
 
     Yields:
-        Buffers that the forward adds, or replaces by others of another shape.
+        Buffers that the forward adds, or replaces by others of another shape or type.
 
     Raises:
-        CaptureError: a module that has several names assigns one, of which torch.export makes two buffers; or a buffer
-            of another shape has values that depend on inputs.
+        CaptureError: a module that has several names assigns one, of which torch.export makes two buffers; a buffer of
+            another shape has values that depend on inputs, or is gone; or parameters are added, replaced or frozen.
     """
     # By their dictionaries: torch.export calls a module that has several names through stand-ins that share its own.
-    modules = {id(module._buffers): (name, module) for name, module in model.named_modules()}
-    counts = Counter(id(module._buffers) for _, module in model.named_modules(remove_duplicate=False))
-    own = {(id(module._buffers), name): b for module in model.modules() for name, b in module._buffers.items()}
-    before: dict[tuple[int, str], Any] = {}  # in the export, with others in the place of the model's own
+    modules = dict(model.named_modules())
+    counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    own = {path: dict(module._buffers) for path, module in modules.items()}  # in an export there are others
+    before: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     changes: list[Change] = []
 
-    def assigned(module: nn.Module, name: str, value: Any) -> None:
-        current = module._buffers.get(name)
-        if id(module._buffers) not in modules or not isinstance(value, Tensor):
-            return
-        if counts[id(module._buffers)] > 1 and current is not None:
-            raise CaptureError(
-                f"{name} of {type(module).__name__}, a module that the model has under several names, is assigned "
-                f"in the forward; write it in place (self.{name}.add_(1), self.{name}.copy_(value)), or keep the "
-                "module under one name"
-            )
-        before.setdefault((id(module._buffers), name), module._buffers.get(name, MISSING))
+    def begun(*_: Any) -> None:
+        for path, module in modules.items():
+            parameters = {
+                name: (one, one is not None and one.requires_grad) for name, one in module._parameters.items()
+            }
+            before[path] = parameters, dict(module._buffers)
 
     def ended(*_: Any) -> None:
-        for (place, name), buffer in before.items():
-            path, module = modules[place]
-            latest = module._buffers[name]
-            same = isinstance(buffer, Tensor) and isinstance(latest, Tensor) and latest.shape == buffer.shape
-            if buffer is MISSING:
-                del module._buffers[name]
-            else:
-                module._buffers[name] = buffer
-            if same and latest is not buffer:
-                buffer.copy_(latest.detach() if latest.requires_grad else latest)
-            elif isinstance(latest, Tensor) and not same:
-                whole = f"{path}.{name}" if path else name
-                changes.append(_replaced(whole, module, name, own.get((place, name), MISSING), latest))
+        for path, (parameters, buffers) in before.items():
+            module = modules[path]
+            now = {name: (one, one is not None and one.requires_grad) for name, one in module._parameters.items()}
+            for name in parameters | now:
+                (was, trained), (one, trains) = (held.get(name, (MISSING, False)) for held in (parameters, now))
+                if one is not was or trains is not trained:
+                    raise CaptureError(
+                        f"the forward adds, replaces or freezes the parameter {_path(path, name)}, which a captured "
+                        "model does not do; do it in __init__, or call the model once before it is captured"
+                    )
+            latest = dict(module._buffers)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name in latest | buffers:
+                one, was = latest.get(name), buffers.get(name, MISSING)
+                if one is was:
+                    continue
+                if one is None:
+                    raise CaptureError(
+                        f"the forward takes the buffer {_path(path, name)} away, which a captured model does not do; "
+                        "keep it, or call the model once before it is captured"
+                    )
+                if counts[module] > 1 and isinstance(was, Tensor):
+                    raise CaptureError(
+                        f"{name} of {type(module).__name__}, a module that the model has under several names, is "
+                        f"assigned in the forward; write it in place (self.{name}.add_(1), self.{name}.copy_(value)), "
+                        "or keep the module under one name"
+                    )
+                if isinstance(was, Tensor) and (one.shape, one.dtype) == (was.shape, was.dtype):
+                    was.copy_(one.detach() if one.requires_grad else one)
+                else:
+                    changes.append(_replaced(_path(path, name), module, name, own[path].get(name, MISSING), one))
         before.clear()
 
-    handles = [register_module_buffer_registration_hook(assigned), model.register_forward_hook(ended)]
+    handles = [model.register_forward_pre_hook(begun, prepend=True), model.register_forward_hook(ended)]
     try:
         with own_buffer_assignments():
             yield changes
     finally:
         for handle in handles:
             handle.remove()
+        for path, held in before.items():  # of a forward that has failed
+            for now, known in zip((modules[path]._parameters, modules[path]._buffers), held, strict=True):
+                for name in now.keys() - known.keys():
+                    del now[name]
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _replaced(path: str, module: nn.Module, name: str, buffer: Any, latest: Tensor) -> Change:
     """A buffer of another shape, with the values that it has at every call."""
-    change = Change(path, module, ("_buffers", name), buffer, constant_value(latest), latest.device)
+    made = constant_value(latest, lambda tensor: True)  # of now, as in the call that makes it
+    change = Change(path, module, ("_buffers", name), buffer, made and made[0], latest.device)
     if change.now is None:
+        resized = not isinstance(buffer, Tensor) or latest.shape != buffer.shape
+        other = f"shape, {list(latest.shape)}" if resized else f"type, {latest.dtype}"
         raise CaptureError(
-            f"the forward replaces the buffer {path} by one of another shape, {list(latest.shape)}, with values that "
-            "depend on its inputs; keep its shape, or return the tensor as a result"
+            f"the forward replaces the buffer {path} by one of another {other}, with values that depend on its inputs "
+            "or on the model's tensors; keep its shape and type, or return the tensor as a result"
         )
     return change

@@ -122,7 +122,9 @@ class Captures:
         batch = self._whole_batch(call)
         if self.plan is None:
             # Every rank captures, at the same time; only one plans.
-            graph = self._traced[self._kind(call, True), batch] = self._trace(call, True, batch)
+            graph = self._trace(call, True, batch, settle=training)
+            if training or not graph.settled:
+                self._traced[self._kind(call, True), batch] = graph
             plan = Plan.from_json(self._transport.from_first(lambda: self._planner(graph).to_json()))
             count, ranks = self.programs.device_count, self._transport.processes > 1
             if plan.devices > count or (ranks and plan.devices != count):
@@ -238,26 +240,38 @@ class Captures:
         call.check(whole)
         return whole
 
-    def _trace(self, call: ModelCall, training: bool, batch: int | None) -> LayerGraph:
+    def _trace(self, call: ModelCall, training: bool, batch: int | None, settle: bool = True) -> LayerGraph:
         """Capture for `batch` samples, or for 2 where it is 1, as an axis of 1 looks like none at all."""
         key = (self._kind(call, training), batch)
         known = self._traced.pop(key, None)
         if known is not None and known.reads.hold:
             return known
-        graph = self._traced_at(call, training, 2 if batch == 1 else batch)
+        graph = self._traced_at(call, training, 2 if batch == 1 else batch, settle=settle)
         if batch == 1 and graph.fixed_batch:
-            return self._traced_at(call, training, batch)
+            return self._traced_at(call, training, batch, settle=settle)
         return graph
 
     def _traced_at(
-        self, call: ModelCall, training: bool, batch: int | None, numbers: Sequence[Number] = ()
+        self,
+        call: ModelCall,
+        training: bool,
+        batch: int | None,
+        numbers: Sequence[Number] = (),
+        settle: bool = True,
     ) -> LayerGraph:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
             earlier = self._exports[self._modes(training), str(call.spec)]
             graph = capture(
-                self._module, args, kwargs, training=training, dim=self._dim, numbers=numbers, earlier=earlier
+                self._module,
+                args,
+                kwargs,
+                training=training,
+                dim=self._dim,
+                numbers=numbers,
+                earlier=earlier,
+                settle=settle,
             )
         if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)

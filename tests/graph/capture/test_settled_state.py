@@ -204,6 +204,115 @@ def test_state_that_does_not_settle_is_refused_and_put_back(
     assert all(torch.equal(tensor, dict(model.named_buffers())[name]) for name, tensor in buffers)
 
 
+class CountsOnce(Switches):
+    """Writes a buffer at its first call that no result of it depends on."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attention == "sparse":
+            self.attention = "full"
+            with torch.no_grad():
+                self.count.add_(1)
+        result: Tensor = self.inner(x)
+        return result
+
+
+class Loses(Switches):
+    """Drops something of its own at its first call."""
+
+    table: Tensor | None
+
+    def __init__(self, lose: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.lose, self.spare = lose, nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "spare") and self.table is not None and self.spare.weight.requires_grad:
+            self.lose(self)
+        result: Tensor = self.inner(x)
+        return result
+
+
+def freeze(model: Any) -> None:
+    model.spare.requires_grad_(False)
+
+
+def make_a_parameter(model: Any) -> None:
+    model.inner.scale = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (CountsOnce, "first call of the model computes something else than later ones: of attention"),
+        (lambda: Loses(lambda model: delattr(model, "spare")), "writes spare: it takes a module or a hook away"),
+        (lambda: Loses(lambda model: setattr(model, "table", None)), "takes the buffer table away"),
+        (lambda: Loses(freeze), "adds, replaces or freezes the parameter spare.weight"),
+        (lambda: Loses(make_a_parameter), "adds, replaces or freezes the parameter inner.scale"),
+        (lambda: Loses(lambda model: setattr(model, "table", model.table.double())), "buffer table .*another type"),
+    ],
+)
+def test_a_first_call_that_drops_or_counts_is_refused_and_put_back(make: Callable[[], nn.Module], words: str) -> None:
+    model = make()
+    before, parts = {key: value.clone() for key, value in model.state_dict().items()}, list(model.modules())
+    with pytest.raises(CaptureError, match=words):
+        capture(model, (torch.randn(6, 4),))
+    assert list(model.modules()) == parts
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Resized(Tabled):
+    """Makes a table of its first length, and is refused for another reason."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if self.scale.shape[0] == 1:
+            self.linear.bias = nn.Parameter(torch.zeros(4))
+        return result
+
+
+def test_a_refused_capture_leaves_real_buffers() -> None:
+    model = Resized()
+    with pytest.raises(CaptureError, match=r"parameter linear\.bias"):
+        capture(model, (torch.randn(6, 3, 4),))
+    assert torch.equal(model.positions, torch.zeros(1))
+    assert [name for name, _ in model.named_buffers()] == ["positions"]
+
+
+class Trained(Tabled):
+    """Changes at its first training step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warm = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            super().forward(x)
+            self.warm = True
+        result: Tensor = self.linear(x) * (2 if self.warm else 1) + self.positions
+        return result
+
+
+def test_a_plan_that_is_made_for_training_does_not_settle_a_model_in_evaluation() -> None:
+    plain = Trained().double()
+    model, x = compiled(plain, spread(2, "data"), 2), torch.randn(6, 3, 4, dtype=torch.float64)
+    for training in (False, True, False):
+        plain.train(training)
+        model.train(training)
+        assert torch.allclose(model(x), plain(x), atol=1e-12)
+        assert vars(model.module)["warm"] is plain.warm
+        assert torch.equal(model.module.get_buffer("positions"), plain.positions)
+
+
 class Collects(nn.Module):
     """Registers hooks that collect the results of its blocks at its first call, as libraries do."""
 
