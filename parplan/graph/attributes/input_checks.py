@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from parplan.compat import traced_node
-from parplan.graph.attributes.constant_values import constant_nodes, formula, needed_nodes
-from parplan.graph.user_line import frame_line
+from parplan.graph.attributes.constant_values import constant_nodes, formula, needed_nodes, writes
+from parplan.graph.user_line import code_line, frame_line
 
-__all__ = ["InputCheck", "asserted", "input_check", "model_frame"]
+__all__ = ["InputCheck", "asserted", "asserted_in", "input_check", "model_frame"]
 
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -88,6 +90,39 @@ def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType,
     text = formula([one for one in needed if one not in inputs], root)
     condition, leaves = fx.GraphModule(root, graph), tuple(inputs[one] for one in given)
     return InputCheck(frame_line(frame), condition, text, leaves, expected)
+
+
+def asserted_in(program: ExportedProgram) -> Iterator[InputCheck]:
+    """The assertions that torch.export has put into a graph (`assert x.max().item() < 9`, `torch._check`).
+
+    Those that inputs alone decide; no graph of ours runs the others.
+    """
+    specs = program.graph_signature.input_specs
+    users = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
+    for node in (node for node in program.graph.nodes if node.target in _ASSERTS):
+        known, waiting = {node}, [node]
+        while waiting:
+            new = [one for one in waiting.pop().all_input_nodes if one not in known]
+            known.update(new)
+            waiting += new
+        given = [one for one in program.graph.nodes if one in known and one.op == "placeholder"]
+        ops = [one for one in program.graph.nodes if one in known and one.op != "placeholder" and one is not node]
+        drawn = (torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()) for one in ops)
+        plain = all(one.op == "call_function" and not any(map(writes, one.users)) for one in ops)
+        if not plain or any(drawn) or not all(one.name in users for one in given) or not given:
+            continue
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for one in (*given, *ops):
+            copies[one] = graph.node_copy(one, copies.__getitem__)
+        graph.output(fx.map_arg(node.args[0], copies.__getitem__))
+        leaves = tuple(users.index(one.name) for one in given)
+        line = code_line(str(node.meta.get("stack_trace")), installed=True)
+        yield InputCheck(line, fx.GraphModule({}, graph), str(graph), leaves, True)
+
+
+_ASSERTS = (
+    torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
+)  # fmt: skip
 
 
 def model_frame() -> FrameType | None:

@@ -22,6 +22,7 @@ from parplan.compat import lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
 from parplan.graph.attributes.first_call import Change
+from parplan.graph.attributes.input_checks import asserted_in
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.attributes.surroundings import compiling_branches
@@ -191,6 +192,7 @@ def _export(
             if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)
+            recorder.host_reads.checks += asserted_in(exported)
     except (CaptureError, UnequalBlocks):
         raise
     except Exception as error:

@@ -54,6 +54,18 @@ def of_a_shifted_copy(x: Tensor) -> None:
     assert (shifted < 100).all()
 
 
+def asserts_a_number(x: Tensor) -> None:
+    assert x.max().item() < 100
+
+
+def asserts_later(x: Tensor) -> None:
+    torch._assert_async((x < 100).all(), "too large")
+
+
+def checks(x: Tensor) -> None:
+    torch._check((x < 100).all().item(), lambda: "too large")
+
+
 def handles(x: Tensor) -> None:
     with suppress(ValueError):
         raises(x)
