@@ -57,7 +57,8 @@ def idle_conversions() -> Iterator[None]:
     plain = nn.Module.to
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        found: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = found[0], found[1]
         tensors = [*self.parameters(), *self.buffers()]
         placed = device is None or all(tensor.device == device for tensor in tensors)
         typed = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())

@@ -34,7 +34,8 @@ def lay_out_strided(graph: fx.Graph) -> None:
             continue
         source, size, stride, *rest = node.args
         value: Tensor = source.meta["val"]
-        order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), -value.shape[dim]))
+        strides, sizes = list(value.stride()), list(value.shape)
+        order = sorted(range(len(sizes)), key=[(-step, -n) for step, n in zip(strides, sizes, strict=True)].__getitem__)
         start = (rest[0] if rest and rest[0] is not None else value.storage_offset()) - value.storage_offset()
         last = start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if not (_is_dense(value, order) and start >= 0 and last < max(1, value.numel())):

@@ -81,7 +81,5 @@ def test_a_conversion_to_the_type_that_a_module_has_changes_nothing() -> None:
     assert list(graph.layers) == ["layer"]
     assert not graph.settled
     assert nn.Module.to is plain
-    with pytest.raises(
-        CaptureError, match=r"(?s)cannot be captured.*:\d+: self.layer = self.layer.to"
-    ):
+    with pytest.raises(CaptureError, match=r"(?s)cannot be captured.*:\d+: self.layer = self.layer.to"):
         capture(model, (x.double(),))
