@@ -199,7 +199,8 @@ def products(graph: Any, experts: int) -> dict[str, Any]:
     """Products and look-ups of a graph: how many there are, those that cannot be cut in `DEVICES`, unknown ops.
 
     A cut along the sequence, which every device needs all weights for, does not count. A router, whose scores are
-    compared with each other, stays whole; so does what no dimension of can be cut in equal parts.
+    compared with each other, stays whole; so does what no dimension of can be cut in equal parts. Experts are stacks of
+    matrices, or the rows of a table that they are looked up in.
     """
     from parplan.graph.axes.table import unknown_ops
     from parplan.graph.kinds import op_name
@@ -207,19 +208,26 @@ def products(graph: Any, experts: int) -> dict[str, Any]:
     count, uncut, whole, stacks, unknown = 0, [], Counter[str](), 0, Counter[str]()
     for layer in graph.layers.values():
         unknown.update(unknown_ops(layer.nodes))
-        axes = [one for one in layer.axes if one.units % DEVICES == 0 and not one.name.startswith("sequence")]
-        stacks += any(one.name == "experts" for one in axes)
-        chooses = any(op_name(node) in ("topk", "argmax") for node in layer.nodes)
+        axes = [one for one in layer.axes if not one.name.startswith("sequence")]
+        tables = [p for p in layer.parameters if layer.kind == "embedding" and graph.values[p].shape[0] == experts]
+        stacks += any(
+            one.units % DEVICES == 0 and (one.name == "experts" or any(one.dims.get(table) == 0 for table in tables))
+            for one in axes
+        )
         for node in layer.nodes if layer.reached else ():
             if op_name(node) not in PRODUCTS:
                 continue
             count += 1
             names = {node.name, *(operand.name for operand in node.all_input_nodes)}
-            if any(names & (one.dims.keys() | one.partial) for one in axes):
+            units = [one.units for one in axes if names & (one.dims.keys() | one.partial)]
+            if any(number % DEVICES == 0 for number in units):
                 continue
-            shapes = [list(operand.meta["val"].shape) for operand in node.all_input_nodes[:2]]
-            odd = all(size % DEVICES for size in shapes[-1])
-            if odd or chooses:
+            factors = node.all_input_nodes[1:3] if op_name(node) in ("addmm", "baddbmm") else node.all_input_nodes[:2]
+            shapes = [list(operand.meta["val"].shape) for operand in factors]
+            # Heads, between samples and matrices, and groups of channels, which are an axis of the layer.
+            heads = shapes[0][1:-2] if op_name(node) in ATTENTION and len(shapes[0]) == len(shapes[-1]) else []
+            odd = bool(units) or any(all(size % DEVICES for size in sizes) for sizes in (heads, shapes[-1]) if sizes)
+            if odd or any(map(_chooses, layer.nodes)) or _routes(node):
                 whole["sizes" if odd else "routers"] += 1
             else:
                 uncut.append(f"{layer.name} ({layer.kind}): {op_name(node)} {' x '.join(map(str, shapes))}")
@@ -227,6 +235,29 @@ def products(graph: Any, experts: int) -> dict[str, Any]:
     return row | ({"experts": experts, "experts_cut": stacks} if experts > 1 else {})
 
 
+def _routes(node: Any) -> bool:
+    """Whether scores of a product with one matrix reach a choice among them, before any other product."""
+    from parplan.graph.kinds import op_name
+
+    waiting, seen = [node] if node.all_input_nodes[1].meta["val"].dim() == 2 else [], set()
+    while waiting:
+        readers = [user for user in waiting.pop().users if user not in seen and op_name(user) not in PRODUCTS]
+        if any(map(_chooses, readers)):
+            return True
+        seen.update(readers)
+        waiting += readers
+    return False
+
+
+def _chooses(node: Any) -> bool:
+    """Whether an op tells which ones of some scores are largest."""
+    from parplan.graph.kinds import op_name
+
+    asked = op_name(node) == "max" and any(op_name(user) == "getitem" and user.args[1] == 1 for user in node.users)
+    return asked or op_name(node) in ("argmax", "topk")
+
+
+ATTENTION = ("bmm", "baddbmm", "matmul", "scaled_dot_product_attention")
 PRODUCTS = frozenset(
     [
         "linear",

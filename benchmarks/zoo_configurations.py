@@ -13,7 +13,8 @@ HEADS = (
 )  # fmt: skip
 
 SMALL = {
-    1: "first_k_dense_replace num_dense_layers moe_layer_start_index n_group topk_group",
+    1: """first_k_dense_replace num_dense_layers moe_layer_start_index n_group topk_group encoder_sparse_step
+        decoder_sparse_step""",
     2: """num_hidden_layers n_layer num_layers n_layers num_blocks num_layers_per_stack encoder_layers decoder_layers
         num_decoder_layers num_encoder_layers depth num_experts_per_tok moe_topk num_experts_per_token n_groups
         mamba_n_groups""",
@@ -104,6 +105,8 @@ def _shrink(part: Any) -> None:
             put(width, int(expand * get("hidden_size") // get(count)))
             if get("mamba_d_ssm"):
                 put("mamba_d_ssm", get(width) * get(count))
+    if hasattr(part, "is_moe"):  # with the experts that it has sizes for
+        put("is_moe", True)
     if "_out_features" in vars(part):  # the last stage, however many there are
         put("_out_features", None)
         put("_out_indices", None)

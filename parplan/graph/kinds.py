@@ -32,7 +32,7 @@ _WORDS: tuple[tuple[str, str], ...] = (
     ("embedding", "embedding"),
     ("batch_norm", "batch_norm"),
     ("norm", "layer_norm group_norm rms_norm instance_norm"),
-    ("attention", "bmm matmul"),
+    ("attention", "baddbmm bmm matmul"),
     ("linear", "mm"),
     ("pool", "pool"),
     ("softmax", "softmax"),

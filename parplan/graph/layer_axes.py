@@ -326,7 +326,7 @@ def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:
     return {tensor.name: shape_of(tensor) for tensor in tensors}
 
 
-_PRODUCTS = ("bmm", "einsum", "matmul", "scaled_dot_product_attention")
+_PRODUCTS = ("baddbmm", "bmm", "einsum", "matmul", "scaled_dot_product_attention")
 _BY_RANK = {2: ("", "features"), 3: ("", "sequence", "features"), 4: ("", "channels"), 5: ("", "channels")}
 
 

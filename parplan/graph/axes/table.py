@@ -29,20 +29,20 @@ aten = torch.ops.aten
 
 # fmt: off
 _UNARY = """abs acos alias asin atan bernoulli.p bitwise_not ceil celu clamp clone contiguous cos cosh detach detach_
-    dropout elu empty_like erf exp exp2 expm1 feature_dropout fill.Scalar floor full_like gelu hardsigmoid hardswish
-    hardtanh isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not
-    logit masked_fill.Scalar mish nan_to_num neg ones_like pow.Scalar pow.Tensor_Scalar reciprocal relu relu6 round
-    rand_like randint_like randint_like.low_dtype randn_like real rsqrt rsub.Scalar selu sigmoid sign silu sin sinh
-    softplus softshrink sqrt square tan tanh threshold to.dtype trunc _to_copy type_as zeros_like"""
-_BINARY = """__and__.Tensor __or__.Tensor fill.Tensor max.other min.other
-    add.Scalar add.Tensor addcdiv addcmul atan2 bitwise_and.Tensor bitwise_or.Tensor clamp.Tensor clamp_max
-    clamp_min div.Scalar div.Tensor div.Tensor_mode eq.Scalar eq.Tensor floor_divide ge.Scalar ge.Tensor gt.Scalar
-    gt.Tensor le.Scalar le.Tensor lerp.Scalar lerp.Tensor logical_and logical_or logical_xor lt.Scalar lt.Tensor
-    divide.Scalar divide.Tensor greater.Scalar greater.Tensor greater_equal.Scalar greater_equal.Tensor less.Scalar
-    less.Tensor less_equal.Scalar less_equal.Tensor multiply.Scalar multiply.Tensor not_equal.Scalar not_equal.Tensor
-    subtract.Scalar subtract.Tensor true_divide.Scalar true_divide.Tensor
-    masked_fill.Tensor maximum minimum mul.Scalar mul.Tensor ne.Scalar ne.Tensor pow.Tensor_Tensor remainder.Scalar
-    remainder.Tensor rsub.Tensor sub.Scalar sub.Tensor where.Scalar where.ScalarOther where.ScalarSelf where.self"""
+    dropout elu empty_like erf exp exp2 expm1 exponential feature_dropout fill.Scalar floor full_like gelu hardsigmoid
+    hardswish hardtanh isfinite isinf isnan leaky_relu lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid
+    logical_not logit masked_fill.Scalar mish nan_to_num neg ones_like pow.Scalar pow.Tensor_Scalar reciprocal relu
+    relu6 round rand_like randint_like randint_like.low_dtype randn_like real rsqrt rsub.Scalar selu sigmoid sign silu
+    sin sinh softplus softshrink sqrt square tan tanh threshold to.dtype trunc _to_copy type_as uniform zeros_like"""
+_BINARY = """__and__.Tensor __or__.Tensor fill.Tensor max.other min.other add.Scalar add.Tensor addcdiv addcmul atan2
+    bitwise_and.Tensor bitwise_or.Tensor clamp.Tensor clamp_max clamp_min div.Scalar div.Tensor div.Tensor_mode
+    eq.Scalar eq.Tensor floor_divide ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor lerp.Scalar lerp.Tensor
+    logical_and logical_or logical_xor lt.Scalar lt.Tensor divide.Scalar divide.Tensor greater.Scalar greater.Tensor
+    greater_equal.Scalar greater_equal.Tensor less.Scalar less.Tensor less_equal.Scalar less_equal.Tensor
+    multiply.Scalar multiply.Tensor not_equal.Scalar not_equal.Tensor subtract.Scalar subtract.Tensor true_divide.Scalar
+    true_divide.Tensor masked_fill.Tensor maximum minimum mul.Scalar mul.Tensor ne.Scalar ne.Tensor polar
+    pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Tensor sub.Scalar sub.Tensor where.Scalar where.ScalarOther
+    where.ScalarSelf where.self"""
 
 _ROWS: list[tuple[Row, str]] = [
     (rows.pointwise, _UNARY),
@@ -78,6 +78,7 @@ _ROWS: list[tuple[Row, str]] = [
     (weight_rows.linear, "linear"),
     (weight_rows.addmm, "addmm"),
     (weight_rows.matmul, "bmm matmul mm mv"),
+    (weight_rows.baddbmm, "baddbmm"),
     (weight_rows.einsum, "einsum"),
     (weight_rows.embedding, "embedding"),
     (weight_rows.attention, "scaled_dot_product_attention"),
@@ -90,6 +91,7 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.leading(1), "adaptive_avg_pool1d adaptive_max_pool1d avg_pool1d max_pool1d upsample_linear1d.vec"),
     (rows.leading(1), "upsample_nearest1d.vec"),
     (rows.leading(2), "adaptive_avg_pool2d adaptive_max_pool2d _adaptive_avg_pool2d avg_pool2d max_pool2d"),
+    (rows.leading(2), "_upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec"),
     (rows.leading(2), "max_pool2d_with_indices upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec"),
     (rows.leading(3), "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d max_pool3d_with_indices"),
     (rows.leading(3), "upsample_nearest3d.vec"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -12,6 +13,7 @@ from parplan.graph.axes.row_syntax import Cut, OpAxis
 __all__ = [
     "addmm",
     "attention",
+    "baddbmm",
     "batch_norm",
     "cell",
     "convolution",
@@ -46,6 +48,21 @@ def matmul(call: Call) -> tuple[OpAxis, ...]:
     return _product(
         [left, right], words, [*lead, *(letter for letter in "mn" if letter in (*words[0], *words[1]))], call
     )
+
+
+def baddbmm(call: Call) -> tuple[OpAxis, ...]:
+    """A product of stacks of matrices, with what is added to it: this is broadcast, and in one term alone of a sum."""
+    stacks, added = [call["batch1"], call["batch2"]], call["self"]
+    if added in stacks:
+        return ()
+    axes = []
+    for axis in _product(stacks, [["b", "m", "k"], ["b", "k", "n"]], ["b", "m", "n"], call):
+        dim = axis.dims.get(call.outputs[0])
+        own = -1 if dim is None else dim - 3 + len(shape_of(added))
+        wide = dim is not None and own >= 0 and shape_of(added)[own] == call.out_shape[dim]
+        once = frozenset({added.name}) if dim is None else frozenset[str]()
+        axes.append(replace(axis, dims={**axis.dims, **({added.name: own} if wide else {})}, first_only=once))
+    return tuple(axes)
 
 
 def einsum(call: Call) -> tuple[OpAxis, ...]:
@@ -189,8 +206,8 @@ def attention(call: Call) -> tuple[OpAxis, ...]:
     for dim in range(rank - 2):
         dims = dict.fromkeys((*sizes, call.outputs[0]), dim)
         groups = [name for name, shape in sizes.items() if shape[dim] != call.out_shape[dim]]
-        shared = {name: dims.pop(name) for name in groups} if call["enable_gqa"] and dim == rank - 3 else {}
-        shared = {name: own for name, own in shared.items() if sizes[name][own] > 1}  # one for all is used whole
+        fewer = {name: dims.pop(name) for name in groups}
+        shared = {name: own for name, own in fewer.items() if sizes[name][own] > 1}  # one for all is used whole
         own = dim - (rank - len(mask_shape))
         if mask and own >= 0 and mask_shape[own] > 1:
             dims[mask] = own

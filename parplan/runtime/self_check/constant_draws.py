@@ -21,10 +21,10 @@ aten = torch.ops.aten
 # Constants in place of an op's draws, by its name, where they do not depend on its arguments.
 _DRAWN = {"rand": 0.5, "rand_like": 0.5, "randn": 1.0, "randn_like": 1.0, "exponential_": 1.0, "geometric_": 1.0}
 _DRAWN |= {"cauchy_": 1.0, "log_normal_": 1.0, "bernoulli_": 1.0, "bernoulli": 1.0, "random_": 0.0, "random": 0.0}
-_DRAWN |= {"_standard_gamma": 1.0, "binomial": 1.0, "poisson": 1.0}
+_DRAWN |= {"exponential": 1.0, "_standard_gamma": 1.0, "binomial": 1.0, "poisson": 1.0}
 _BY_ARGUMENTS = frozenset(
-    {"native_dropout", "rrelu_with_noise", "randperm", "uniform_", "normal_", "normal", "randint", "randint_like"}
-)
+    {"native_dropout", "rrelu_with_noise", "randperm", "normal_", "normal", "randint", "randint_like"}
+) | {"uniform", "uniform_"}
 # Arguments that say which share is dropped, of fused ops that draw inside.
 _RATES = ("dropout_p", "dropout")
 
@@ -85,7 +85,7 @@ def _constant(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return torch.mul(own, named["noise"])
         case "randperm":
             return torch.arange(named["n"], **options)
-        case "uniform_":
+        case "uniform" | "uniform_":
             value = (named["from"] + named["to"]) / 2
         case "normal_" | "normal":
             if isinstance(named["mean"], Tensor) or isinstance(named["std"], Tensor):

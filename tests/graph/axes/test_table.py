@@ -18,7 +18,7 @@ aten = torch.ops.aten
 # Whatever was in memory, or drawn: only shapes can be compared.
 EMPTY = (
     *("empty_like", "empty.memory_format", "new_empty", "rand", "rand_like", "randint", "randint.low", "randint_like"),
-    *("randint_like.low_dtype", "randn", "randn_like"),
+    *("randint_like.low_dtype", "randn", "randn_like", "exponential", "uniform"),
 )
 
 

@@ -27,6 +27,8 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "randperm": lambda: torch.randperm(5),
     "bernoulli": lambda: torch.bernoulli(torch.full((4,), 0.3)),
     "uniform_": lambda: torch.empty(3).uniform_(2.0, 4.0),
+    "uniform": lambda: torch.ops.aten.uniform(torch.empty(3), 2.0, 4.0),
+    "exponential": lambda: torch.ops.aten.exponential(torch.empty(3)),
     "normal_": lambda: torch.empty(3).normal_(2.0, 0.5),
     "normal": lambda: torch.normal(X, 1.0),
     "distribution": lambda: torch.distributions.Normal(X, torch.ones_like(X)).rsample(),
