@@ -102,6 +102,7 @@ def _as_read(layers: Mapping[str, Layer], samples: Mapping[str, int], batch_size
     """The layers, cut as their readers cut what they make: in their sections ([q | k | v]), and by their heads."""
     wanted: dict[str, list[Wanted]] = defaultdict(list)
     found: dict[str, Layer] = {}
+    unflattened = {node.name for layer in layers.values() for node in layer.nodes if BOUNDARY in node.meta}
     for name, layer in reversed(list(layers.items())):
         own = {value: wanted[value] for value in layer.outputs if wanted[value]}
         if own and (layer.axes or layer.kind not in ("loss", *_OWN_KINDS)):
@@ -115,9 +116,8 @@ def _as_read(layers: Mapping[str, Layer], samples: Mapping[str, int], batch_size
             for value in (value for value in layer.inputs if value in axis.dims):
                 dim, sections, others = axis.dims[value], axis.sections.get(value), wanted[value]
                 plain = Sections.of(sections.sizes) if sections is not None else None
-                if (plain is not None or axis.name == "heads") and (dim, plain) not in (
-                    (o.dim, o.sections) for o in others
-                ):
+                named = axis.name == "heads" or value in unflattened
+                if (plain is not None or named) and (dim, plain) not in ((o.dim, o.sections) for o in others):
                     others.append(Wanted(dim, axis.name, plain))
                 if sections is not None and any(sections.limits):
                     others.append(Wanted(dim, axis.name, sections, axis.units))

@@ -27,6 +27,7 @@ from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
+from parplan.graph.capture.merged_heads import merged_heads
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
 from parplan.graph.capture.settled_state import export_settled
@@ -281,7 +282,8 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
     moved = split_batch_reductions(graph.graph, samples, changes.grown)
-    made = {name: (place.dim,) for name, place in sample_places(graph.graph, samples).items() if name not in known}
+    places = sample_places(graph.graph, samples)
+    made = {name: (place.dim,) for name, place in places.items() if name not in known}
     changes = replace(changes, grown={**changes.grown, **made})
     graph.outputs = tuple(moved.get(one, one) if isinstance(one, str) else one for one in graph.outputs)
     graph.buffer_updates = {buffer: moved.get(value, value) for buffer, value in graph.buffer_updates.items()}
@@ -295,12 +297,15 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
     counted = counted_samples(graph.graph, changes, frozenset(samples))
     given = (leaf_paths, frozenset(graph.parameters), state, samples | sources, changes.unexplained, changes.grown)
     built, flattened = build_layers(graph.graph, *given), dict[str, int]()
-    if built.merged:
-        kept, places = frozenset(graph.buffer_updates.values()), sample_places(graph.graph, samples)
-        replaced = unflatten_between_layers(graph.graph, built, places, kept)
+    heads = merged_heads(graph.graph, places, call.batch or 1)
+    if built.merged or heads:
+        merged = {name: place for name, place in places.items() if built.merged and place.outer > 1}
+        kept = frozenset(graph.buffer_updates.values())
+        replaced, grown = unflatten_between_layers(graph.graph, built, merged, heads, changes.grown, kept)
+        changes = replace(changes, grown={**changes.grown, **grown})
         flattened = dict(replaced.values())
         graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
-        built = build_layers(graph.graph, *given)
+        built = build_layers(graph.graph, *given[:-1], changes.grown)
     fixed = changes.results or bool(changes.irregular)
     for layer in built.layers.values():  # whose code holds only for the captured batch
         dims = layer.batch.dims if layer.batch is not None else {}

@@ -1,13 +1,13 @@
-"""Values whose dimension merges samples behind another axis ([time * samples]), unflattened between layers.
+"""Values whose dimension merges samples with another axis ([time * samples]), unflattened between layers.
 
 Samples that are the inner part of a dimension lie in strides, which no block of a tensor can say. So where such a value
 leaves its layer it is reshaped to [time, samples], and its readers reshape it back: between layers, and where results
-are handed out, samples have a dimension whose parts are blocks.
+are handed out, samples have a dimension whose parts are blocks. So are heads that are merged behind samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -57,40 +57,61 @@ def _outer(axis: OpAxis, place: Place, sizes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def unflatten_between_layers(
-    graph: fx.Graph, built: LayerSet, places: Mapping[str, Place], kept: frozenset[str]
-) -> dict[str, tuple[str, int]]:
+    graph: fx.Graph,
+    built: LayerSet,
+    behind: Mapping[str, Place],
+    heads: Mapping[str, tuple[int, tuple[int, ...]]],
+    grown: Mapping[str, Sequence[int]],
+    kept: frozenset[str],
+) -> tuple[dict[str, tuple[str, int]], dict[str, tuple[int, ...]]]:
     """Insert the reshapes; layers have to be built anew afterwards.
 
     Args:
+        behind: values with samples merged behind something: where they lie.
+        heads: values with heads merged behind samples: the dimension, and its sizes. As results they stay as they are.
+        grown: dimensions that grow with the batch, by value.
         kept: values that are needed as they are (updates of buffers).
 
     Returns:
         What replaces results of the model: by old name, the new value, and the dimension to flatten with the next one.
+        And the dimensions of what was inserted that grow with the batch.
     """
     layer_of = {node: layer for layer in built.layers.values() for node in layer.nodes}
     results: dict[str, tuple[str, int]] = {}
+    inserted: dict[str, tuple[int, ...]] = {}
     for node in [node for node in graph.nodes if node in layer_of]:
-        place = places.get(node.name)
+        place, shape = behind.get(node.name), list(shape_of(node)) if is_tensor(node) else []
         readers = [user for user in node.users if layer_of.get(user) is not layer_of[node]]
-        hooked = any(layer_of[n].kind in ("hooks", "function") for n in (node, *readers) if n in layer_of)
-        if place is None or place.outer == 1 or not readers or hooked or node.name in kept:
+        if place is not None:
+            dim, samples = place.dim, place.dim + 1
+            sizes: tuple[int, ...] = place.outer, shape[dim] // place.outer
+        elif node.name in heads:
+            dim, sizes = heads[node.name]
+            samples = dim
+            readers = [user for user in readers if user.op != "output"]
+        else:
             continue
-        shape = list(shape_of(node))
-        split = [*shape[: place.dim], place.outer, shape[place.dim] // place.outer, *shape[place.dim + 1 :]]
+        hooked = any(layer_of[n].kind in ("hooks", "function") for n in (node, *readers) if n in layer_of)
+        if not readers or hooked or node.name in kept:
+            continue
         with graph.inserting_after(node):
-            unflattened = _reshape(graph, node, split, node)
+            unflattened = _reshape(graph, node, [*shape[:dim], *sizes, *shape[dim + 1 :]], node)
+        known = grown.get(node.name, ())
+        moved = (samples if own == dim else own + (own > dim) * (len(sizes) - 1) for own in known)
+        inserted[unflattened.name] = tuple(moved)
         flattened: dict[str, fx.Node] = {}
         for user in sorted(readers):
             if user.op == "output":
                 user.replace_input_with(node, unflattened)
-                results[node.name] = (unflattened.name, place.dim)
+                results[node.name] = (unflattened.name, dim)
                 continue
             layer = layer_of[user].name
             if layer not in flattened:
                 with graph.inserting_before(user):
                     flattened[layer] = _reshape(graph, unflattened, shape, user)
+                inserted[flattened[layer].name] = tuple(known)
             user.replace_input_with(node, flattened[layer])
-    return results
+    return results, inserted
 
 
 def _reshape(graph: fx.Graph, source: fx.Node, shape: list[int], anchor: fx.Node) -> fx.Node:
