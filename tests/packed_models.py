@@ -107,6 +107,30 @@ def _unequal_split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _heads(q), k, v
 
 
+def _by_split_with_unused(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, _, _ = x.split([16, 16, 16, 4, 4], dim=2)
+    return _heads(q), _heads(k), _heads(v)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Rotary positions. Without them scores would not depend on the bias of keys, whose gradient would be rounding."""
+    angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
+    return x * angles.cos() + torch.cat([-x[..., 2:], x[..., :2]], dim=-1) * angles.sin()
+
+
+def _one_head(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """GPT-BigCode: four heads of queries, one of keys and of values, which is broadcast."""
+    q, k, v = x.split([16, 4, 4], dim=-1)
+    return _turned(_heads(q)), _turned(_heads(k, 1)), _heads(v, 1)
+
+
+def _one_listed_head(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Falcon: six heads, the last two of which are the one of keys and the one of values."""
+    heads = x.view(*x.shape[:2], 6, 4)
+    q, k, v = (one.transpose(1, 2) for one in (heads[:, :, :-2], heads[:, :, [-2]], heads[:, :, [-1]]))
+    return _turned(q), _turned(k), v
+
+
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     gate, value = x.chunk(2, dim=-1)
     return gate, value
@@ -199,11 +223,14 @@ GROUPED: dict[str, Callable[[], nn.Module]] = {
     "one_expanded": lambda: Grouped(_expanded, heads=1),
     "phi3": lambda: QueryKeyValue(_unequal, out=32),
     "split_sizes": lambda: QueryKeyValue(_unequal_split, out=32),
+    "one_packed": lambda: QueryKeyValue(_one_head, out=24),
+    "one_listed": lambda: QueryKeyValue(_one_listed_head, out=24),
 }
 """Models with fewer heads of keys than of queries."""
 
 PACKED: dict[str, Callable[[], nn.Module]] = {
     "split": lambda: QueryKeyValue(_by_split),
+    "unused": lambda: QueryKeyValue(_by_split_with_unused, out=56),
     "gpt2": lambda: QueryKeyValue(_by_split, convolution=True),
     "chunk": lambda: QueryKeyValue(_by_chunk),
     "slices": lambda: QueryKeyValue(_by_slices),

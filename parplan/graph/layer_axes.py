@@ -8,7 +8,7 @@ tensor once. The batch axis is the one that the samples of the layer's inputs li
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from math import gcd
@@ -17,7 +17,7 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
-from parplan.graph.axes.joint_axis import JointAxis, axis_units, completed, covered, sections_of
+from parplan.graph.axes.joint_axis import JointAxis, axis_units, completed, covered, sections_of, share_rest
 from parplan.graph.axes.linear_ops import carried_terms, routed_terms
 from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Repeats, Section
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
@@ -83,13 +83,34 @@ def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] 
         for known in found:
             if places[0] in known.places:
                 known.wanted, known.reader = one.sections is not None, one.name
-    for known in found:
-        known.crossed |= {tensor for tensor in known.sections if not covered(known, tensor, sizes)}
-        # Beside shared sections chunks are of other sizes, and neighbours would have to draw alike for these alone.
-        chunks = {n.all_input_nodes[0].name for n in calls if op_name(n) in ("chunk", "split")}
-        drawn = {n.name for n in calls if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
-        known.crossed |= (chunks | drawn) & known.limits.keys() & known.sections.keys()
+    _settle_sections(found, calls, axes, union, sizes)
     return [axis for axis in found if axis.dims]
+
+
+def _settle_sections(
+    found: Sequence[JointAxis],
+    calls: Sequence[fx.Node],
+    axes: Mapping[str, Sequence[OpAxis]],
+    known: Iterable[Place],
+    sizes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Settle what of a dimension lies beside the sections of an axis: all parts have it whole, or nothing is cut.
+
+    It is whole for heads alone (stacks of matrices): elsewhere that is rare, and every axis costs planning time.
+    """
+    stacks = {node.name for node in calls if op_name(node) in _PRODUCTS}
+    every = [axis for op_axes in axes.values() for axis in op_axes if axis.cut is not Cut.MAP]
+    summed = {place for axis in every for place in axis.dims.items()}
+    # Beside shared sections chunks are of other sizes, and neighbours would have to draw alike for these alone.
+    chunks = {n.all_input_nodes[0].name for n in calls if op_name(n) in ("chunk", "split")}
+    drawn = {n.name for n in calls if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())}
+    for axis in found:
+        free = axis.open and not axis.routed and not stacks.isdisjoint(axis.dims)
+        # A term of a sum would have the rest in every part.
+        if axis.sections and free and summed.isdisjoint((tensor, axis.dims[tensor]) for tensor in axis.sections):
+            share_rest(axis, known, sizes)
+        axis.crossed |= {tensor for tensor in axis.sections if not covered(axis, tensor, sizes)}
+        axis.crossed |= (chunks | drawn) & axis.limits.keys() & axis.sections.keys()
 
 
 def _unmentioned(calls: Sequence[fx.Node], axes: Mapping[str, Sequence[OpAxis]], union: UnionFind) -> list[Place]:
@@ -202,16 +223,29 @@ def _with_merged(
     while waiting:
         place = waiting.pop()
         for node, axis in plain[Place(place.tensor, place.dim)]:
-            alike = len({sizes[tensor][dim] for tensor, dim in axis.dims.items()}) == 1 and not axis.units
-            if (node, place) in passed or not alike or axis.cut not in (Cut.MAP, Cut.SUM):
-                continue
+            alike = len({sizes[tensor][dim] for tensor, dim in axis.dims.items()}) == 1
             outer = dict.fromkeys(axis.dims, place.outer) if place.outer > 1 else {}
-            sections = dict.fromkeys(axis.dims, place.section) if place.section is not None else {}
+            sections = _scaled(place, axis, sizes)
+            fits = axis.dims.keys() == (outer | sections).keys() and (alike or not outer)
+            if (node, place) in passed or axis.units or not fits or axis.cut not in (Cut.MAP, Cut.SUM):
+                continue
             merged = replace(axis, outer=outer, sections=sections)
             passed |= {(node, other) for other in merged.places()}
             axes[node].append(merged)
             waiting += merged.places()
     return axes
+
+
+def _scaled(place: Place, axis: OpAxis, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Section]:
+    """The same section in all tensors of an axis: of [queries | keys] as heads, and as features of all heads."""
+    found, size, section = dict[str, Section](), sizes[place.tensor][place.dim], place.section
+    if section is None:
+        return found
+    for tensor, dim in axis.dims.items():
+        start, stop = section.start * sizes[tensor][dim], section.stop * sizes[tensor][dim]
+        if start % size == 0 == stop % size:
+            found[tensor] = Section(start // size, stop // size)
+    return found
 
 
 def layer_axes(

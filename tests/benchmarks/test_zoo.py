@@ -35,6 +35,32 @@ def test_products_are_counted_by_whether_4_devices_may_cut_them() -> None:
     assert found["experts_cut"] == 0
 
 
+class Chosen(nn.Module):
+    """Scores that a module normalises before the best are chosen, and the rows of experts that these are."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.gate, self.norm, self.experts = nn.Linear(12, 4), nn.LayerNorm(4), nn.Embedding(4, 12)
+        self.scale, self.heads = nn.Parameter(torch.ones(())), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, 12) to the same."""
+        scores = nn.functional.linear(x, self.gate.weight * self.scale).softmax(-1)
+        best = self.norm(scores).topk(2)[1]
+        y = self.experts(best).sum(2) + x
+        q = y.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q * 2, q * 3)
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(3, 1), (1, 1), (4, 0)])
+def test_heads_that_4_does_not_divide_and_routers_are_kept_whole(heads: int, sizes: int) -> None:
+    found = products(capture(Chosen(heads), (torch.randn(8, 4, 12),), {}), experts=4)
+    assert found["products"] == 3
+    assert found["uncut"] == []
+    assert found["kept_whole"] == {"routers": 1} | ({"sizes": sizes} if sizes else {})
+    assert found["experts_cut"] == 1
+
+
 ROWS: dict[str, dict[str, Any]] = {
     "transformers:a": {
         "status": "planned", "parameters": 1000, "products": 5, "uncut": ["h.0 (attention): matmul [8, 4] x [4, 8]"],

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from parplan.graph.axes.table import overload
 from parplan.graph.capture.capture import capture
+from parplan.graph.layer_axes import joint_axes
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 from tests.graph.by_hand import assert_same_numbers, close
 from tests.graph.single_op import OneOp, part_results, whole_results
-from tests.packed_models import GROUPED, PACKED, ConvolutionLike
+from tests.packed_models import GROUPED, PACKED, ConvolutionLike, QueryKeyValue
 
 
 def _widest(graph: LayerGraph, layer: Layer) -> Strategy:
@@ -54,7 +55,7 @@ def test_neighbours_share_heads_of_keys(name: str) -> None:
     (layer,) = (layer for layer in graph.layers.values() if layer.kind == "attention")
     heads = layer.axis("heads") or layer.axis("features")
     assert heads is not None
-    assert heads.units == (4 if name in PACKED else 8)
+    assert heads.units == (4 if isinstance(model, QueryKeyValue) else 8)
 
     def shared(graph: LayerGraph, layer: Layer) -> Strategy:
         for wanted in ("shared-heads", "heads", "out-features", "features"):
@@ -174,3 +175,33 @@ def test_products_are_cut_by_heads_wherever_their_projections_were_packed(kind: 
 
     assert_same_numbers(graph, model, (x,), choose=by_heads)
     assert cut >= {layer.name for layer in graph.layers.values() if layer.kind in ("attention", "conv")}
+
+
+class _SummedToo(nn.Module):
+    """Queries are a section of features that a product with a computed matrix sums over, in the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        q, k, v = x[..., :16], x[..., 16:20], x[..., 20:]
+        heads = nn.functional.scaled_dot_product_attention(
+            q.view(*x.shape[:2], 4, 4).transpose(1, 2), k[:, None], v[:, None]
+        )
+        return heads.transpose(1, 2).reshape(*x.shape[:2], 16), torch.matmul(x, self.weight * 0.5)
+
+
+def test_what_all_shards_have_whole_is_not_summed_up_by_each() -> None:
+    torch.manual_seed(0)
+    model, x = _SummedToo().double(), torch.randn(3, 5, 24, dtype=torch.float64)
+    graph = capture(model, (x,))
+
+    def widest(graph: LayerGraph, layer: Layer) -> Strategy:
+        axis = next((axis for axis in layer.axes if axis.units % 4 == 0), None)
+        return Strategy() if axis is None else Strategy(1, 4, axis.name, (0, 1, 2, 3))
+
+    assert_same_numbers(graph, model, (x,), choose=widest)
+    (layer,) = (layer for layer in graph.layers.values() if layer.kind == "attention")
+    assert not any(axis.open for axis in joint_axes(layer.nodes) if axis.sections)

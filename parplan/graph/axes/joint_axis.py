@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from math import gcd
 
 from networkx.utils import UnionFind
@@ -13,7 +14,7 @@ from networkx.utils import UnionFind
 from parplan.graph.axes.row_syntax import Cut, Place, Repeats, Section
 from parplan.layout import Sections
 
-__all__ = ["JointAxis", "axis_units", "completed", "covered", "sections_of"]
+__all__ = ["JointAxis", "axis_units", "completed", "covered", "sections_of", "share_rest"]
 
 
 @dataclass
@@ -104,6 +105,26 @@ def completed(axes: Sequence[JointAxis], sizes: Mapping[str, tuple[int, ...]]) -
         complete = all(covered(whole, tensor, sizes) for tensor in whole.sections)
         found += [whole] if len(parts) > 1 and apart and complete and whole.open else parts
     return found
+
+
+def share_rest(axis: JointAxis, known: Iterable[Place], sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """Let all parts hold what is beside the sections of an axis ([heads of queries | one head of keys and of values]).
+
+    Args:
+        axis: changed.
+        known: of all axes: where sections of the rest begin and end.
+    """
+    ends: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for place in known:
+        if place.section is not None:
+            ends[place.tensor, place.dim] |= {place.section.start, place.section.stop}
+    for tensor, own in axis.sections.items():
+        if not covered(axis, tensor, sizes):
+            at = (tensor, axis.dims[tensor])
+            bounds = pairwise(sorted({0, sizes[tensor][at[1]], *ends[at]}))
+            rest = {Section(a, b) for a, b in bounds if not any(s.start <= a and b <= s.stop for s in own)}
+            own |= rest
+            axis.limits.setdefault(tensor, {}).update(dict.fromkeys(rest, 1))
 
 
 def axis_units(axis: JointAxis, sizes: Mapping[str, tuple[int, ...]]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
@@ -401,16 +401,15 @@ def _sliced(call: Call) -> Place | None:
 
 
 def parts(call: Call) -> tuple[OpAxis, ...]:
-    """`split` and `chunk`: every dimension; the one that is split has a section for each part."""
+    """`split` and `chunk`: every dimension; the one that is split has a section for each part, used or not."""
     source, rank = call.tensors()[0], len(shape_of(call.tensors()[0]))
     split = call.dim(int(call["dim"] or 0), rank)
     axes = same_dims(call, (dim for dim in range(rank) if dim != split))
     ends = list(accumulate((part.shape[split] for part in call.node.meta["val"]), initial=0))
-    found = [
-        OpAxis({source.name: split, name: split}, sections={source.name: Section(ends[index], ends[index + 1])})
-        for index, name in call.results.items()
-        if name != call.node.name
-    ]
+    found, results = [], {index: name for index, name in call.results.items() if name != call.node.name}
+    for index, (start, stop) in enumerate(pairwise(ends)):
+        dims = {source.name: split} | ({results[index]: split} if index in results else {})
+        found += [OpAxis(dims, sections={source.name: Section(start, stop)})] if stop > start else []
     return (*axes, *found)
 
 

@@ -217,7 +217,8 @@ def _export(
             module.training = mode
     if changes := [*replaced, *recorder.changes]:
         raise FirstCallChanges(changes, exported)
-    plain_forms(exported.graph)
+    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
+    plain_forms(exported.graph, {name: exported.constants.get(path) for name, path in lifted.items()})
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)
     unsort_experts(exported.graph)

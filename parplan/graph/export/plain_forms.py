@@ -2,15 +2,18 @@
 
 cat([empty, x])          a copy of x: a cache that is empty yet starts as torch.tensor([])
 x[None].repeat(n, 1)     x[None].expand(n, -1): laid out once per sample, whatever their number
+x[:, [2]]                x[:, 2:3]: a section of a dimension of which other sections may be cut
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from parplan.compat import FakeTensor
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node, shape_of
 
 __all__ = ["plain_forms"]
@@ -18,8 +21,12 @@ __all__ = ["plain_forms"]
 aten = torch.ops.aten
 
 
-def plain_forms(graph: fx.Graph) -> None:
-    """Rewrite all such ops in an exported graph."""
+def plain_forms(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
+    """Rewrite all such ops in an exported graph.
+
+    Args:
+        constants: values of the placeholders of constants.
+    """
     written = {memory_of_node(node.args[0]) for node in graph.nodes if is_inplace(node) and is_tensor(node.args[0])}
     for node in list(graph.nodes):
         if node.target is aten.cat.default:
@@ -43,6 +50,23 @@ def plain_forms(graph: fx.Graph) -> None:
             # An expansion shares memory along what it repeats, which nobody may write.
             if once and memory_of_node(node) not in written:
                 node.target, node.args = aten.expand.default, (source, list(shape_of(node)))
+        elif node.target is aten.index.Tensor:
+            source, indices = node.args
+            places = [place for place, index in enumerate(indices) if index is not None]
+            place, index = places[0], indices[places[0]]
+            number, size = _number(index, constants) if len(places) == 1 else None, _sizes(source)[place]
+            if number is not None and size and written.isdisjoint(map(memory_of_node, (source, index, node))):
+                node.target, node.args = aten.slice.Tensor, (source, place, number % size, number % size + 1)
+
+
+def _number(index: fx.Node, constants: Mapping[str, Any]) -> int | None:
+    """The one number of an index that is a list in the model's code; None for any other index."""
+    while index.target in (aten.lift_fresh_copy.default, aten.detach.default):
+        index = index.all_input_nodes[0]
+    value = constants.get(index.name)
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.shape != (1,):
+        return None
+    return int(value) if value.dtype is torch.int64 and value.device.type != "meta" else None
 
 
 def _sizes(node: fx.Node) -> list[int | None]:
