@@ -49,6 +49,10 @@ def joint_axes(nodes: Sequence[fx.Node], wanted: Mapping[str, Sequence[Wanted]] 
     calls, sizes = [node for node in nodes if op_name(node) != "getitem"], _sizes(nodes)
     demands = [(one, _wanted_places(value, one, sizes)) for value, own in (wanted or {}).items() for one in own]
     axes = _with_merged({n.name: list(axes_of(n)) for n in calls}, sizes, [p for _, own in demands for p in own])
+    parts = _equal_parts(chain.from_iterable(axes.values()), sizes)
+    if parts:
+        axes = {name: [part for axis in own for part in _in_parts(axis, parts)] for name, own in axes.items()}
+        demands = [(one, [part for place in own for part in parts.get(place, [place])]) for one, own in demands]
     union = UnionFind()  # of the places that belong to one axis
     groups = [own for op_axes in axes.values() for axis in op_axes for own in (axis.places(), axis.shared_places())]
     for places in (*groups, *(own for one, own in demands if not one.limits)):
@@ -234,6 +238,32 @@ def _with_merged(
             axes[node].append(merged)
             waiting += merged.places()
     return axes
+
+
+def _equal_parts(axes: Iterable[OpAxis], sizes: Mapping[str, tuple[int, ...]]) -> dict[Place, list[Place]]:
+    """Places behind something of which an op takes a part as a section: by place, all such sections, which are equal.
+
+    `repeat(2)` makes heads an axis behind two halves, and `chunk(2)` takes the halves apart.
+    """
+    special = {place for axis in axes for place in axis.places() if not place.plain}
+    found: dict[Place, list[Place]] = {}
+    for place in (place for place in special if 1 < place.outer <= MAX_SECTIONS):
+        size = sizes[place.tensor][place.dim] // place.outer
+        starts = range(0, size * place.outer, size)
+        parts = [Place(place.tensor, place.dim, 1, Section(start, start + size)) for start in starts]
+        found |= {} if special.isdisjoint(parts) else {place: parts}
+    return found
+
+
+def _in_parts(axis: OpAxis, parts: Mapping[Place, Sequence[Place]]) -> list[OpAxis]:
+    """The axis behind something as one axis for each part, where its places are known as parts."""
+    known = [parts[place] for place in axis.places() if place in parts]
+    if not known or len({len(each) for each in known}) > 1:
+        return [axis]
+    names = {each[0].tensor for each in known}
+    outer = {tensor: size for tensor, size in axis.outer.items() if tensor not in names}
+    rows = [{place.tensor: place.section for place in row if place.section} for row in zip(*known, strict=True)]
+    return [replace(axis, outer=outer, sections={**axis.sections, **sections}) for sections in rows]
 
 
 def _scaled(place: Place, axis: OpAxis, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Section]:

@@ -15,7 +15,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 from tests.graph.by_hand import assert_same_numbers, close
 from tests.graph.single_op import OneOp, part_results, whole_results
-from tests.packed_models import GROUPED, PACKED, ConvolutionLike, QueryKeyValue
+from tests.packed_models import GROUPED, PACKED, ConvolutionLike, Grouped, QueryKeyValue
 
 
 def _widest(graph: LayerGraph, layer: Layer) -> Strategy:
@@ -161,7 +161,20 @@ class _DepthwiseBeforeHeads(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("kind", [_ScoresApart, _DepthwiseBeforeHeads])
+def _differences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Diff-Llama: both halves of the heads have the values of one half, then of the other, and are subtracted."""
+    halves = [half.repeat(1, 2, 1, 1) for half in v.chunk(2, dim=1)]
+    one, two = (nn.functional.scaled_dot_product_attention(q, k, half, is_causal=True) for half in halves)
+    first, second = torch.cat([one, two], dim=-1).chunk(2, dim=1)
+    return first - second * 0.3
+
+
+class _Halves(Grouped):
+    def __init__(self) -> None:
+        super().__init__(_differences, heads=8)
+
+
+@pytest.mark.parametrize("kind", [_ScoresApart, _DepthwiseBeforeHeads, _Halves])
 def test_products_are_cut_by_heads_wherever_their_projections_were_packed(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(3, 5, 16, dtype=torch.float64)
