@@ -24,10 +24,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "hooks_of_all_modules", "in_functional_transform",
-    "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name",
-    "own_buffer_assignments", "pytree",
-    "schema_of", "traced_node", "unrecorded", "without_modes",
+    "HOOK_FIELDS",
+    "BackwardHook",
+    "FakeTensor",
+    "conversion_of",
+    "hooks_of_all_modules",
+    "in_functional_transform",
+    "intercepted_functions",
+    "intercepted_modules",
+    "is_composite",
+    "lazy_code",
+    "memory_of",
+    "overload_name",
+    "own_buffer_assignments",
+    "pytree",
+    "schema_of",
+    "traced_node",
+    "unrecorded",
+    "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
@@ -41,6 +55,12 @@ HOOK_FIELDS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
+
+
+def conversion_of(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and the type that the arguments of `Module.to` ask for."""
+    found: Any = torch._C._nn._parse_to(*args, **kwargs)
+    return found[0], found[1]
 
 
 def in_functional_transform() -> bool:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parplan.compat import (
     HOOK_FIELDS,
     BackwardHook,
+    conversion_of,
     hooks_of_all_modules,
     in_functional_transform,
     intercepted_functions,
@@ -188,6 +189,19 @@ def test_a_transform_of_torch_func_is_seen_from_inside() -> None:
     torch.func.grad(total)(torch.ones(2))
     total(torch.ones(2))
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((torch.float64,), (None, torch.float64)),
+        (("cpu",), (torch.device("cpu"), None)),
+        ((torch.ones(1, dtype=torch.half),), (torch.device("cpu"), torch.half)),
+    ],
+)
+def test_arguments_of_a_conversion(arguments: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+    assert conversion_of(*arguments) == found
+    assert conversion_of(dtype=torch.half) == (None, torch.half)
 
 
 class _Assigns(nn.Module):

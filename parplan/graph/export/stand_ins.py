@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from parplan.compat import conversion_of
+
 __all__ = ["idle_conversions", "missing_devices", "stand_ins"]
 
 
@@ -57,8 +59,7 @@ def idle_conversions() -> Iterator[None]:
     plain = nn.Module.to
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        found: Any = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype = found[0], found[1]
+        device, dtype = conversion_of(*args, **kwargs)
         tensors = [*self.parameters(), *self.buffers()]
         placed = device is None or all(tensor.device == device for tensor in tensors)
         typed = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
