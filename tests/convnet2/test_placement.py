@@ -78,7 +78,7 @@ REFUSED = [
     pytest.param(chain(a="data gpu=0,1", b="data gpu=2", c="a,b gpu=0"), ["c: the layers that feed it", "data: the"],
                  id="R2"),
     pytest.param(chain(a="data gpu=0,1", b="a gpu=0,1", c="a gpu=1"), ["a: the layers it feeds have"], id="R3"),
-    pytest.param(chain(a="data gpu=0", b="a gpu=0,1"), ["a: 1 replica cannot feed the 2 of b"], id="R4"),
+    pytest.param(chain(a="data gpu=0", b="a gpu=0,1"), ["a: the 2 replicas of b"], id="R4"),
     pytest.param(chain(a="data gpu=0,1", b="a gpu=0,1", c="b gpu=1"), [], id="nothing"),
 ]  # fmt: skip
 

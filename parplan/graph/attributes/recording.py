@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -82,7 +83,7 @@ class Recorder:
         self._active = False
         self._random: RandomNumbers | None = None
         self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
-        self.host_reads = HostReads(self._watch)
+        self.host_reads = HostReads(partial(_watched, self._tensors, self._decides))
         self.stored: list[Stored] = []
         self.changes: list[Change] = []
         self._unread: list[Change] = []
@@ -169,6 +170,7 @@ class Recorder:
     def close(self) -> None:
         """The capture is over, perhaps in the middle of a forward that has failed."""
         self.restore()
+        self._held_by.clear()  # it has the capture's own hooks, and these have the recorder
         with torch.no_grad():
             for known in self._tensors.values():
                 if known.tensor._version != known.version and known.values is not None:
@@ -223,12 +225,6 @@ class Recorder:
         for inner, leaf in walk(path, value, self._held):
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 self._tensors[id(leaf)] = _PlainTensor.of(inner, leaf)
-
-    def _watch(self, tensor: Tensor) -> bool:
-        """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
-        known = self._tensors.get(id(tensor))
-        self._decides.add(id(tensor))
-        return known is not None and known.values is not None
 
     def is_untouched(self, module: nn.Module) -> bool:
         """Whether a module of the model and its parts have the attributes that they had before the forward."""
@@ -390,6 +386,13 @@ class _PlainTensor:
         small = tensor.numel() <= _COPIED_ELEMENTS
         with without_modes():
             return _PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)
+
+
+def _watched(known: Mapping[int, _PlainTensor], decides: set[int], tensor: Tensor) -> bool:
+    """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
+    decides.add(id(tensor))
+    one = known.get(id(tensor))
+    return one is not None and one.values is not None
 
 
 def _refusal(path: str, what: str) -> CaptureError:

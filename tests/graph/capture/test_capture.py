@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,17 @@ def test_same_numbers(name: str, training: bool) -> None:
 
 
 # --- what capture leaves alone ---------------------------------------------------------------
+
+
+def test_nothing_of_a_capture_waits_for_the_garbage_collector() -> None:
+    layer = nn.LSTM(4, 4)
+    gc.disable()
+    try:
+        capture(layer, (torch.ones(3, 2, 4),), dim=1)
+        layer._flat_weight_refs = []  # the layer's own weak references; parameters that have any cannot be cut
+        assert weakref.getweakrefcount(layer.weight_ih_l0) == 0
+    finally:
+        gc.enable()
 
 
 def test_nothing_of_the_model_changes_and_nothing_is_drawn() -> None:
