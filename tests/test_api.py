@@ -202,6 +202,7 @@ def test_a_cpu_beside_gpus_computes_at_the_rate_it_has_and_the_reader_is_told() 
     assert "desktop-cpu has no tf32 rate: what it computes is priced at its fp32 rate." in notes
 
 
+@pytest.mark.full
 def test_batch_auto_takes_what_analyze_says_of_that_batch() -> None:
     found = parplan.analyze(perceptron(), inputs(), batch="auto", gpus=3, gpu="k20")
     assert [one.batch for one in found.batches[:3]] == [3, 6, 12]

@@ -201,6 +201,7 @@ def test_an_edited_plan_that_breaks_a_rule(
     assert json.loads(Path(path).read_text()) == plan
 
 
+@pytest.mark.full
 def test_a_batch_that_does_not_divide_is_told_in_the_report(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(model), "--gpus", "5", "--rules", "strict"]) == 0
     assert "a batch of 12 does not divide by 5; 15 does" in " ".join(capsys.readouterr().out.split())

@@ -63,6 +63,7 @@ def test_every_block_keeps_the_shape_of_every_family_it_has() -> None:
             assert model(torch.randn(fuzz_models.sample(family, False, 4))).shape == (4, 4)
 
 
+@pytest.mark.full
 def test_results_are_kept_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "results.json")
     given = ["--json", file, "--rank-cases", "0", "--seed", str(FIRST)]

@@ -128,6 +128,7 @@ def test_crossover_on_slow_links(gpus: int, expected: int) -> None:
     assert expected / 2 < found < expected * 2
 
 
+@pytest.mark.full
 def test_crossover_moves_with_bandwidth_as_arithmetic_says() -> None:
     """Bytes break even at one batch, whatever the links; what shards save of the update is worth half on links half as
     fast, so the crossover comes half as near to that batch.
@@ -151,6 +152,7 @@ def test_there_may_be_no_crossover() -> None:
     assert crossover(paper(speed=1e6), 2) is None
 
 
+@pytest.mark.full
 def test_another_batch_is_priced_as_if_captured_at_it() -> None:
     captured = capture(build(), (torch.zeros(1, 3, 224, 224).expand(64, -1, -1, -1),))
     cluster = machine(4)
@@ -176,6 +178,7 @@ def test_figures_are_written(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+@pytest.mark.full
 def test_two_gpus_of_a_dgx_1_share_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was published lies between a sum of 244 MB over one NVLink that is hidden and one that is not; over the four
     links of a GPU even the latter would be too fast.

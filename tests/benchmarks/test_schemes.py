@@ -10,6 +10,7 @@ import pytest
 from benchmarks import schemes
 
 
+@pytest.mark.full
 def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--devices", "2", "--samples", "2", "--shrink", "16", "--rounds", "2", "--steps", "1"]
     schemes.main([*small, "--json", str(tmp_path / "figures.json")])

@@ -64,6 +64,7 @@ def test_profile_then_plan_on_one_device(model: str, filled: Path, capsys: pytes
     assert "Python and autograd" in runtime
 
 
+@pytest.mark.full
 def test_more_devices_than_were_measured_are_said(model: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"profile {model}", capsys)
     report = words(run(f"analyze {model} --gpu cpu --gpus 4", capsys))

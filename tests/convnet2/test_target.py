@@ -117,6 +117,7 @@ def test_too_few_devices(small: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "plan for 2 devices or more" in err
 
 
+@pytest.mark.full
 def test_without_gpu_lines_the_solver_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, "\n".join(line for line in SMALL.splitlines() if not line.startswith("gpu=")))
     assert load(str(file)).pins == ()

@@ -39,7 +39,7 @@ def train(way: str, dtype: str, epochs: int, folder: Path) -> Run:
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "epochs", "ways"),
     [
-        ("float64", 1e-9, 1, ["torchrun"]),
+        ("float64", 1e-9, 1, ["one process"]),
         pytest.param("float64", 1e-9, 6, ["one process", "torchrun"], marks=pytest.mark.full),
         pytest.param("float32", 1e-4, 6, ["one process", "torchrun"], marks=pytest.mark.full),
     ],

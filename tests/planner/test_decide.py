@@ -139,6 +139,7 @@ def test_what_does_not_fit_says_which_layers_and_how_much_is_missing() -> None:
     assert any(name in str(caught.value) for name in ("0", "2", "3"))
 
 
+@pytest.mark.full
 def test_memory_that_one_device_lacks_is_found_on_several() -> None:
     free = decided(perceptron(), cluster_preset(SLOW, 1))
     cluster = small_memory(cluster_preset(SLOW, 4), int(free.prediction.memory_bytes[0] * 0.6))
@@ -270,9 +271,10 @@ def test_data_parallel_has_unequal_parts_when_the_batch_does_not_divide() -> Non
     assert (free.step_s is not None, free.bends) == (True, "R1: 3, 3, 2, 2, 2 samples")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "step"),
-    [(1, 3), (2, 15), pytest.param(2, 3, marks=pytest.mark.full), pytest.param(3, 3, marks=pytest.mark.full)],
+    [(1, 3), (2, 15), (2, 3), (3, 3)],
 )
 def test_at_every_memory_a_plan_fits_with_its_transfers_or_is_refused(devices: int, step: int) -> None:
     """The solver estimates transfers; whatever it takes them for, a plan that would run out of memory is no answer."""

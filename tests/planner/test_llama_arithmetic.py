@@ -107,6 +107,7 @@ def sum_s(nbytes: float, ring: int) -> float:
     return 2 * (ring - 1) * (nbytes / ring / NVLINK + HOP_S * nbytes / MESSAGE)
 
 
+@pytest.mark.full
 def test_embedding_head_and_mlp_are_cut() -> None:
     _, _, _, decision = planned()
     cut = {name: (own.replicas, own.shards, own.axis) for name, own in decision.plan.layers.items()}

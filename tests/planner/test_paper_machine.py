@@ -241,6 +241,7 @@ def two_layers(width: int, hidden: int) -> LayerGraph:
     return capture(net, (torch.zeros(8, width),))
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(DEVICES, WIDTH, st.integers(1, 3), SHARE)
 def test_two_layers_are_cut_where_fewer_bytes_move(devices: int, width: int, times: int, share: float) -> None:
@@ -281,6 +282,7 @@ def seconds_by_hand(tail: Tail, overlap: float, gb_per_s: float, body_s: float) 
     return found
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(DEVICES, st.integers(2, 8), SHARE, st.sampled_from([0.0, 0.5, 1.0]), st.floats(-2, 2))
 def test_behind_a_convolution_what_hides_is_free(
@@ -321,6 +323,7 @@ def replicas_of(graph: LayerGraph, cluster: Cluster) -> int:
 SEEDS = (st.sampled_from([2, 4]), st.sampled_from([4, 8]))
 
 
+@pytest.mark.full
 @settings(max_examples=4)
 @given(*SEEDS, st.sampled_from([256, 512, 1024, 2048]))
 def test_a_larger_batch_moves_towards_replicas(gpus: int, side: int, width: int) -> None:

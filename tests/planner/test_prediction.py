@@ -68,6 +68,7 @@ def run_by_hand(formulation: Formulation, choice: list[int], said: StepCost) -> 
 SHARE = st.floats(0, 1)
 
 
+@pytest.mark.full
 @given(SHARE, SHARE, st.floats(0, 1e-2), st.sampled_from([2, 3, 4]), st.booleans(), st.integers(0, 10**6))
 def test_the_objective_is_what_a_clock_shows(
     overlap: float, late: float, overhead_s: float, devices: int, slow: bool, seed: int

@@ -132,6 +132,7 @@ def test_two_devices(file: Path) -> None:
         }
 
 
+@pytest.mark.full
 def test_updates_and_the_runtime_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "_SIZES", (4, 64))
     monkeypatch.setattr(runtime_costs, "CALIBRATION", {"small": lambda: (nn.Linear(8, 8), torch.ones(4, 8))})

@@ -123,6 +123,7 @@ def test_a_loss_module_keeps_its_name() -> None:
     assert [*graph.layers][-2:] == ["loss", "loss.batch_mean"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_over_processes_are_the_plain_models(ranks: int) -> None:
     run_case(losses_by_ranks, ranks)

@@ -161,6 +161,7 @@ def norms_apart(ranks: int) -> list[dict[str, Strategy]]:
     return [{"norm": first, "norm@1": second, "single": last} for first, second in calls]
 
 
+@pytest.mark.full
 def test_statistics_of_norms_that_run_in_several_places() -> None:
     for table in norms_apart(2):
         net = NormedTwice()

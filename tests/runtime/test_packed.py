@@ -55,8 +55,7 @@ def test_nothing_moves_between_projections_and_their_attention(name: str) -> Non
 RANKS = [("trained", 4), ("checkpointed", 2), ("checkpointed", 4), ("shared", 4)]
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"), [("trained", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in RANKS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "ranks"), [("trained", 2), *RANKS])
 def test_ranks_train_as_one(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

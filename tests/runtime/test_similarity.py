@@ -93,6 +93,7 @@ def over_processes(rank: int, ranks: int) -> None:
             same_state(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_all_pairs_are_whole_in_every_process(ranks: int) -> None:
     run_case(over_processes, ranks)

@@ -22,7 +22,7 @@ from tests.runtime.ranks import on_two_and_four, run_case
 LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     on_two_and_four(CASES, full_on_two=LONG, few_on_four=("group_inputs", "group_train_steps", "hybrid")),

@@ -26,6 +26,7 @@ RATES = "".join(f"[{name}]\nepsW=0.1\nepsB=0.2\nmomW=0\nmomB=0\nupdatePeriod=1\n
 CONV_RATES = "[conv1]\nepsW=0.4\nepsB=0.8\nmomW=0\nmomB=0\n"
 
 
+@pytest.mark.full
 def test_the_program_learns_to_read_digits(capsys: pytest.CaptureFixture[str]) -> None:
     result = cuda_convnet2.main([])
     assert result is not None

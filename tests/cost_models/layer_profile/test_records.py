@@ -120,6 +120,7 @@ def profiles(draw: st.DrawFn) -> LayerProfile:
     return LayerProfile(draw(NAMES), batch, draw(NAMES), tuple(layers), tuple(edges), draw(st.just("") | NAMES))
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(profiles())
 def test_what_is_written_is_read_back(profile: LayerProfile) -> None:

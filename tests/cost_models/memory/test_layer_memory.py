@@ -81,6 +81,7 @@ def test_what_stays_adds_up_to_the_parameters(name: str, optimizer: str, states:
     assert sum(memory.resident_bytes for memory in memories) == (2 + states) * parameters + buffers
 
 
+@pytest.mark.full
 def test_alexnet_in_full() -> None:
     graph = full_alexnet()
     memories = {name: costs(graph, "momentum").memory(layer, ONE) for name, layer in graph.layers.items()}

@@ -326,7 +326,7 @@ LENGTHS: dict[str, tuple[Callable[[], Net], list[int]]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_capture_of_longer_sequences_is_that_of_full_exports(name: str) -> None:
     make, expected = LENGTHS[name]

@@ -130,6 +130,7 @@ def test_heads_behind_samples_are_cut_and_compute_the_whole(name: str, replicas:
     assert graph.fixed_batch == (name == "repeated")  # how often it is laid out depends on the batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_plan_gives_the_plain_models_numbers(name: str) -> None:
     torch.manual_seed(0)
@@ -140,6 +141,7 @@ def test_any_plan_gives_the_plain_models_numbers(name: str) -> None:
         assert not differences(outcome(model.module, model, x), outcome(plain, plain, x)), seed
 
 
+@pytest.mark.full
 def test_verification_passes_for_another_batch() -> None:
     torch.manual_seed(0)
     model, x = _NormalisedRows().double(), torch.randn(4, 5, WIDTH, dtype=torch.float64)

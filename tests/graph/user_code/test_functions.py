@@ -453,6 +453,7 @@ def _(x: Tensor) -> Tensor:
 doubled.register_autograd(lambda ctx, gradient: gradient * 2)
 
 
+@pytest.mark.full
 def test_a_function_stays_where_the_graph_is_traced_once_more() -> None:
     def changed(model: nn.Module, h: Tensor) -> Tensor:
         h.register_hook(lambda gradient: gradient * 0.5)

@@ -142,6 +142,7 @@ def test_memory_holds() -> None:
     assert decision.prediction.step_s >= free.prediction.step_s
 
 
+@pytest.mark.full
 def test_many_branches_are_spread_evenly() -> None:
     graph = capture(Experts((3, 1, 1, 2, 1)), (torch.randn(1, 256),))
     decision = decided(graph, cluster_preset("k20", 2, "10gbe"))
@@ -182,6 +183,7 @@ class Recommender(nn.Module):
         return result
 
 
+@pytest.mark.full
 def test_a_table_too_large_for_the_gpu_lies_on_the_cpu_and_the_rest_does_not() -> None:
     net, indices = Recommender(100_000), torch.randint(1000, (64, 4))
     gpu = replace(GPU, memory_bytes=32 << 20, flops_per_s={"fp32": 1e12}, bandwidth_bytes_per_s=1e11)

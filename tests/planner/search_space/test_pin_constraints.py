@@ -282,6 +282,7 @@ def test_a_loss_takes_over_the_first_of_several_devices() -> None:
     assert mean.pinned == "on the devices of its first input, fc=gpu:2,3"
 
 
+@pytest.mark.full
 def test_a_pin_of_a_loss_is_of_its_rows_and_not_of_their_mean() -> None:
     plan = decided(classifier(), cluster_preset(SLOW, 4), "loss=shards:2 replicas:2").plan
     assert (plan.layers["loss"].replicas, plan.layers["loss"].axis) == (2, "vocabulary")

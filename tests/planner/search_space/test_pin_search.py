@@ -28,6 +28,7 @@ def narrowed(*pins: str, scheme: str = "auto", gpu: str = "k20") -> Decision:
 HYBRID = ("conv*=replicas:4", "fc*=shards:4")
 
 
+@pytest.mark.full
 def test_weights_pinned_to_be_updated_between_passes_have_passes() -> None:
     """Where gather is faster, too: it would update them once."""
     for pins in ([], ["fc*=update:1"]):

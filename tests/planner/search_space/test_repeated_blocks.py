@@ -119,7 +119,7 @@ def both(seed: int, plan: Plan) -> list[tuple[Formulation, tuple[int, ...]]]:
     return pairs
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", [Scheme.GATHER, Scheme.INTERLEAVE])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("seed", range(40))

@@ -92,6 +92,7 @@ def test_a_checksum_differs_with_any_element_and_their_order(dtype: torch.dtype)
     assert int(_checksum(tensor.clone())) == known
 
 
+@pytest.mark.full
 def test_a_checksum_covers_what_lies_behind_its_first_chunk() -> None:
     tensor: Tensor = torch.zeros(CHUNK + 3, dtype=torch.int8)
     known = int(_checksum(tensor))

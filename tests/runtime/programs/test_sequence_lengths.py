@@ -131,6 +131,7 @@ def test_every_length_gives_the_plain_models_numbers(name: str, kind: str) -> No
         assert differences(outcome(model, model, x), outcome(plain, plain, x)) == {}, length
 
 
+@pytest.mark.full
 def test_an_attribute_of_a_block_that_was_not_traced_is_watched() -> None:
     plain = Decoder(rotary).double()
     model = compiled(plain, spread(2, "data"), 2)
@@ -162,7 +163,7 @@ def sharded(rank: int, ranks: int) -> None:
         torch.testing.assert_close(model(own), plain(whole)[2 * rank : 2 * rank + 2], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("case", [in_another_order, sharded])
 def test_processes_agree_at_every_length(case: Case) -> None:
     run_case(case, 2)

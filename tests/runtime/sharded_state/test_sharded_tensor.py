@@ -29,7 +29,7 @@ LONG = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("case", "ranks"), on_two_and_four(CASES, full_on_two=LONG, few_on_four=("two_placements",)))
 def test_ranks_agree_with_plain_training(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

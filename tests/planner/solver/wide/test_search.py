@@ -122,6 +122,7 @@ def test_ends_when_half_of_the_strategies_are_out() -> None:
     assert all(lower[k] <= truth.objective for lower, k in zip(marginals, truth.choice, strict=True))
 
 
+@pytest.mark.full
 def test_a_clique_too_wide_for_elimination() -> None:
     rng = np.random.default_rng(1)
     nodes = tuple(Node(f"n{v}", rng.integers(0, 9, 6).astype(float)) for v in range(10))
