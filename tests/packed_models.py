@@ -109,7 +109,7 @@ def _unequal_split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_split_with_unused(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, _, _ = x.split([16, 16, 16, 4, 4], dim=2)
-    return _heads(q), _heads(k), _heads(v)
+    return _turned(_heads(q)), _turned(_heads(k)), _heads(v)
 
 
 def _turned(x: Tensor) -> Tensor:
