@@ -215,13 +215,13 @@ def _export(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if changes := [*replaced, *recorder.changes]:
-        raise FirstCallChanges(changes, exported)
     lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
     plain_forms(exported.graph, {name: exported.constants.get(path) for name, path in lifted.items()})
     gather_batched_lookups(exported.graph)
     join_bags(exported.graph)
     unsort_experts(exported.graph)
+    if changes := [*replaced, *recorder.changes]:
+        raise FirstCallChanges(changes, exported)
     return Exported(exported, recorder, containers())
 
 

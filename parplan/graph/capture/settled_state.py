@@ -115,8 +115,17 @@ class _Program:
                 self._known[node] = program.constants[str(spec.target)]
         found = constant_nodes(program.graph, self._module, self._known)
         self._order, self.constant = found.order, found.last
-        written = [node for node in program.graph.nodes if writes(node) and node not in self.constant]
-        used = needed_nodes([program.graph.output_node(), *written], list(program.graph.nodes))
+        nodes = list(program.graph.nodes)
+        # Writes count where they may reach the model or its inputs: a layer made for its settings alone draws weights.
+        given = {memory_of_node(node) for node in nodes if node.op in ("placeholder", "get_attr") and is_tensor(node)}
+        written = [
+            node
+            for node in nodes
+            if writes(node)
+            and node not in self.constant
+            and not given.isdisjoint(memory_of_node(one) for one in node.all_input_nodes if is_tensor(one))
+        ]
+        used = needed_nodes([program.graph.output_node(), *written], nodes)
         self.rest = [node for node in used if node not in self.constant]
         # Whether a constant is written after something has read it: values are compared as they are in the end.
         read, self.changes_later = set[int](), False

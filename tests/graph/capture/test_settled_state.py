@@ -84,7 +84,31 @@ class Swaps(nn.Module):
         return result
 
 
-MODELS: dict[Callable[[], nn.Module], tuple[int, ...]] = {Switches: (6, 4), Tabled: (6, 3, 4), Swaps: (6, 4)}
+class OtherBlock(Block):
+    """A layer of another kind."""
+
+
+class Rebuilds(nn.Module):
+    """Makes a layer of another kind at its first call, whose own weights it does not use."""
+
+    layer: Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 4) to the same."""
+        if type(self.layer) is Block:
+            block = OtherBlock()
+            block.linear, self.layer = self.layer.linear, block
+        result: Tensor = self.layer(x[:, [2]].expand(-1, 4))
+        return result
+
+
+MODELS: dict[Callable[[], nn.Module], tuple[int, ...]] = {
+    Switches: (6, 4), Tabled: (6, 3, 4), Swaps: (6, 4), Rebuilds: (6, 4)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", MODELS)
