@@ -24,24 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS",
-    "BackwardHook",
-    "FakeTensor",
-    "conversion_of",
-    "hooks_of_all_modules",
-    "in_functional_transform",
-    "intercepted_functions",
-    "intercepted_modules",
-    "is_composite",
-    "lazy_code",
-    "memory_of",
-    "overload_name",
-    "own_buffer_assignments",
-    "pytree",
-    "schema_of",
-    "traced_node",
-    "unrecorded",
-    "without_modes",
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "conversion_of", "hooks_of_all_modules", "in_functional_transform",
+    "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name",
+    "own_buffer_assignments", "pytree", "schema_of", "traced_node", "unrecorded", "without_modes",
 ]  # fmt: skip
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.

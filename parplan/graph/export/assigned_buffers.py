@@ -44,15 +44,12 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
 
     def begun(*_: Any) -> None:
         for path, module in modules.items():
-            parameters = {
-                name: (one, one is not None and one.requires_grad) for name, one in module._parameters.items()
-            }
-            before[path] = parameters, dict(module._buffers)
+            before[path] = _trained(module), dict(module._buffers)
 
     def ended(*_: Any) -> None:
         for path, (parameters, buffers) in before.items():
             module = modules[path]
-            now = {name: (one, one is not None and one.requires_grad) for name, one in module._parameters.items()}
+            now = _trained(module)
             for name in parameters | now:
                 (was, trained), (one, trains) = (held.get(name, (MISSING, False)) for held in (parameters, now))
                 if one is not was or trains is not trained:
@@ -95,6 +92,11 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
             for now, known in zip((modules[path]._parameters, modules[path]._buffers), held, strict=True):
                 for name in now.keys() - known.keys():
                     del now[name]
+
+
+def _trained(module: nn.Module) -> dict[str, tuple[nn.Parameter | None, bool]]:
+    """A module's own parameters, and whether they are trained."""
+    return {name: (one, one is not None and one.requires_grad) for name, one in module._parameters.items()}
 
 
 def _path(module: str, name: str) -> str:
