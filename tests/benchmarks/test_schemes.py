@@ -10,7 +10,6 @@ import pytest
 from benchmarks import schemes
 
 
-@pytest.mark.full
 def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--devices", "2", "--samples", "2", "--shrink", "16", "--rounds", "2", "--steps", "1"]
     schemes.main([*small, "--json", str(tmp_path / "figures.json")])
