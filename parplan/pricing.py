@@ -69,14 +69,14 @@ class Pricing:
         """
         try:
             at_batch(graph, 2 * (graph.batch or 1))
+            return best_batch(
+                lambda batch, request: self.estimated(at_batch(graph, batch), request),
+                lambda batch, request: self.decided(at_batch(graph, batch), request),
+                self.cluster, self.request, graph.batch,
+            )  # fmt: skip
         except CaptureError as error:
             reason = str(error).partition(";")[0]
             raise CaptureError(f"--batch auto: {reason}, so other batches cannot be priced; say --batch N") from error
-        return best_batch(
-            lambda batch, request: self.estimated(at_batch(graph, batch), request),
-            lambda batch, request: self.decided(at_batch(graph, batch), request),
-            self.cluster, self.request, graph.batch,
-        )  # fmt: skip
 
     def predicted(self, graph: LayerGraph, plan: Plan) -> PlanPrediction:
         """The prediction of a step of `plan`, layer by layer."""

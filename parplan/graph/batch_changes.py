@@ -6,6 +6,7 @@ batch into a number) is invisible in one capture, and would silently change the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,7 +14,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-__all__ = ["BatchChanges", "batch_changes", "everything_changes"]
+__all__ = ["BatchChanges", "batch_changes", "everything_changes", "ops_digest"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ def batch_changes(one: fx.GraphModule, other: fx.GraphModule, ratio: Fraction | 
         irregular=frozenset(irregular),
         results=_text(one.graph.output_node(), places) != _text(other.graph.output_node(), places),
     )
+
+
+def ops_digest(module: fx.GraphModule, changes: BatchChanges) -> str:
+    """A digest of what a graph has in common with captures at other batch sizes: ops, and arguments without sizes."""
+    places = _places(module)
+    words = [
+        f"{n.target}{'' if n.name in changes.unexplained else _text(n, places, sizes=False)}" for n in _calls(module)
+    ]
+    words.append("" if changes.results else _text(module.graph.output_node(), places))
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:

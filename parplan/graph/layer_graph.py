@@ -20,6 +20,7 @@ from parplan.graph.attributes.containers import ContainerResults
 from parplan.graph.attributes.guards import Guards
 from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.attributes.number_inputs import Number
+from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.graph.attributes.stored_results import Stored
 from parplan.graph.axes.row_syntax import Repeats
 from parplan.graph.axes.sample_indices import SampleIndex
@@ -170,6 +171,7 @@ class LayerGraph:
         stored: attributes that the forward writes (graph/attributes/recording.py); their tensors are the last results.
         containers: caches among the arguments that the forward returns or changes.
         checks: assertions of the forward on its inputs, for the runtime to check before every step.
+        size_branches: Python branches on the number of samples (graph/attributes/size_branches.py).
         settled: what the model's first call changes on it and was left so (graph/attributes/first_call.py), in words.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
         profiled: of layers that only a layer profile tells of, all that it says but the name.
@@ -202,6 +204,7 @@ class LayerGraph:
     stored: tuple[Stored, ...] = ()
     containers: ContainerResults = field(default_factory=ContainerResults)
     checks: tuple[InputCheck, ...] = ()
+    size_branches: SizeBranches = field(default_factory=SizeBranches)
     settled: tuple[str, ...] = ()
     sites: Mapping[str, Any] = field(default_factory=dict)
     flattened: Mapping[str, int] = field(default_factory=dict)

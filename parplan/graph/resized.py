@@ -31,6 +31,8 @@ def at_batch(graph: LayerGraph, batch: int) -> LayerGraph:
         return graph
     if graph.fixed_batch or graph.grown is None:
         raise CaptureError(f"{graph.model} has constants that depend on the batch; capture it at {batch}")
+    if line := graph.size_branches.turned(batch):
+        raise CaptureError(f"{graph.model} takes another branch with {batch} samples ({line}); capture it at {batch}")
     grown = graph.grown
     values = dict(graph.values)
     for name, dims in ((name, dims) for name, dims in grown.items() if name in values):

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 __all__ = [
     "calling_line", "code_line", "failing_layer", "failing_module", "frame_line", "is_users", "library_line",
-    "user_line",
+    "source_line", "user_line",
 ]  # fmt: skip
 
 _OURS = Path(__file__).resolve().parent.parent
@@ -45,8 +45,12 @@ def library_line(error: BaseException, model: nn.Module) -> str:
 
 def frame_line(frame: FrameType, line: int | None = None) -> str:
     """A line of the code of a frame, the one that it is at or another, in the form of `user_line`."""
-    name, number = frame.f_code.co_filename, line or frame.f_lineno
-    return f"{_shown(name)}:{number}: {linecache.getline(name, number).strip()}"
+    return source_line(frame.f_code.co_filename, line or frame.f_lineno)
+
+
+def source_line(filename: str, number: int) -> str:
+    """A line of a file in the form of `user_line`."""
+    return f"{_shown(filename)}:{number}: {linecache.getline(filename, number).strip()}"
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:

@@ -30,7 +30,10 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
                 f"{name}: {strategy.replicas} replicas x {strategy.shards} shards do not fill "
                 f"{len(strategy.devices)} devices (R6); name one device for each"
             )
-        if strategy.replicas > 1 and layer.batch is None and not layer.constant:
+        bound = strategy.replicas > 1 and layer.batch is None and not layer.constant
+        if bound and graph.batch == 1:  # one replica has the sample, however many there are
+            found[name] = strategy = Strategy(1, strategy.shards, strategy.axis, strategy.grid.row(0))
+        elif bound:
             raise PlanError(f"{name}: {strategy.replicas} replicas, but its samples depend on each other; use 1")
         axis = layer.axis(strategy.axis)
         if strategy.shards > 1 and axis is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parplan.errors import RuntimeFailure
+from parplan.errors import RuntimeFailure, UncheckedWarning
 from parplan.runtime.module.compiled import Compiled
 from tests.runtime.helpers import planner, spread
 from tests.runtime.test_attributes import Keeper, divided, mixed_in, skipping
@@ -160,4 +161,30 @@ def refused_sizes(rank: int, ranks: int) -> None:
         model(torch.randn(SAMPLES, 6, dtype=torch.float64))
 
 
-CASES = {case.__name__: case for case in (buffers, annealed, stored, different, refused_inputs, refused_sizes)}
+class Branches(Asserts):
+    """Chooses by the number of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x if x.shape[0] > 20 else x * 3)
+        return result
+
+
+def branched(rank: int, ranks: int) -> None:
+    """A branch on the number of samples of all ranks; one on which ranks cannot agree is refused by all."""
+    for kind in ("data", "hybrid"):
+        plain = Branches().double()
+        model = Compiled(copy.deepcopy(plain), planner(spread(ranks, kind), ranks))
+        for samples in (3, 11, 4, 30):
+            x = torch.randn(samples * ranks, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(samples))
+            own = slice(samples * rank, samples * rank + samples)
+            # Processes that exchange nothing are compared one by one, which are 11 samples and not 22.
+            alone = kind == "data" and samples == 11
+            with pytest.warns(UncheckedWarning, match="takes another branch") if alone else nullcontext():
+                same(model(x[own]), plain(x)[own], f"{samples} samples per rank")
+    with pytest.raises(RuntimeFailure, match=r"another branch for other numbers of samples.* bring [\d, ]+9"):
+        model(torch.randn(12 - 3 * (rank == ranks - 1), 6, dtype=torch.float64))
+
+
+CASES = {
+    case.__name__: case for case in (buffers, annealed, stored, different, refused_inputs, refused_sizes, branched)
+}

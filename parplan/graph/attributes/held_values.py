@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LIMIT", "MISSING", "PLAIN", "Held", "contents", "same", "walk"]
+from parplan.compat import without_modes
+
+__all__ = ["LIMIT", "MISSING", "PLAIN", "Held", "PlainTensor", "contents", "name_of", "same", "walk"]
 
 # Containers that are looked into, over all attributes of one model; what lies beyond is not compared.
 LIMIT = 2000
 # Longest NumPy array that is compared by value.
 _ARRAY_BYTES = 1 << 16
+# Largest plain tensor whose values are put back when the forward has written them.
+_COPIED_ELEMENTS = 1 << 20
 
 
 class _Missing:
@@ -167,3 +171,20 @@ def same(now: Any, before: Any, found: Mapping[int, Held], depth: int = 50) -> b
     if (holds.keys() ^ values.keys()) - held.written:
         return False
     return all(key in held.written or same(now, values[key], found, depth - 1) for key, now in holds.items())
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor that is neither parameter nor buffer, as it was."""
+
+    path: str
+    tensor: Tensor
+    version: int
+    values: Tensor | None
+
+    @staticmethod
+    def of(path: str, tensor: Tensor) -> PlainTensor:
+        """A tensor with its values where they are few."""
+        small = tensor.numel() <= _COPIED_ELEMENTS
+        with without_modes():
+            return PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import HOOK_FIELDS, pytree, traced_node, without_modes
+from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
 from parplan.graph.attributes.first_call import Change, short
 from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, ValuesPlace, VersionPlace, names_of
-from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, contents, name_of, same, walk
+from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, PlainTensor, contents, name_of, same, walk
 from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.attributes.number_inputs import Number
+from parplan.graph.attributes.size_branches import without_sizes
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import HostReads, ModePlace, RandomNumbers, seen_modes
 
@@ -42,8 +43,6 @@ _OWN = frozenset((
     "_state_dict_pre_hooks", "_compiled_call_impl", "_version", "call_super_init", "dump_patches",
     "_flat_weights", "_flat_weight_refs",
 ))  # fmt: skip
-# Largest plain tensor whose values are put back when the forward has written them.
-_COPIED_ELEMENTS = 1 << 20
 
 
 @dataclass
@@ -75,13 +74,14 @@ class Recorder:
         self._modules: dict[int, _Module] = {}
         self._read: dict[tuple[int, Hashable], Entry] = {}
         self._held: dict[int, Held] = {}
-        self._tensors: dict[int, _PlainTensor] = {}
+        self._tensors: dict[int, PlainTensor] = {}
         self._written: dict[str, set[Hashable]] = defaultdict(set)
         self._decides: set[int] = set()
         self._functions: set[int] = set()
         self._names: list[Entry] = []
         self._active = False
         self._random: RandomNumbers | None = None
+        self._lengths = ExitStack()
         self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
         self.host_reads = HostReads(partial(_watched, self._tensors, self._decides))
         self.stored: list[Stored] = []
@@ -120,13 +120,16 @@ class Recorder:
         found = ((index, traced_node(leaf)) for index, leaf in leaves if isinstance(leaf, Tensor))
         self.host_reads.inputs = {known[0]: index for index, known in found if known is not None}
         self._active = self.host_reads.on = True
+        self._lengths.enter_context(self.host_reads.sizes.of_one_forward())
         self._random = RandomNumbers()
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Hook of the whole model: results and what it has left on the modules."""
         self._active = self.host_reads.on = False
+        self._lengths.close()
         try:
             self._end_random()
+            output = without_sizes(output)
             extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
             self.changes += self._unread if self.changes else []
             for module, fields, place, before in self._held_by.values():
@@ -138,7 +141,7 @@ class Recorder:
                     self.changes.append(Change(path, module, (fields, key), before.get(key, MISSING), place[key]))
         finally:
             self.restore()
-        return (output, extra) if extra else None
+        return (output, extra) if extra else output
 
     def _end_random(self) -> None:
         drawn, self._random = self._random, None
@@ -148,6 +151,7 @@ class Recorder:
     def restore(self) -> None:
         """Put all attributes back."""
         self._active = self.host_reads.on = False
+        self._lengths.close()
         for known in self._modules.values():
             for key in (known.place.keys() | known.before.keys()) - _OWN:
                 if key not in known.before:
@@ -224,7 +228,7 @@ class Recorder:
             )
         for inner, leaf in walk(path, value, self._held):
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-                self._tensors[id(leaf)] = _PlainTensor.of(inner, leaf)
+                self._tensors[id(leaf)] = PlainTensor.of(inner, leaf)
 
     def is_untouched(self, module: nn.Module) -> bool:
         """Whether a module of the model and its parts have the attributes that they had before the forward."""
@@ -344,6 +348,7 @@ class Recorder:
 
     def _taken(self, write: _Write, call: Any) -> list[Tensor]:
         """The tensors of a write, which become results."""
+        write = replace(write, now=without_sizes(write.now))
         template, tensors = Template.of(write.now)
         for leaf in template.leaves.values():
             if not isinstance(leaf, (*PLAIN, torch.Size)):
@@ -372,23 +377,7 @@ class _Write:
     read: bool
 
 
-@dataclass(frozen=True)
-class _PlainTensor:
-    """A tensor that is neither parameter nor buffer, as it was."""
-
-    path: str
-    tensor: Tensor
-    version: int
-    values: Tensor | None
-
-    @staticmethod
-    def of(path: str, tensor: Tensor) -> _PlainTensor:
-        small = tensor.numel() <= _COPIED_ELEMENTS
-        with without_modes():
-            return _PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)
-
-
-def _watched(known: Mapping[int, _PlainTensor], decides: set[int], tensor: Tensor) -> bool:
+def _watched(known: Mapping[int, PlainTensor], decides: set[int], tensor: Tensor) -> bool:
     """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
     decides.add(id(tensor))
     one = known.get(id(tensor))

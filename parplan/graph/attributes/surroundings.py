@@ -23,6 +23,7 @@ from parplan.compat import without_modes
 from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.input_checks import InputCheck, asserted, input_check, model_frame
+from parplan.graph.attributes.size_branches import SIZE_READS, SizeReads
 from parplan.graph.user_line import calling_line
 
 __all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_modes"]
@@ -106,7 +107,7 @@ _READS = frozenset(
 
 
 class HostReads(TorchFunctionMode):
-    """Whether Python reads the numbers of a tensor.
+    """Whether Python reads the numbers of a tensor, and what it reads of its sizes.
 
     Attributes:
         any: whether it has.
@@ -114,6 +115,7 @@ class HostReads(TorchFunctionMode):
         inputs: leaves of the model's call, by the nodes that stand for them.
         checks: assertions on inputs, which are taken to hold.
         constants: formulas of the values that Python has read.
+        sizes: of tensors, and the branches on them.
     """
 
     def __init__(self, watched: Callable[[Tensor], bool]) -> None:
@@ -123,13 +125,15 @@ class HostReads(TorchFunctionMode):
         self.inputs: dict[fx.Node, int] = {}
         self.checks: list[InputCheck] = []
         self.constants: list[str] = []
+        self.sizes = SizeReads()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, on the value of a tensor that no input decides; an assertion on inputs holds."""
         if not self.on or func not in _READS:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return self.sizes.seen(result) if self.on and func in SIZE_READS else result
         self.any = True
         constant = constant_value(args[0], self._watched)
         if constant is not None:

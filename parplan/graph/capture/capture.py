@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from parplan.graph.attributes.containers import ContainerResults, register_cache
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
-from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes
+from parplan.graph.attributes.size_branches import SizeBranches
+from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes, ops_digest
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
@@ -259,25 +261,28 @@ def _canonical(
 
 def _changes(
     call: ExportRequest, first: Exported, twin: _Twin, program: ExportedProgram, own: Canonical
-) -> BatchChanges:
-    """Changes with the number of samples, of the canonical graph."""
+) -> tuple[BatchChanges, SizeBranches]:
+    """Changes with the number of samples, of the canonical graph, and the Python branches on it."""
     module = program.graph_module
     if twin.export is None:
-        return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges()
+        return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges(), SizeBranches()
     functional, other, _ = _canonical(call.model, twin.export.program, twin.opaque)
     ratio = Fraction(twin.batch, call.batch or 1)
     changes = batch_changes(module, functional.program.graph_module, ratio)
     changes = changes | call.opaque.changes(module, twin.opaque)
     constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
     same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
-    return changes if same else replace(changes, results=True)
+    changes = changes if same else replace(changes, results=True)
+    reads, others = (made.recorder.host_reads.sizes for made in (first, twin.export))
+    digest = partial(ops_digest, module, changes)
+    return changes, SizeBranches.of(reads, call.batch or 1, others, twin.batch, digest)
 
 
 def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
     functional, graph, inputs = _canonical(model, first.program, call.opaque)
     program = functional.program
-    changes = _changes(call, first, twin, program, graph)
+    changes, branches = _changes(call, first, twin, program, graph)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
@@ -289,9 +294,8 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
     graph.buffer_updates = {buffer: moved.get(value, value) for buffer, value in graph.buffer_updates.items()}
     state = frozenset(inputs.buffers) | frozenset(inputs.constants)
     # The call of a leaf module is one layer; attention's projection is part of the same call.
-    whole = (nn.MultiheadAttention,)
     leaf_paths = frozenset(
-        n for n, m in model.named_modules() if n and (isinstance(m, whole) or not list(m.children()))
+        n for n, m in model.named_modules() if n and (isinstance(m, nn.MultiheadAttention) or not list(m.children()))
     )
     sources = sample_sources(graph.graph, changes, frozenset(samples))
     counted = counted_samples(graph.graph, changes, frozenset(samples))
@@ -352,6 +356,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,
+        size_branches=branches,
     )
 
 

@@ -180,12 +180,14 @@ class _Traced:
         spec: of its results.
         leaves: per result the number of the argument that it is, of the tensor that it makes, or a plain value.
         made: tensors that it makes.
+        sizes: which of those that were read it reads.
     """
 
     block: Block
     spec: Any
     leaves: tuple[tuple[str, Any], ...]
     made: tuple[Tensor, ...]
+    sizes: slice
 
 
 @dataclass
@@ -207,7 +209,10 @@ class EqualBlocks:
 
         def call(plain: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
             block = self.blocks.get(module)
-            return plain(module, *args, **kwargs) if block is None else self._call(plain, block, args, kwargs, recorder)
+            if block is None:
+                return plain(module, *args, **kwargs)
+            with recorder.host_reads.sizes.switched(on=False):
+                return self._call(plain, block, args, kwargs, recorder)
 
         try:
             with intercepted_modules(call):
@@ -223,18 +228,23 @@ class EqualBlocks:
         if module in self._called or not recorder.is_untouched(module):
             raise UnequalBlocks
         self._called.add(module)
+        sizes = recorder.host_reads.sizes
         if given is None:
-            return plain(module, *args, **kwargs)
+            with sizes.switched(on=True):
+                return plain(module, *args, **kwargs)
         known = self._traced[block.kind, given]
         for traced in known:
             if recorder.reads_alike(traced.block.module, module):
                 recorder.read_like(traced.block.module, module)
+                sizes.values += sizes.values[traced.sizes]
                 return self._copy(traced, block, leaves)
         self._mark(block, block, _taken(block, leaves))
-        result = plain(module, *args, **kwargs)
+        begin = len(sizes.values)
+        with sizes.switched(on=True):
+            result = plain(module, *args, **kwargs)
         again, same_spec = pytree.tree_flatten((args, kwargs))
         same = len(again) == len(leaves) and all(a is b for a, b in zip(again, leaves, strict=True))
-        made = _results_of(block, result, leaves)
+        made = _results_of(block, result, leaves, slice(begin, len(sizes.values)))
         if made is not None and same and spec == same_spec and recorder.is_untouched(module):
             known.append(made)
             self._mark(block, block, made.made)
@@ -382,7 +392,7 @@ def _is_plain(spec: Any) -> bool:
     return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children())))
 
 
-def _results_of(block: Block, result: Any, arguments: Sequence[Any]) -> _Traced | None:
+def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slice) -> _Traced | None:
     """How a traced block makes its results; None where they share memory with what they are not."""
     leaves, spec = pytree.tree_flatten(result)
     if not _is_plain(spec) or not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
@@ -403,4 +413,4 @@ def _results_of(block: Block, result: Any, arguments: Sequence[Any]) -> _Traced 
             memories.add(memory_of(leaf))
             found.append(("made", len(made)))
             made.append(leaf)
-    return _Traced(block, spec, tuple(found), tuple(made))
+    return _Traced(block, spec, tuple(found), tuple(made), sizes)

@@ -110,13 +110,13 @@ class Captures:
                     )
             self.clear()
         self._calls += 1
-        kind = self._kind(call, training)
-        found = self._fitting(kind)
+        kind, supposed = self._kind(call, training), self._supposed_batch(call)
+        found = self._fitting(kind, supposed)
         if found is None and self.plan is not None and kind not in self._bound:
             # Ranks may meet a kind at different calls (longest sequences differ), so this does not ask the others, but
             # supposes that each brings as many samples as this one.
-            self._capture(call, training, self._supposed_batch(call), self.plan)
-            found = self._fitting(kind)
+            self._capture(call, training, supposed, self.plan)
+            found = self._fitting(kind, supposed)
         if found is not None:
             return found
         batch = self._whole_batch(call)
@@ -137,31 +137,39 @@ class Captures:
             # Which processes bring the same samples is known only now.
             batch = self._whole_batch(call) if self._grouped else batch
         assert self.plan is not None
-        found = self._fitting((kind, batch))
+        found = self._fitting((kind, batch), batch)
         if found is None:
             self._capture(call, training, batch, self.plan)
-            found = self._fitting(kind) or self._fitting((kind, batch))
+            found = self._fitting(kind, batch) or self._fitting((kind, batch), batch)
         assert found is not None
         return found
 
-    def _fitting(self, kind: Hashable) -> Captured | None:
-        """The graph of a kind whose attributes are those of now; it is the first to be tried next time."""
+    def _fitting(self, kind: Hashable, batch: int | None) -> Captured | None:
+        """The graph of a kind for these samples whose attributes are those of now; the first to be tried next time."""
         known = self._captured.get(kind, [])
         for index, captured in enumerate(known):
-            if captured.graph.reads.hold:
+            if captured.graph.reads.hold and captured.serves(batch):
                 if index:
                     known.insert(0, known.pop(index))
                 return captured
         return None
 
     def _capture(self, call: ModelCall, training: bool, batch: int | None, plan: Plan) -> None:
-        """A new graph, for one number of samples if it is bound to that."""
+        """A new graph, for one number of samples if it is bound to that; none where a known one turns out to be it."""
         kind = self._kind(call, training)
+        alike = [one for one in self._captured.get(kind, []) if one.graph.reads.hold and one.graph.size_branches.ops]
         self._make_room((kind, batch) if kind in self._bound else kind)
         graph = self._with_numbers(call, training, batch, self._captured.get(kind, [])) or self._trace(
             call, training, batch
         )
+        ops = graph.size_branches.ops
+        same = next((one for one in alike if ops == one.graph.size_branches.ops and batch is not None), None)
+        if same is not None and not graph.fixed_batch:
+            same.batches.add(batch or 1)
+            return
         known = self.programs.know(graph, plan)
+        if batch is not None:
+            known.batches.add(batch)
         if graph.fixed_batch:
             self._bound.add(kind)
             self._captured[kind, batch].insert(0, known)
@@ -204,13 +212,19 @@ class Captures:
         if len(known) < KEPT_CAPTURES:
             return
         paths = Counter(entry.path for captured in known for entry in captured.graph.reads.changed())
-        (path, _), *_ = paths.most_common(1)
         since = self._calls - self._times[kind][-KEPT_CAPTURES - 1]
-        if since < KEPT_CAPTURES * CALLS_PER_CAPTURE:
+        if since < KEPT_CAPTURES * CALLS_PER_CAPTURE and paths:
+            (path, _), *_ = paths.most_common(1)
             raise RuntimeFailure(
                 f"the forward reads the attribute {path}, which has had {len(known) + 1} values in {since + 1} calls, "
                 "and the model was captured for each of them; hold it in a buffer (register_buffer) and use it as a "
                 "tensor, or pass it as an argument that is a tensor"
+            )
+        if since < KEPT_CAPTURES * CALLS_PER_CAPTURE:
+            raise RuntimeFailure(
+                f"the forward does something else for each of {len(known) + 1} numbers of samples in {since + 1} calls,"
+                f" and the model was captured for each of them; bring batches of fewer sizes\n"
+                f"  at {known[0].graph.size_branches.line}"
             )
         known.pop()
 
@@ -247,7 +261,7 @@ class Captures:
         if known is not None and known.reads.hold:
             return known
         graph = self._traced_at(call, training, 2 if batch == 1 else batch, settle=settle)
-        if batch == 1 and graph.fixed_batch:
+        if batch == 1 and (graph.fixed_batch or not graph.size_branches.hold(batch)):
             return self._traced_at(call, training, batch, settle=settle)
         return graph
 

@@ -66,6 +66,7 @@ class Captured:
         moves: whether values are moved between processes.
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
+        batches: numbers of samples at which another capture was the same graph, where none other says so.
         digests: of inputs that all processes have to bring alike: the tensor last compared, its version, its digest.
     """
 
@@ -79,7 +80,12 @@ class Captured:
     moves: bool = False
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
+    batches: set[int] = field(default_factory=set)
     digests: dict[str, tuple[Callable[[], Tensor | None], int, bytes]] = field(default_factory=dict)
+
+    def serves(self, batch: int | None) -> bool:
+        """Whether the forward with `batch` samples is this graph: its Python branches on sizes are taken as here."""
+        return batch is None or batch in self.batches or bool(self.graph.size_branches.hold(batch))
 
     @cached_property
     def shared_inputs(self) -> frozenset[str]:

@@ -10,13 +10,14 @@ import hashlib
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
+from parplan.graph.layer_graph import LayerGraph
 from parplan.runtime.calls import ModelCall, content
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
@@ -87,6 +88,8 @@ def exchange_facts(
             "values between them, so that each would meet another one's; bring the same on all processes, give it one "
             f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
         )
+    if captured.groups is None:
+        _check_branches(graph, sizes)
     if captured.groups is not None:
         # Groups that cannot have brought the same samples, and gradients that no rank has the whole of, are refused.
         for row in map(captured.groups.row, range(captured.groups.replicas)):
@@ -102,6 +105,20 @@ def exchange_facts(
             )
     call.check(sum(sizes))
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
+
+
+def _check_branches(graph: LayerGraph, sizes: Sequence[int]) -> None:
+    """Refuse numbers of samples for which ranks have captured different branches.
+
+    Each has captured for as many samples in all as if every rank brought as many as itself.
+    """
+    supposed = {size * len(sizes) for size in sizes if size}
+    lines = map(graph.size_branches.turned, {*supposed, sum(sizes)} if len(supposed) > 1 else ())
+    if line := next(filter(None, lines), ""):
+        raise RuntimeFailure(
+            f"{graph.model} takes another branch for other numbers of samples, of which the processes bring "
+            f"{', '.join(map(str, sizes))}; bring as many on each\n  at {line}"
+        )
 
 
 def _checksum(shared: Mapping[str, Tensor], call: ModelCall, captured: Captured) -> int:

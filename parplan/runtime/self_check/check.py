@@ -166,6 +166,13 @@ class SelfCheck:
             few = -(-max(_FEWEST, _PER_REPLICA * replicas) // subject.transport.processes)
             few += (call.batch - few) % replicas if subject.transport.processes == 1 else 0
             few = min(call.batch, few)
+            if not graph.size_branches.hold(few * subject.transport.processes):
+                few = call.batch
+        if call.batch is not None and (line := graph.size_branches.turned(call.batch * subject.transport.processes)):
+            raise _Unchecked(
+                f"processes are compared one by one, and with the {call.batch} samples of this one the model takes "
+                f"another branch than with those of all processes, at {line}"
+            )
         for samples in (few, call.batch):
             try:
                 return self._compared_on(subject, call, samples, step, record)

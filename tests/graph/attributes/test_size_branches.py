@@ -1,0 +1,170 @@
+"""Python branches on the number of samples: each step takes the side that the plain model takes."""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parplan
+from parplan.errors import CaptureError
+from parplan.graph.attributes.size_branches import SizeBranches, SizeReads
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.resized import at_batch
+from parplan.plan import Plan
+from parplan.runtime.programs.program_cache import Captured
+from tests.runtime.helpers import compiled, differences, outcome, spread
+
+Condition = Callable[[Tensor], Any]
+BATCHES = (6, 40, 8, 3, 2, 1, 6, 41, 7)
+
+
+class Branched(nn.Module):
+    """Two linear layers, between which the number of samples chooses what is computed."""
+
+    def __init__(self, condition: Condition) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.condition = condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        result: Tensor = self.second(torch.relu(y) if self.condition(x) else torch.tanh(y))
+        return result
+
+
+CONDITIONS: dict[str, Condition] = {
+    "shape": lambda x: x.shape[0] > 20,
+    "size": lambda x: x.size(0) * 2 <= 30,
+    "size of all": lambda x: x.size()[:1] == (6,),
+    "len": lambda x: len(x) > 20,
+    "numel": lambda x: x.numel() >= 80,
+    "stride": lambda x: x.t().contiguous().stride(0) > 20,
+    "unpacked": lambda x: operator.ge(*(x.shape[0], x.shape[1] * 5)),
+    "of a result": lambda x: torch.cat([x, x]).shape[0] > 40,
+    "remainder": lambda x: x.shape[0] % 4 == 2,
+    "quotient": lambda x: x.shape[0] // 7,
+    "fraction": lambda x: x.shape[0] / 2 > 10,
+    "product": lambda x: x.shape[0] * 0.5 > 10,
+    "rounded": lambda x: round(x.shape[0] / 3) > 7,
+    "minimum": lambda x: min(x.shape[0], 20) == 20,
+    "several": lambda x: x.shape[0] in (6, 12, 3),
+    "one": lambda x: x.shape[0] == 1,
+    "divmod": lambda x: divmod(x.shape[0], 5)[1] == 1,
+    "int": lambda x: int(x.shape[0]) > 20,
+    "root": lambda x: math.sqrt(x.shape[0]) > 4.5,
+    "text": lambda x: str(x.shape[0]) == "6",
+    "key": lambda x: x.shape[0] in {6: True},
+}
+# Of which it is not seen what they decide: another number of samples is captured and compared.
+OUT_OF_SIGHT = ("int", "root", "text", "key")
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_branch_on_the_number_of_samples_is_taken_as_in_the_plain_model(name: str) -> None:
+    plain = Branched(CONDITIONS[name]).double()
+    model = compiled(plain, spread(2, "data"), 2)
+    for batch in BATCHES:
+        x = torch.randn(batch, 4, dtype=torch.float64)
+        assert not differences(outcome(model, model, x), outcome(plain, plain, x)), batch
+    graph = model.graph
+    assert graph is not None
+    assert bool(graph.size_branches.taken_out) == (name in OUT_OF_SIGHT)
+
+
+@pytest.mark.parametrize("name", ["shape", "int"])
+def test_sides_are_captured_once_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kept = Branched(CONDITIONS[name]), list[int | None]()
+    model = compiled(plain, spread(2, "data"), 2)
+    know = model._programs.know
+
+    def noted(graph: LayerGraph, plan: Plan) -> Captured:
+        kept.append(graph.batch)
+        return know(graph, plan)
+
+    monkeypatch.setattr(model._programs, "know", noted)
+    for batch in (6, 40, 8, 3, 6, 41, 40, 7):
+        model(torch.randn(batch, 4))
+    assert kept == [6, 40]
+
+
+def test_the_comparison_with_the_plain_model_is_on_the_same_side() -> None:
+    model = compiled(Branched(CONDITIONS["shape"]), spread(2, "data"), 2)
+    model(torch.randn(40, 4))  # of which few would do
+    assert [record.samples for record in model.checked] == [40]
+
+
+def test_a_batch_on_another_side_is_not_priced_from_this_capture() -> None:
+    graph = capture(Branched(CONDITIONS["shape"]), (torch.randn(6, 4),))
+    assert at_batch(graph, 20).batch == 20
+    with pytest.raises(CaptureError, match=r"another branch with 21 samples \(.*x.shape\[0\] > 20.*; capture it at 21"):
+        at_batch(graph, 21)
+
+
+class Told(nn.Module):
+    """Sizes among the results and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, torch.Size, dict[str, float]]:
+        self.seen = [x.shape[1], x]
+        return self.layer(x), x.shape[1] * 2, x.shape[1:], {"half": x.shape[1] / 2}
+
+
+def test_results_and_attributes_are_plain_numbers() -> None:
+    plain = Told()
+    model = parplan.compile(plain, devices=["cpu"] * 2)
+    _, *numbers = model(torch.randn(6, 4))
+    assert [type(one) for one in (*numbers[:2], *numbers[1], *numbers[2].values())] == [int, tuple, int, float]
+    assert numbers == [8, (4,), {"half": 2.0}]
+    assert type(plain.seen[0]) is int
+
+
+def formula(draw: random.Random, size: Any, depth: int, taken: list[bool]) -> Any:
+    """A random formula of a size; the sides that its own branches take are added to `taken`."""
+    if not depth:
+        return draw.choice([size, size, draw.randint(1, 9)])
+    one, other = (formula(draw, size, depth - 1, taken) for _ in range(2))
+    operation: Any = draw.choice([operator.add, operator.sub, operator.mul, operator.neg, operator.abs, min, "/"])
+    if operation == "/":
+        parted = draw.choice([operator.floordiv, operator.mod, operator.truediv])
+        return size + parted(one, draw.choice([1, 3, 5, 2.5]))
+    if operation is min:
+        taken.append(one < other)
+        return one if taken[-1] else other
+    return operation(*([one] if operation in (operator.neg, operator.abs) else [one, other]))
+
+
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize("seed", range(600))
+def test_branches_are_those_of_the_formula_at_every_number_of_samples(seed: int) -> None:
+    def sides(size: Any) -> list[bool]:
+        draw, taken = random.Random(seed), list[bool]()
+        for _ in range(3):
+            one, other = formula(draw, size, 2, taken), formula(draw, size, 1, taken)
+            taken.append(draw.choice(COMPARISONS)(one, other))
+        return taken
+
+    def recorded(batch: int) -> SizeReads:
+        reads = SizeReads()
+        with reads.switched(on=True):
+            sides(reads.seen(torch.Size([3 * batch + 1]))[0])
+        return reads
+
+    branches = SizeBranches.of(recorded(6), 6, recorded(12), 12, lambda: "")
+    assert [batch for batch in range(1, 80) if not branches.hold(batch)] == [
+        batch for batch in range(1, 80) if sides(3 * batch + 1) != sides(19)
+    ]
