@@ -117,14 +117,16 @@ def _shrink(part: Any) -> None:
 
 
 def first_layers(fields: Any) -> Any:
-    """The fields of a configuration without what they say of layers that it no longer has."""
+    """The fields of a configuration without what they say of layers that it no longer has; its last one has experts."""
     if not isinstance(fields, dict):
         return fields
     depth = fields.get("num_hidden_layers")
-    own = {
-        name: {layer: value[layer] for layer in value if int(layer) < depth}
-        if name == "per_layer_config" and isinstance(value, dict) and depth
-        else first_layers(value)
-        for name, value in fields.items()
-    }
+    own = {}
+    for name, value in fields.items():
+        if name == "per_layer_config" and isinstance(value, dict) and depth:
+            own[name] = {layer: value[layer] for layer in value if int(layer) < depth}
+        elif name == "mlp_only_layers" and value and depth:
+            own[name] = [layer for layer in value if layer < depth - 1]
+        else:
+            own[name] = first_layers(value)
     return own
