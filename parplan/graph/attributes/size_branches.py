@@ -270,7 +270,7 @@ class SizeBranches:
         }
         numbers = ((one, _affine(one.number, sizes)) for one in first.branches if one.comparison is None)
         lines = tuple(dict.fromkeys(one.line for one, found in numbers if found is None or found[1]))
-        return SizeBranches(batch, sizes, tuple(kept.values()), lines, ops() if lines else "")
+        return SizeBranches(batch, sizes, tuple(reversed(kept.values())), lines, ops() if lines else "")
 
     @property
     def any(self) -> bool:

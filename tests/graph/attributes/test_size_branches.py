@@ -168,3 +168,14 @@ def test_branches_are_those_of_the_formula_at_every_number_of_samples(seed: int)
     assert [batch for batch in range(1, 80) if not branches.hold(batch)] == [
         batch for batch in range(1, 80) if sides(3 * batch + 1) != sides(19)
     ]
+
+
+def test_blocks_that_are_traced_once_have_the_branches_of_all() -> None:
+    plain = nn.Sequential(*(Branched(CONDITIONS["shape"]) for _ in range(4)), nn.Linear(4, 4)).double()
+    graph = capture(plain, (torch.randn(6, 4, dtype=torch.float64),))
+    assert not graph.size_branches.taken_out
+    assert [graph.size_branches.hold(batch) for batch in (1, 20, 21, 1000)] == [True, True, False, False]
+    model = compiled(plain, spread(2, "data"), 2)
+    for batch in (6, 40, 8):
+        x = torch.randn(batch, 4, dtype=torch.float64)
+        assert not differences(outcome(model, model, x), outcome(plain, plain, x)), batch
