@@ -121,7 +121,7 @@ def first_layers(fields: Any) -> Any:
     if not isinstance(fields, dict):
         return fields
     depth = fields.get("num_hidden_layers")
-    own = {}
+    own: dict[str, Any] = {}
     for name, value in fields.items():
         if name == "per_layer_config" and isinstance(value, dict) and depth:
             own[name] = {layer: value[layer] for layer in value if int(layer) < depth}
