@@ -30,7 +30,7 @@ from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import evaluate
 from tests.planner.oracle import objectives
 
-__all__ = ["EveryPlan", "case", "kind_of", "plan_of", "random_plans", "small_model", "step_time_s"]
+__all__ = ["FAR_S", "EveryPlan", "case", "kind_of", "plan_of", "random_plans", "small_model", "step_time_s"]
 
 WIDTHS = (8, 64, 256)
 FAR_S = 1e3

@@ -18,9 +18,9 @@ from itertools import accumulate
 import networkx as nx
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.planner.search_space.shape import Placement
+from parplan.planner.search_space.shape import Placement, Shape
 
-__all__ = ["Branch", "Section", "beside", "homes_of", "sections", "sections_of"]
+__all__ = ["Branch", "Section", "averaged", "beside", "homes_of", "sections", "sections_of"]
 
 Branch = tuple[str, ...]
 """Layers in forward order."""
@@ -186,6 +186,22 @@ def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple
             if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart and free:
                 found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
     return tuple(found)
+
+
+def averaged(phases: Sequence[tuple[Branch, ...]]) -> Shape:
+    """The shape that bounds all plans in one pass: layers on any blocks, branches of `phases` at the same time.
+
+    Phases inside branches of others, which come after those, count by their shares of the devices.
+    """
+    outer: list[tuple[Branch, ...]] = []
+    taken: set[str] = set()
+    inside: set[str] = set()
+    for phase in phases:
+        members = {name for branch in phase for name in branch}
+        outer += [] if members & taken else [phase]
+        (inside if members & taken else taken).update(members)
+    homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
+    return Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=True)
 
 
 def _disjoint(phase: Sequence[Branch], devices: Mapping[str, Collection[int]]) -> bool:

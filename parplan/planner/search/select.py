@@ -21,7 +21,7 @@ from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
-from parplan.planner.search.branches import Branch, sections
+from parplan.planner.search.branches import Branch, averaged, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations
@@ -317,15 +317,7 @@ class _Run:
         Args:
             anywhere: on any blocks; otherwise on sizes of blocks that the first devices have, a guess on many devices.
         """
-        outer: list[tuple[Branch, ...]] = []
-        taken: set[str] = set()
-        inside: set[str] = set()
-        for phase in phases:
-            members = {name for branch in phase for name in branch}
-            (inside if members & taken else taken).update(members)
-            outer += [] if members & (taken - members) or members & inside else [phase]
-        homes = tuple((tuple((branch, ()) for branch in phase),) for phase in outer)
-        shape = Shape(average=True, homes=homes, inside=frozenset(inside), anywhere=anywhere, uneven=self.uneven)
+        shape = replace(averaged(phases), anywhere=anywhere, uneven=self.uneven)
         return self.attempt(shape, self.cutoff)
 
     def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float) -> None:

@@ -3,7 +3,8 @@
 A value that like readers (query, key and value; gate and up) take in one layout is moved there once
 (lowering/placement.py): the first of them pays for the value's way to it, each other for its way on from there, nothing
 where it wants the value as the first does. Where the maker has one strategy, the others pay for the way from the maker,
-so a given plan is priced exactly. Readers that are not alike pay each.
+so a given plan is priced exactly. Readers that are not alike pay each, and so do those in branches at the same time;
+where plans with and without such branches are bounded, like readers have options for both (`Choice.pays`).
 """
 
 from __future__ import annotations
@@ -84,15 +85,21 @@ def edge_parts(
         for target, source in leaders.items():
             once = _on_from(graph, cluster, costs, leaders, value, target, by_name)
             times = 1 if fold is None else fold.times.get(target, 1)
-            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times))
+            pays = np.array([option.pays for option in by_name[target]])
+            add(EdgeParts(position[source], position[target], np.zeros_like(once[0]), once).scaled(times * ~pays))
+            if pays.any() and value in graph.producer:
+                maker = graph.producer[value]
+                wanted = {value: [graph.layers[target].layout(value, option.strategy) for option in by_name[target]]}
+                ends, roles = (position[maker], position[target]), [option.role for option in by_name[target]]
+                add(_edge(graph, costs, ends, wanted, roles, maker, by_name[maker], shape).scaled(times * pays))
     delivered: dict[str, list[str]] = {}
     for result in dict.fromkeys(graph.user_outputs):
         if isinstance(result, str) and result in graph.producer:
             delivered.setdefault(graph.producer[result], []).append(result)
     for maker, results in delivered.items():
         a, b = position[maker], len(names)
-        ends = {value: [delivery_layout(graph, cluster, value)] for value in results}
-        add(_edge(graph, costs, (a, b), ends, [Stage.AFTER], maker, options[a], shape))
+        wanted = {value: [delivery_layout(graph, cluster, value)] for value in results}
+        add(_edge(graph, costs, (a, b), wanted, [Stage.AFTER], maker, options[a], shape))
     return list(found.values())
 
 

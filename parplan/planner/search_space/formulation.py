@@ -18,14 +18,14 @@ import numpy as np
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel, Held, Moments
-from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
 from parplan.planner.search_space.edges import edge_parts
-from parplan.planner.search_space.options import Option, like_readers, node_parts, priced_option
-from parplan.planner.search_space.shape import ONE_PASS, Placement, Shape, choices, role_rows
+from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
+from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
 from parplan.planner.solver.problem import Edge, FloatArray, Linear, Node, Problem, Usage
 
@@ -127,10 +127,7 @@ def formulate(
     options: list[tuple[Option, ...]] = []
     for name in names:
         layer = graph.layers[name]
-        own = choices(graph, layer, candidates[name], shape)
-        own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
-        if not own:
-            raise InfeasibleShape(name)
+        own = _choices(graph, like, layer, candidates[name], shape, strict)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
         if on_layer:
             on_layer(len(options), len(names))
@@ -148,7 +145,7 @@ def formulate(
     if not shape.average:
         edges += _placements(own_parts, phases, options, shape)
     else:
-        known = [[option.strategy for option in own] for own in options]
+        known = [[(option.strategy, option.pays) for option in own] for own in options]
         inside = frozenset(place[name] for name in shape.inside)
         own_parts, edges, least = folded(own_parts, edges, known, cluster.count, inside)
         options = [tuple(own[k] for k in some) for own, some in zip(options, least, strict=True)]
@@ -175,6 +172,24 @@ def formulate(
         maxima=maxima,
     )
     return Formulation(problem, (*names, DELIVERY), tuple(options), parts, fold)
+
+
+def _choices(
+    graph: LayerGraph, like: LikeReaders, layer: Layer, candidates: Sequence[Strategy], shape: Shape, strict: bool
+) -> tuple[Choice, ...]:
+    """The choices of a layer; for a bound over plans with and without branches at the same time those of like readers
+    in branches twice, to share what they read or to pay for it.
+
+    Raises:
+        InfeasibleShape: it has none.
+    """
+    own = choices(graph, layer, candidates, shape)
+    own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
+    if not own:
+        raise InfeasibleShape(layer.name)
+    if shape.average and any({layer.name, every.get(layer.name)} <= shape.in_branches for every in like.values()):
+        own += tuple(replace(one, pays=True) for one in own)
+    return own
 
 
 def _homes_of(kept: Mapping[str, str], shape: Shape) -> tuple[tuple[Placement, ...], ...]:

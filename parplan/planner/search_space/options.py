@@ -68,7 +68,7 @@ def priced_option(
             layer.layout(v, strategy),
         )
         for v in layer.inputs
-        if v in graph.user_inputs and layer.name not in like.get(v, {})
+        if v in graph.user_inputs and (own.pays or layer.name not in like.get(v, {}))
     )
     return Option(
         **vars(own),
@@ -135,9 +135,9 @@ def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph
 def like_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:
     """Which layers of one kind read the same value, such as query, key and value.
 
-    Of shapes in one pass, and not in branches that may run at the same time.
+    Of shapes in one pass, and not in branches that may run at the same time, unless plans are bounded.
     """
-    apart = {name for phase in shape.homes for branch, _ in phase[0] for name in branch}
+    apart = shape.in_branches if not shape.average else frozenset[str]()
     first: dict[tuple[str, str], str] = {}
     found: dict[str, dict[str, str]] = {}
     for name, layer in graph.layers.items() if not shape.in_roles else ():

@@ -107,8 +107,8 @@ class EdgeParts:
     outwards: tuple[FloatArray, FloatArray] | None = None
     backward_of: int | None = None
 
-    def scaled(self, times: int) -> EdgeParts:
-        """Parts of so many equal edges."""
+    def scaled(self, times: int | NDArray[np.int_]) -> EdgeParts:
+        """Parts of so many equal edges, for each option of the target if it is an array."""
         moved = {name: getattr(self, name) for name in ("once", "within", "inwards", "outwards")}
         more: dict[str, Any] = {
             name: (times * one[0], times * one[1]) for name, one in moved.items() if one is not None
@@ -316,10 +316,12 @@ class _Backward:
             elif id(phase_of[v]) not in gone:
                 gone.add(id(phase_of[v]))
                 begin = self.add("branches begin to go back", done.row())
-                for track, place in _tracks(self.parts, phase_of[v]):
-                    own = _Sum(maxima={begin: 1.0})
-                    for member in reversed(track):
-                        own = self.node(member, own, place)
+                tracks = _tracks(self.parts, phase_of[v])
+                own = [_Sum(maxima={begin: 1.0}) for _ in tracks]
+                # In the order of plans without branches: a device's gradient sums go one after another.
+                members = ((member, t) for t, (track, _) in enumerate(tracks) for member in track)
+                for member, t in sorted(members, reverse=True):
+                    own[t] = self.node(member, own[t], tracks[t][1])
                 rows = _phase_rows(self.parts, phase_of[v], True, {begin: 1.0})
                 done = _Sum(maxima={self.add("backward of branches", *rows): 1.0})
         rows = [done.row()]

@@ -1,0 +1,47 @@
+"""The bound of plans on any blocks of devices: none takes less, with branches at the same time or one after another."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import pytest
+
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.plan import Scheme
+from parplan.planner.search.branches import averaged, sections
+from parplan.planner.search.context import shape_of
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.solver.solve import solve
+from tests.planner.branches import drawn
+from tests.planner.random_plans import FAR_S, EveryPlan, case, plan_of, random_plans, step_time_s
+
+EACH = 12
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("branchy", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
+    graph, cluster, costs = case(seed)
+    draw = random.Random(seed)
+    if branchy:
+        graph = drawn(seed)
+        costs = RooflineCosts(graph, cluster, optimizer=draw.choice(("sgd", "momentum", "adam")))
+    phases = [phase for section in sections(graph) for phase in section.phases if len(phase) > 1]
+    plans = list(islice(random_plans(graph, cluster, draw, Scheme.GATHER, everywhere=True), EACH))
+    every = EveryPlan(graph, cluster, costs)
+    for homes in every.homes:
+        for plan in plans[: EACH // 2]:  # branches at the same time, on disjoint blocks
+            blocks = {name: block for branch, block in draw.choice(homes) for name in branch}
+            on = {name: [one for one in every.known[name] if one.devices == block] for name, block in blocks.items()}
+            if all(on.values()):
+                moved = {name: draw.choice(own) for name, own in on.items()}
+                plans.append(plan_of(graph, cluster, {**plan.layers, **moved}))
+    for plan in plans:
+        alone = {name: (strategy,) for name, strategy in plan.layers.items()}
+        step_s = step_time_s(graph, cluster, costs, plan)
+        at_once = bool(shape_of(plan, graph, cluster).homes)
+        for shape in [averaged(phases), *([] if at_once else [averaged(())])]:
+            bound = solve(formulate(graph, cluster, costs, alone, shape=shape, far_s=FAR_S).problem, 10.0).bound
+            assert bound <= step_s * (1 + 1e-9)
