@@ -15,7 +15,9 @@ i's backward is done, and E_i that when its sum and those of all layers behind i
     E_i = max(E_i+1, D_i) + sum_i          T = forward + max(D_0, E_0 + updates)
 
 for every device that is followed, where D_i counts in E_i on the devices that layer i uses only. A device also sends
-back the gradients of what it read before it updates.
+back the gradients of what it read before it updates. E_i is also at least the backward of the device's own layers down
+to i, and T at least all of it: that never sets T, but bounds it well where options are mixed, of which D_i then counts
+too little.
 
 A layer that stands for the equal layers of many repeated blocks (graph/repeated.py) counts as often, and no gradient
 sum waits for its D_i: over the blocks in between, D_i and E_i change by the same each, so the most is that of the first
@@ -38,7 +40,11 @@ from parplan.plan import Scheme
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import FloatArray, Maximum, Row
 
-__all__ = ["EdgeParts", "NodeParts", "StepParts", "assembled", "edge_totals", "node_totals"]
+__all__ = ["OWN", "EdgeParts", "NodeParts", "StepParts", "assembled", "edge_totals", "node_totals"]
+
+
+OWN = "own backward"
+"""The name of maxima of what a device goes back itself, which never set T."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,6 +311,7 @@ class _Backward:
         for e, edge in enumerate(parts.edges):
             self.into[edge.target if edge.backward_of is None else edge.backward_of].append(e)
         self.ends: list[int | None] = [None] * len(parts.nodes[0].lanes)
+        self.busy = [_Sum() for _ in self.ends]  # what each lane has gone back itself
 
     def build(self) -> None:
         """List the maxima, the last of them with weight 1."""
@@ -327,10 +334,10 @@ class _Backward:
         rows = [done.row()]
         for place, end in enumerate(self.ends):
             if end is not None:
-                row = _Sum(maxima={end: 1.0})
-                for v, own_parts in enumerate(self.parts.nodes if self.by_device else ()):
-                    row.node(v, own_parts.lanes[place] * own_parts.update_s)
-                rows.append(row.row())
+                for row in (_Sum(maxima={end: 1.0}), *((self.busy[place],) if self.by_device else ())):
+                    for v, own_parts in enumerate(self.parts.nodes if self.by_device else ()):
+                        row.node(v, own_parts.lanes[place] * own_parts.update_s)
+                    rows.append(row.row())
         self.maxima.append(Maximum("backward", tuple(rows), 1.0))
 
     def add(self, name: str, *rows: Row) -> int:
@@ -353,6 +360,13 @@ class _Backward:
             for place, end in places:
                 used = own.lanes[place]
                 rows = []
+                if self.by_device and used.any():
+                    busy = self.busy[place]
+                    busy.node(v, used * (own.backward_s + own.pass_backward_s))
+                    if own.sum_s.any() and v not in self.parts.between:
+                        here = self.add(f"{OWN} of {v}", busy.row())
+                        self.busy[place] = _Sum(maxima={here: 1.0})
+                        rows.append(Row({v: used * own.sum_s}, maxima={here: 1.0}))
                 starts = () if v in self.parts.between else ((before, self.far_s),)
                 for earlier, far in (*starts, (end, 0.0)):
                     if earlier is not None and (used.any() or earlier == end):
@@ -371,6 +385,8 @@ class _Backward:
             self.by_device and done.edges and v not in self.parts.between
         ):  # a device updates when it has sent these, too
             for place, _ in places:
+                for e in (e for e in self.into[v] if self.parts.edges[e].target == v):
+                    self.busy[place].edge(e, own.lanes[place] * self.parts.edges[e].once[1])
                 if (end := self.ends[place]) is not None and own.lanes[place].any():
                     row = _Sum(dict(done.nodes), dict(done.edges), dict(done.maxima))
                     row.node(v, -self.far_s * (own.lanes[place] < 1))

@@ -25,9 +25,12 @@ from parplan.plan import Scheme, Strategy
 from parplan.planner.decide import predict
 from parplan.planner.search.branches import sections
 from parplan.planner.search.context import shape_of
+from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.step_time import OWN
 from parplan.planner.simulation.timeline import simulate
+from parplan.planner.solver.problem import objective
 from tests.planner.graphs import perceptron
-from tests.planner.random_plans import case, kind_of, plan_of, random_plans, small_model, step_time_s
+from tests.planner.random_plans import FAR_S, case, kind_of, plan_of, random_plans, small_model, step_time_s
 
 EACH = 10
 SEEDS = range(100)
@@ -173,3 +176,19 @@ def test_networks_of_usual_sizes_take_t(name: str, scheme: Scheme, everywhere: b
             assert (-0.1 if late else -1e-6) < error < 1e-6
         else:
             assert abs(error) < 0.01
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_device_goes_back_itself_never_sets_t(seed: int) -> None:
+    graph, cluster, costs = case(seed)
+    for plan in islice(random_plans(graph, cluster, random.Random(seed), Scheme.GATHER, everywhere=True), EACH):
+        shape = replace(shape_of(plan, graph, cluster), lanes=tuple(range(cluster.count)))
+        alone = {name: (strategy,) for name, strategy in plan.layers.items()}
+        problem = formulate(graph, cluster, costs, alone, shape=shape, far_s=FAR_S).problem
+        own = {m for m, maximum in enumerate(problem.maxima) if maximum.name.startswith(OWN)}
+        rows = [[row for row in maximum.rows if not own & set(row.maxima)] for maximum in problem.maxima]
+        without = tuple(replace(m, rows=tuple(r) or m.rows) for m, r in zip(problem.maxima, rows, strict=True))
+        choice = [0] * len(problem.nodes)
+        step_s = objective(replace(problem, maxima=without), choice)
+        assert objective(problem, choice) == pytest.approx(step_s, rel=1e-12)
