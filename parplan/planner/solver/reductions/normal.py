@@ -55,6 +55,12 @@ class _Sum:
         """Whether it is a constant."""
         return not (self.nodes or self.edges or self.maxima)
 
+    @property
+    def key(self) -> object:
+        """Equal for sums of the same terms."""
+        nodes, edges = (frozenset((v, s.tobytes()) for v, s in own.items()) for own in (self.nodes, self.edges))
+        return nodes, edges, self.constant, frozenset(self.maxima.items())
+
     def add(self, other: _Sum, factor: float = 1.0) -> None:
         for own, more in ((self.nodes, other.nodes), (self.edges, other.edges)):
             for key, seconds in more.items():
@@ -87,6 +93,7 @@ class _Normal:
         self.shared: list[_Sum] = []
         self.maxima: list[tuple[str, list[_Sum]]] = []
         self.ranges: list[tuple[float, float]] = []
+        self.known: dict[frozenset[object], int] = {}  # the place of a maximum with these rows
         # Which strategies and pairs are allowed; True where all are.
         self.allowed: list[Mask | bool] = [bool(node.allowed.all()) or node.allowed for node in problem.nodes]
         pairs = (np.isfinite(edge.cost_s) for edge in problem.edges)
@@ -117,9 +124,11 @@ class _Normal:
         if len(kept) == 1:
             return self._alone(rows[kept[0]])
         raised = [self._raised(differences[r], ranges[r], max(ranges[o][0] for o in kept if o != r)) for r in kept]
-        self.ranges.append((max(low for low, _ in raised), max(high for _, high in raised)))
-        self.maxima.append((maximum.name, [differences[r] for r in kept]))
-        common.maxima[len(self.maxima) - 1] = 1.0
+        place = self.known.setdefault(frozenset(differences[r].key for r in kept), len(self.maxima))
+        if place == len(self.maxima):
+            self.ranges.append((max(low for low, _ in raised), max(high for _, high in raised)))
+            self.maxima.append((maximum.name, [differences[r] for r in kept]))
+        common.maxima[place] = 1.0
         return self._alone(common)
 
     def _sum(self, row: Row) -> _Sum:

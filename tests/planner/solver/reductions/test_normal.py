@@ -63,3 +63,16 @@ def test_costs_below_zero_leave_a_constant() -> None:
 def test_a_network_keeps_no_single_rows() -> None:
     normal = normalise(network(chain(12, seed=0), devices=4, seed=0)).problem
     assert all(len(maximum.rows) > 1 for maximum in normal.maxima)
+
+
+def test_equal_maxima_are_one() -> None:
+    """As those of two devices that every choice left uses alike."""
+    nodes = tuple(Node(name, np.zeros(2)) for name in "ab")
+    rows = Row({0: np.array([1.0, 5.0])}), Row({1: np.array([4.0, 2.0])})
+    ends = Maximum("one", rows), Maximum("other", rows)
+    later = tuple(Maximum("end", (Row(maxima={m: 1.0}), Row(constant_s=3.0)), 1.0) for m in range(2))
+    problem = Problem(nodes, maxima=(*ends, *later))
+    normal = normalise(problem).problem
+    assert [maximum.name for maximum in normal.maxima] == ["one", "end", "constant"]
+    for choice in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        assert evaluate(normal, choice).objective == evaluate(problem, choice).objective
