@@ -21,12 +21,13 @@ from parplan.planner.solver.problem import (
     Mask,
     Problem,
     Reduced,
+    Row,
     Solution,
     Status,
     evaluate,
     restrict,
 )
-from parplan.planner.solver.reductions.presolve import presolve
+from parplan.planner.solver.reductions.presolve import drop_forbidden, presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
 from parplan.planner.solver.rows import least
 from parplan.planner.solver.wide.search import improve
@@ -89,7 +90,7 @@ def solve(
     run.refute = refute
     if hint is not None:
         run.offer(hint)
-    reduced = presolve(problem, run.deadline)
+    reduced = presolve(problem, run.deadline, brief=run.below)
     return run.solution(feasible=reduced is not None and run.finish(reduced))
 
 
@@ -161,7 +162,7 @@ class _Run:
             if self.choice is None:
                 self.offer(reduced.lift(first_choice(reduced.problem)))
             return True
-        rest = self.tighten(reduced)
+        rest = self.tighten(reduced, brief=self.below)
         if rest is not None and self.choice is None and not self.below:
             if self.overfull(rest):
                 return False
@@ -177,26 +178,36 @@ class _Run:
         """Offer what local search makes of a choice."""
         self.offer(reduced.lift(descend(reduced.problem, choice, self.deadline, BRIEF)))
 
-    def tighten(self, reduced: Reduced) -> Reduced | None:
-        """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left."""
+    def tighten(self, reduced: Reduced, brief: bool = False) -> Reduced | None:
+        """Price, cut off what cannot beat the best choice, reduce, again while that helps; None if nothing is left.
+
+        Args:
+            brief: before the reductions that take long. A problem that cannot beat the cutoff is refuted without them,
+                and of others less is left to reduce.
+        """
         while True:
             before = sum(reduced.problem.sizes)
-            after = self.price(reduced)
+            after = self.price(reduced, brief)
             if after is None:
                 self.raise_bound(self.cut)
                 return None
-            if after is reduced or sum(after.problem.sizes) > 0.8 * before or self.left() < 0:
+            helped = brief or (after is not reduced and sum(after.problem.sizes) <= 0.8 * before)
+            if not helped or self.left() < 0:
                 return after
-            reduced = after
+            reduced, brief = after, False
 
-    def price(self, reduced: Reduced) -> Reduced | None:
-        """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks."""
+    def price(self, reduced: Reduced, brief: bool = False) -> Reduced | None:
+        """The climb of the relaxation and the cut it allows; again with the limits its best choice breaks.
+
+        Args:
+            brief: before the reductions that take long: what is left has had them.
+        """
         rows, prices, pool = some_rows(reduced.problem, PRICED_TERMS), None, None
         met: list[list[int]] = []
         for _ in range(PRICE_ROUNDS):
             relaxation = relax(reduced.problem, rows, pool)
             if relaxation is None:
-                return self.price_wide(reduced)
+                return reduced.then(self.presolved) if brief else self.price_wide(reduced)
             pool = relaxation.pool
             best = self.climb(reduced, relaxation, prices, met)
             self.raise_bound(best.value - 1e-12 * abs(best.value))
@@ -208,12 +219,18 @@ class _Run:
             rows += more
             prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
         assert relaxation is not None
+        marginals = relaxation.marginals(best.prices)
         if np.isfinite(self.objective) and best.value < self.cutoff() and (decisions := followed(reduced.problem)):
+            self.cut = min(self.cut, self.cutoff())
+            keep = [values < self.cutoff() for values in marginals]
+            rest = reduced.then(lambda problem: restrict(problem, keep)) if all(map(np.any, keep)) else None
+            smaller = rest and rest.then(drop_forbidden)
+            if smaller is None or sum(smaller.problem.sizes) <= 0.8 * sum(reduced.problem.sizes):
+                return smaller and self.price(smaller, brief)
             if not self.branch(reduced, relaxation, best, met, decisions):
-                return reduced
+                return reduced.then(self.presolved) if brief else reduced
             self.cut = min(self.cut, self.cutoff())
             return None
-        marginals = relaxation.marginals(best.prices)
         return self.cut_off(reduced, marginals, best.prices.rows) if np.isfinite(self.objective) else reduced
 
     def price_wide(self, reduced: Reduced) -> Reduced | None:
@@ -246,12 +263,22 @@ class _Run:
         smaller = reduced.then(lambda problem: restrict(problem, keep))
         if self.refute and counted is not None and smaller is not None:
             rows = iter(counted > 0)
-            used = [[row for row in own.rows if next(rows) or not own.weight] for own in smaller.problem.maxima]
+            kept = [
+                [row for row in own.rows if next(rows) or not own.weight] or own.rows for own in smaller.problem.maxima
+            ]
+            used = {m for m, own in enumerate(smaller.problem.maxima) if own.weight}
+            for m in range(len(kept) - 1, -1, -1):
+                used.update(*(row.maxima for row in kept[m] if m in used))
             maxima = tuple(
-                replace(o, rows=tuple(u) or o.rows) for o, u in zip(smaller.problem.maxima, used, strict=True)
+                replace(own, rows=tuple(kept[m]) if m in used else (Row(),))
+                for m, own in enumerate(smaller.problem.maxima)
             )
             smaller = replace(smaller, problem=replace(smaller.problem, maxima=maxima))
-        return smaller and smaller.then(lambda problem: presolve(problem, self.deadline))
+        return smaller and smaller.then(self.presolved)
+
+    def presolved(self, problem: Problem) -> Reduced | None:
+        """All reductions that the time allows."""
+        return presolve(problem, self.deadline)
 
     def climb(self, reduced: Reduced, relaxation: Relaxation, start: Prices | None, met: list[list[int]]) -> Priced:
         """The best prices found; every choice on the way is offered and added to `met`, the best one also improved."""

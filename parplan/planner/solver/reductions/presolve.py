@@ -32,13 +32,18 @@ __all__ = [
 ]
 
 
-def presolve(problem: Problem, deadline: float = np.inf) -> Reduced | None:
+def presolve(problem: Problem, deadline: float = np.inf, brief: bool = False) -> Reduced | None:
     """All exact reductions, in order; None when no choice is feasible.
 
     Those that take long are left out, or end early, when `time.monotonic()` passes `deadline`.
+
+    Args:
+        brief: only the first, which take little time.
     """
-    first = (pair_linear, join, merge_parallel_edges, drop_forbidden, normalise, drop_loose, drop_dominated)
-    steps = (*first, drop_loose, normalise, fold, merge_parallel_edges, drop_forbidden, drop_dominated, join)
+    steps = [pair_linear, join, merge_parallel_edges, drop_forbidden]
+    if not brief:
+        steps += [normalise, drop_loose, drop_dominated, drop_loose, normalise, fold]
+        steps += [merge_parallel_edges, drop_forbidden, drop_dominated, join]
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
         if step is drop_dominated:
