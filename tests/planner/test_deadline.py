@@ -18,7 +18,7 @@ from parplan.planner.search import context as case_module
 from parplan.planner.search import select as choosing
 from parplan.planner.search.context import Deadline
 from parplan.planner.search.select import ShapeSearch
-from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.problem import Problem, Solution, Status
 from parplan.planner.solver.solve import solve
@@ -77,20 +77,42 @@ def test_a_solve_that_its_limit_ended_is_told(limit_s: float, hit: bool) -> None
     assert deadline.hit == hit
 
 
-def test_on_many_devices_nothing_is_formulated_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [4, 16])
+def test_nothing_is_formulated_after_the_limit(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that are left out are neither called covered nor above the bound."""
     shapes = list[Shape]()
     formulated = ShapeSearch.formulation
 
-    def formulation(self: ShapeSearch, shape: Shape, *rest: Any) -> Formulation | None:
+    def formulation(self: ShapeSearch, shape: Shape, *rest: Any, **more: Any) -> Formulation | None:
         shapes.append(shape)
-        return formulated(self, shape, *rest)
+        return formulated(self, shape, *rest, **more)
 
     monkeypatch.setattr(ShapeSearch, "formulation", formulation)
-    graph, cluster = perceptron(), cluster_preset("k20", 16)
+    graph, cluster = perceptron(), cluster_preset("k20", devices)
     decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=0.0))
     assert {shape.passes for shape in shapes} == {1}
     assert not any(shape.homes or shape.anywhere or shape.any_passes for shape in shapes)
     assert decision.proof.status == "FEASIBLE"
     assert set(decision.proof.covered) == {"gather"}
     assert any("time limit of 0 s ended a search" in note for note in decision.notes)
+
+
+@pytest.mark.parametrize("devices", [4, 16])
+def test_a_limit_ends_the_formulation_of_a_shape(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, done = Clock(), list[Shape]()
+
+    def late(*args: Any, shape: Shape, **options: Any) -> Formulation:
+        clock.now_s += 2 * LIMIT_S * (shape.passes > 1 or shape.any_passes)
+        found = formulate(*args, shape=shape, **options)
+        done.append(shape)
+        return found
+
+    monkeypatch.setattr("parplan.planner.search.formulations.formulate", late)
+    monkeypatch.setattr(case_module, "now_s", lambda: clock.now_s)
+    graph, cluster = perceptron(), cluster_preset("k20", devices)
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(time_limit_s=LIMIT_S))
+    assert clock.now_s > 0
+    assert {shape.passes for shape in done} == {1}
+    assert decision.proof.status == "FEASIBLE"
+    assert set(decision.proof.covered) == {"gather"}
+    assert any("time limit of 60 s ended a search" in note for note in decision.notes)

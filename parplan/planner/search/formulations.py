@@ -13,9 +13,13 @@ from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates
 from parplan.planner.search_space.shape import Shape
 
-__all__ = ["Formulations"]
+__all__ = ["Formulations", "OutOfTime"]
 
 FREE = Pinned((), {}, {})
+
+
+class OutOfTime(Exception):
+    """The time limit ended the formulation of a shape."""
 
 
 class Formulations:
@@ -48,16 +52,22 @@ class Formulations:
         )
         return sum(least) - sum(device.memory_bytes for device in self.case.cluster.devices)
 
-    def formulation(self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE) -> Formulation | None:
+    def formulation(
+        self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE, in_time: bool = False
+    ) -> Formulation | None:
         """The problem of a shape with the strategies that some pins allow; None where a layer has none.
 
         Args:
             beyond_s: seconds that no step worth considering takes, where devices are followed.
+            in_time: not after the time limit.
+
+        Raises:
+            OutOfTime: the limit is over before it is done.
         """
         key = (shape, beyond_s, pinned.pins)
         if key not in self._formulations:
             begin = time.perf_counter()
-            found = self._formulated(shape, beyond_s, pinned)
+            found = self._formulated(shape, beyond_s, pinned, in_time)
             self.costs_s += time.perf_counter() - begin
             if shape.in_roles and not self.case.request.pins:
                 return found  # asked for once; many devices have many such shapes, too large to keep
@@ -66,8 +76,13 @@ class Formulations:
                 self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
-    def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned) -> Formulation | None:
+    def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned, in_time: bool) -> Formulation | None:
         case = self.case
+
+        def look() -> None:
+            if in_time and case.deadline.over():
+                raise OutOfTime
+
         if not self._formulations:
             case.phase("costs")
         options: dict[str, Sequence[Strategy]] = candidates(
@@ -84,7 +99,7 @@ class Formulations:
         try:
             return formulate(
                 case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
-                fold=case.fold, on_layer=on_layer,
+                fold=case.fold, on_layer=on_layer, look=look,
             )  # fmt: skip
         except InfeasibleShape:
             return None

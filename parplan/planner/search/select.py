@@ -24,7 +24,7 @@ from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES,
 from parplan.planner.search.branches import Branch, averaged, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
-from parplan.planner.search.formulations import Formulations
+from parplan.planner.search.formulations import Formulations, OutOfTime
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
 from parplan.planner.search_space.formulation import Formulation
@@ -172,7 +172,11 @@ class _Run:
             beyond_s: seconds that no step worth considering takes, where devices are followed.
             least_s: a bound of its plans that is known.
         """
-        formulation = self.search.formulation(shape, beyond_s, self.pinned)
+        try:
+            formulation = self.search.formulation(shape, beyond_s, self.pinned, in_time=self.cutoff < inf)
+        except OutOfTime:
+            self.bound = self.bound if shape.average else min(self.bound, least_s)
+            return least_s
         if formulation is None:
             return inf
         problem = masked(formulation, self.pinned)
@@ -196,20 +200,24 @@ class _Run:
         return bound
 
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
-        """Solve or refute shapes; gives the best plan so far.
+        """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out.
 
         On many devices one bound is for all with passes: it refutes them, or is of those that the limit leaves out.
         """
         refuted, asked_s, passes_s, every = False, inf, 0.0, None
         for shape in shapes:
             many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
-            if many and not refuted and self.cutoff < inf and self.case.deadline.over():
+            if shape.passes > 1 and not refuted and self.cutoff < inf and self.case.deadline.over():
                 self.bound = min(self.bound, passes_s)
                 continue
             if many and not refuted and self.cutoff < asked_s:
                 asked_s = self.cutoff
                 asked = Shape(lanes=self.search.lanes, any_passes=True)
-                every = every or self.search.formulation(asked, 0.0, self.pinned)
+                try:
+                    every = every or self.search.formulation(asked, 0.0, self.pinned, in_time=self.cutoff < inf)
+                except OutOfTime:
+                    self.bound = min(self.bound, passes_s)
+                    continue
                 refuted, limit_s = every is None, self.case.deadline.part_s(SHARE * self.part)
                 if every is not None:
                     found = solve(masked(every, self.pinned), limit_s, cutoff=self.cutoff)

@@ -9,7 +9,7 @@ where plans with and without such branches are bounded, like readers have option
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,12 +43,14 @@ def edge_parts(
     options: Sequence[Sequence[Option]],
     shape: Shape,
     fold: Fold | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> list[EdgeParts]:
     """Transfers between the layers that are nodes, each as often as they stand for others.
 
     Args:
         names: of the nodes.
         position: the node of every layer, or of the one that stands for it.
+        look: called before every edge.
     """
     found: dict[tuple[int, int, int | None], EdgeParts] = {}
 
@@ -61,6 +63,7 @@ def edge_parts(
     for source, target, values in graph.digraph.edges(data="values"):
         if target not in nodes:
             continue
+        look()
         a, b = position[source], position[target]
         own = [value for value in values if target not in like.get(value, {})]
         times = 1 if fold is None else fold.times.get(target, 1)

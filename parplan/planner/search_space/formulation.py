@@ -106,6 +106,7 @@ def formulate(
     strict: bool = False,
     fold: Fold | None = None,
     on_layer: Callable[[int, int], None] | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> Formulation:
     """Build the problem of one shape of plan.
 
@@ -116,6 +117,7 @@ def formulate(
         strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
         on_layer: told (done, total) while costs are computed.
+        look: called before the costs of every layer and every edge; may raise an error that ends it.
 
     Raises:
         InfeasibleShape: some layer has no option in a plan of this shape.
@@ -126,6 +128,7 @@ def formulate(
     like = like_readers(graph, shape)
     options: list[tuple[Option, ...]] = []
     for name in names:
+        look()
         layer = graph.layers[name]
         own = _choices(graph, like, layer, candidates[name], shape, strict)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
@@ -133,7 +136,7 @@ def formulate(
             on_layer(len(options), len(names))
     place = {name: index for index, name in enumerate(names)}
     layers = {name: place[other] for name, other in kept.items()}
-    edges = edge_parts(graph, cluster, costs, like, names, layers, options, shape, fold)
+    edges = edge_parts(graph, cluster, costs, like, names, layers, options, shape, fold, look)
     if strict:
         edges = [_r4(edge, graph, names, options) for edge in edges]
     own_parts = [node_parts(own, shape) for own in options]
