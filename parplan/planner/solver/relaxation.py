@@ -31,7 +31,7 @@ PATIENCE = 6
 STARTS = 4
 """Selections tried for the start: each is critical at the best choice for the one before."""
 
-ENUMERATED = 1_000_000
+ENUMERATED = 100_000
 """Selections of a maximum times rows up to which all are in the pool from the start."""
 
 
