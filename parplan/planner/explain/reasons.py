@@ -17,7 +17,7 @@ from parplan.planner.decision import Alternative, LayerReport
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.step_time import edge_totals, node_totals
 from parplan.planner.search_space.strategies import refusals
-from parplan.planner.solver.problem import changed_objectives, evaluate, objective
+from parplan.planner.solver.problem import changed_objectives, evaluate
 
 __all__ = ["NO_DIFFERENCE", "against", "alternatives", "followed", "only_way", "time_text", "with_reasons"]
 
@@ -57,7 +57,8 @@ def with_reasons(
             for k, other in alternatives(formulation, choice, nodes).items():
                 words = other.strategy.describe()  # of those that read alike the best
                 if words != own and words not in found and too_large[words] < PLACES_TRIED:
-                    fits = other.total_s >= 0 or evaluate(formulation.problem, _changed(choice, nodes, k)).feasible
+                    changed = [k if node in nodes else known for node, known in enumerate(choice)]
+                    fits = other.total_s >= 0 or evaluate(formulation.problem, changed).feasible
                     found.setdefault(words if fits else f"{words}, too large", replace(other, fits=fits))
                     too_large[words] += not fits
             listed_of[index] = tuple(found.values())
@@ -76,12 +77,8 @@ def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequenc
     Args:
         nodes: a layer, or copies of one in repeated blocks, which have one option.
     """
-    problem, parts, (first, *others) = formulation.problem, formulation.parts, nodes
-    if others:
-        sizes = range(problem.sizes[first])
-        total_s = np.array([objective(problem, _changed(choice, nodes, k)) for k in sizes])
-    else:
-        total_s = changed_objectives(problem, choice, first)
+    parts, first = formulation.parts, nodes[0]
+    total_s = changed_objectives(formulation.problem, choice, *nodes)
     compute_s = np.sum([node_totals(parts, node) for node in nodes], axis=0)
     moved_s = np.zeros(len(compute_s))
     for edge in parts.edges:
@@ -99,10 +96,6 @@ def alternatives(formulation: Formulation, choice: Sequence[int], nodes: Sequenc
         if k != now and np.isfinite(total)
     }
     return dict(sorted(found.items(), key=lambda one: (one[1].total_s, one[0])))
-
-
-def _changed(choice: Sequence[int], nodes: Sequence[int], option: int) -> list[int]:
-    return [option if node in nodes else k for node, k in enumerate(choice)]
 
 
 def followed(graph: LayerGraph, plan: Plan, name: str) -> str | None:

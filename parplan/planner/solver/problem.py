@@ -319,21 +319,24 @@ def _seconds(problem: Problem, choice: Sequence[int]) -> tuple[float, tuple[floa
     return total, tuple(values)
 
 
-def changed_objectives(problem: Problem, choice: Sequence[int], node: int) -> FloatArray:
-    """T with each strategy of `node` and `choice` otherwise, shape (strategies,), whatever limits that breaks."""
-    costs: FloatArray = problem.nodes[node].cost_s.copy()
-    constant = sum(float(other.cost_s[choice[v]]) for v, other in enumerate(problem.nodes) if v != node)
+def changed_objectives(problem: Problem, choice: Sequence[int], *nodes: int) -> FloatArray:
+    """T with each strategy of some nodes, the same of all, and `choice` otherwise, whatever limits that breaks.
+
+    Shape (strategies,).
+    """
+    costs: FloatArray = np.sum([problem.nodes[v].cost_s for v in nodes], axis=0)
+    constant = sum(float(other.cost_s[choice[v]]) for v, other in enumerate(problem.nodes) if v not in nodes)
     for edge in problem.edges:
-        costs = costs + _at(edge.cost_s, edge, choice, node)
+        costs = costs + _at(edge.cost_s, edge, choice, nodes)
     values: list[FloatArray | float] = []
     for maximum in problem.maxima:
         sums = []
         for row in maximum.rows:
             seconds: FloatArray | float = row.constant_s
             for v, own in row.nodes.items():
-                seconds = seconds + (own if v == node else float(own[choice[v]]))
+                seconds = seconds + (own if v in nodes else float(own[choice[v]]))
             for index, pairs in row.edges.items():
-                seconds = seconds + _at(pairs, problem.edges[index], choice, node)
+                seconds = seconds + _at(pairs, problem.edges[index], choice, nodes)
             for other, factor in row.maxima.items():
                 seconds = seconds + factor * values[other]
             sums.append(seconds)
@@ -345,12 +348,13 @@ def changed_objectives(problem: Problem, choice: Sequence[int], node: int) -> Fl
     return costs + constant
 
 
-def _at(pairs: FloatArray, edge: Edge, choice: Sequence[int], node: int) -> FloatArray | float:
-    """The seconds of an edge at `choice`; of every strategy of `node` where that is one of its ends."""
-    if node in (edge.source, edge.target):
-        own: FloatArray = pairs[:, choice[edge.target]] if node == edge.source else pairs[choice[edge.source]]
+def _at(pairs: FloatArray, edge: Edge, choice: Sequence[int], nodes: Sequence[int]) -> FloatArray | float:
+    """The seconds of an edge at `choice`; of every strategy of `nodes` where an end of it is among them."""
+    if edge.source in nodes:
+        own: FloatArray = np.diagonal(pairs) if edge.target in nodes else pairs[:, choice[edge.target]]
         return own
-    return float(pairs[choice[edge.source], choice[edge.target]])
+    target: FloatArray = pairs[choice[edge.source]]
+    return target if edge.target in nodes else float(target[choice[edge.target]])
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:

@@ -8,9 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.instances import EdgePhases, NodePhases, one_pass, random_problem
+from benchmarks.instances import EdgePhases, NodePhases, chain, one_pass, random_problem
+from benchmarks.steps import on_blocks
 from parplan.errors import ParplanError
-from parplan.planner.solver.problem import Edge, Linear, Maximum, Node, Problem, Row, Usage, evaluate, restrict
+from parplan.planner.solver.problem import (
+    Edge,
+    Linear,
+    Maximum,
+    Node,
+    Problem,
+    Row,
+    Usage,
+    changed_objectives,
+    evaluate,
+    objective,
+    restrict,
+)
 from tests.planner.oracle import objectives
 
 
@@ -86,6 +99,17 @@ def test_all_choices_at_once_cost_and_break_what_each_alone_does() -> None:
         assert objectives(problem) == pytest.approx(wanted, rel=1e-12, abs=1e-12)
         seen |= {(found.feasible, bool(np.isfinite(found.objective))) for found in one_by_one}
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_strategies_of_nodes_cost_what_each_alone_does(seed: int) -> None:
+    problem, rng = on_blocks(chain(6, seed), 2, seed), np.random.default_rng(seed)
+    choice = [int(rng.integers(size)) for size in problem.sizes]
+    first = int(rng.integers(len(choice)))
+    alike = [v for v, size in enumerate(problem.sizes) if size == problem.sizes[first]]
+    for nodes in ([first], alike):
+        changed = [[k if v in nodes else own for v, own in enumerate(choice)] for k in range(problem.sizes[first])]
+        assert changed_objectives(problem, choice, *nodes) == pytest.approx([objective(problem, c) for c in changed])
 
 
 def test_peaks_count_what_is_live_together() -> None:
