@@ -325,6 +325,7 @@ def _solver(time_limit_s: float, workers: int) -> cp_model.CpSolver:
     solver.parameters.interleave_search = workers > 1  # the same problem gives the same choice
     solver.parameters.cp_model_probing_level = 2 if workers > 1 else 0
     solver.parameters.linearization_level = 2
+    solver.parameters.presolve_inclusion_work_limit = 0  # it takes some feasible models for infeasible ones (9.15)
     solver.parameters.random_seed = 0
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.catch_sigint_signal = False

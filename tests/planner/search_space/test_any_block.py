@@ -12,8 +12,10 @@ from parplan.plan import Scheme
 from parplan.planner.search.branches import averaged, sections
 from parplan.planner.search.context import shape_of
 from parplan.planner.search_space.formulation import formulate
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.solver.solve import solve
 from tests.planner.branches import drawn
+from tests.planner.oracle import brute_force
 from tests.planner.random_plans import FAR_S, EveryPlan, case, plan_of, random_plans, step_time_s
 
 EACH = 12
@@ -45,3 +47,18 @@ def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
         for shape in [averaged(phases), *([] if at_once else [averaged(())])]:
             bound = solve(formulate(graph, cluster, costs, alone, shape=shape, far_s=FAR_S).problem, 10.0).bound
             assert bound <= step_s * (1 + 1e-9)
+
+
+def test_cpsat_finds_what_is_below_a_cutoff() -> None:
+    """Its presolve took this model for an infeasible one."""
+    graph, (_, cluster, _) = drawn(45), case(45)
+    costs = RooflineCosts(graph, cluster, optimizer=random.Random(45).choice(("sgd", "momentum", "adam")))
+    every = EveryPlan(graph, cluster, costs)
+    lanes = tuple(range(cluster.count))
+    first, anywhere = Shape(lanes=lanes), Shape(lanes=lanes, anywhere=True)
+    known = {name: [one for one in own if min(one.devices) == 0] for name, own in every.known.items()}
+    step_s = solve(formulate(graph, cluster, costs, known, shape=first, far_s=FAR_S).problem).objective
+    problem = formulate(graph, cluster, costs, every.strategies(anywhere), shape=anywhere, far_s=step_s).problem
+    truth = brute_force(problem).objective
+    assert truth < 0.999 * step_s
+    assert solve(problem, cutoff=step_s).objective == pytest.approx(truth, rel=1e-9)
