@@ -173,6 +173,7 @@ class LayerGraph:
         checks: assertions of the forward on its inputs, for the runtime to check before every step.
         size_branches: Python branches on the number of samples (graph/attributes/size_branches.py).
         settled: what the model's first call changes on it and was left so (graph/attributes/first_call.py), in words.
+        compiling: lines of the model that ask whether they are compiled, where its code for compilers was captured.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
         profiled: of layers that only a layer profile tells of, all that it says but the name.
     """
@@ -206,6 +207,7 @@ class LayerGraph:
     checks: tuple[InputCheck, ...] = ()
     size_branches: SizeBranches = field(default_factory=SizeBranches)
     settled: tuple[str, ...] = ()
+    compiling: tuple[str, ...] = ()
     sites: Mapping[str, Any] = field(default_factory=dict)
     flattened: Mapping[str, int] = field(default_factory=dict)
     sample_indices: tuple[SampleIndex, ...] = ()

@@ -250,6 +250,11 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
             f"The model's first call changes it ({graph.settled[0]}{more}): it was captured, and left, as later calls "
             "run."
         )
+    if graph.compiling:
+        notes.append(
+            "The code that the model runs in Python cannot be captured: planned is its code for compilers, which it "
+            f"asks for at {graph.compiling[0]}"
+        )
     if graph.checks:
         found = counted(len(graph.checks), "assertion")
         notes.append(f"Checked before every step: {found} of the forward on its inputs ({graph.checks[0].line}).")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.input_checks import InputCheck, asserted, input_check, model_frame
 from parplan.graph.attributes.size_branches import SIZE_READS, SizeReads
-from parplan.graph.user_line import calling_line
+from parplan.graph.user_line import calling_line, frame_line
 
 __all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_modes"]
 
@@ -77,27 +78,57 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
             setattr(torch, name, plain)
 
 
+# torch's own ways to ask, which pass on the question of the code that calls them.
+_ASKS_FOR_OTHERS = tuple(str(Path(_TORCH, *name.split("/"))) for name in ("_utils.py", "_dynamo/external_utils.py"))
+_COMPILING: dict[str, FunctionType] = {
+    name: FunctionType(function.__code__, function.__globals__, name)
+    for name, function in ((name, getattr(torch.compiler, name)) for name in ("is_compiling", "is_exporting"))
+}
+_told: list[Callable[[FrameType], bool]] = []
+
+
+def _stand_in() -> bool:
+    """Code in the place of torch's, and so with its globals: of functions that users import by name, too."""
+    import sys
+
+    from parplan.graph.attributes.surroundings import _told
+
+    answer: bool = _told[-1](sys._getframe())
+    return answer
+
+
 @contextmanager
-def compiling_branches(taken: bool = True) -> Iterator[list[str]]:
-    """While it lasts, code outside of torch that asks `torch.compiler.is_compiling()` is told so, or that it is not.
+def compiling_branches(taken: bool) -> Iterator[dict[str, None]]:
+    """While it lasts, code outside of torch that asks `torch.compiler.is_compiling()` (or `is_exporting()`) is told so,
+    or that it is not.
 
     Yields:
-        The files that ask.
+        The lines that ask, as keys.
     """
-    plain, callers = torch.compiler.is_compiling, list[str]()
+    lines = dict[str, None]()
 
-    def is_compiling() -> bool:
-        name = sys._getframe(1).f_code.co_filename
-        if name.startswith(_TORCH):
-            return plain()
-        callers.append(name)
-        return taken and plain()
+    def told(asked: FrameType) -> bool:
+        plain: bool = _COMPILING[asked.f_code.co_name]()
+        frame = asked.f_back
+        while frame is not None and frame.f_code.co_filename in _ASKS_FOR_OTHERS:
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+            return plain
+        while frame.f_back is not None and frame.f_code.co_name.startswith("is_"):  # a library's own way to ask
+            frame = frame.f_back
+        lines[frame_line(frame)] = None
+        return taken and plain
 
-    torch.compiler.is_compiling = is_compiling
+    _told.append(told)
+    for name in _COMPILING:
+        getattr(torch.compiler, name).__code__ = _stand_in.__code__.replace(co_name=name)
     try:
-        yield callers
+        yield lines
     finally:
-        torch.compiler.is_compiling = plain
+        _told.pop()
+        for name, plain in _COMPILING.items():
+            if not _told:
+                getattr(torch.compiler, name).__code__ = plain.__code__
 
 
 _READS = frozenset(

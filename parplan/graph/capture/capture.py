@@ -78,6 +78,7 @@ def capture(
     register_caches()
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
+    call = replace(call, compiling=earlier.compiling if earlier is not None else None)
     with as_tensors(numbers) as tensors:
         settled: tuple[Change, ...] = ()
         try:
@@ -85,6 +86,9 @@ def capture(
         except FirstCallChanges as found:
             call, settled = replace(call, sites={}, opaque=OpaqueCalls()), found.changes
             first = export_settled(call, found)
+        call = replace(call, compiling=bool(first.compiling))
+        if earlier is not None:
+            earlier.compiling = call.compiling or None
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -354,6 +358,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         stored=tuple(recorder.stored),
         containers=first.containers,
         checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
+        compiling=first.compiling,
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,
         size_branches=branches,

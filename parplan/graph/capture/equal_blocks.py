@@ -82,11 +82,13 @@ class EarlierExport:
         graph: before anything of it is changed; None as long as there is none.
         inputs: of its signature.
         unlike: a later export had other ops, so that no further one is tried.
+        compiling: whether the model's code for compilers was exported.
     """
 
     graph: fx.Graph | None = None
     inputs: Sequence[InputSpec] = ()
     unlike: bool = False
+    compiling: bool | None = None
 
     def keep(self, program: ExportedProgram) -> None:
         """Take a copy of an export's ops."""

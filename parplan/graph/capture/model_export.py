@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,10 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The call to capture: a model, the leaves of its arguments, and the dimension of the samples."""
+    """The call to capture: a model, the leaves of its arguments, and the dimension of the samples.
+
+    `compiling` says whether the code that the model has for compilers is taken; None: where its code for Python fails.
+    """
 
     model: nn.Module
     leaves: Sequence[Any]
@@ -68,6 +71,7 @@ class ExportRequest:
     numbers: Sequence[Number] = ()
     sites: dict[str, Site] = field(default_factory=dict)
     opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
+    compiling: bool | None = None
 
     @property
     def alike(self) -> frozenset[int]:
@@ -103,11 +107,13 @@ class Exported:
         program: as torch.export gives it, with lookups in step with the samples rewritten.
         recorder: attributes that the forward reads and writes.
         containers: caches among the arguments that it returns or changes.
+        compiling: the model's lines that ask whether they are compiled, where they were told so.
     """
 
     program: ExportedProgram
     recorder: Recorder
     containers: ContainerResults
+    compiling: tuple[str, ...] = ()
 
 
 class FirstCallChanges(CaptureError):
@@ -133,8 +139,8 @@ def export_call(
 ) -> Exported:
     """Export `call` with the arguments `given`, a resized copy of its own.
 
-    A forward may have code of its own for compilers (`torch.compiler.is_compiling()`). Where that cannot be exported,
-    the code that it runs in Python is.
+    A forward may have code of its own for compilers (`torch.compiler.is_compiling()`). Captured is the code that runs
+    in Python, and only where that cannot be exported the other, of which the caller is warned.
 
     Args:
         equal: blocks of which one is traced; their ops are not filled in.
@@ -144,16 +150,32 @@ def export_call(
         FirstCallChanges: it changes its own state.
         UnequalBlocks: of `equal`, it has to be exported in full.
     """
-    with compiling_branches() as callers:
+    with compiling_branches(taken=bool(call.compiling)) as lines:
         try:
-            return _export(call, given, sites, opaque, equal)
+            made = _export(call, given, sites, opaque, equal)
+            return replace(made, compiling=tuple(lines) if call.compiling else ())
+        except FirstCallChanges:
+            raise
+        except CaptureError as error:
+            if not lines or call.compiling is not None or call.numbers or equal is not None:
+                raise
+            reason = error
+    sites.clear()
+    opaque.clear()
+    with compiling_branches(taken=True) as lines:
+        try:
+            made = _export(call, given, sites, opaque, equal)
         except FirstCallChanges:
             raise
         except CaptureError:
-            if not callers or sites or opaque.sites or opaque.checkpoints:
-                raise
-            with compiling_branches(taken=False):
-                return _export(call, given, sites, opaque, equal)
+            raise reason from None
+    warnings.warn(
+        f"{type(call.model).__name__}: captured is the code that it runs for compilers, which may compute something "
+        f"else than the code that it runs in Python; it asks at {next(iter(lines), 'a line that is not known')}\n  the "
+        f"code for Python cannot be captured: {reason}",
+        stacklevel=2,
+    )
+    return replace(made, compiling=tuple(lines))
 
 
 def _export(

@@ -57,6 +57,11 @@ class OpaqueCalls:
         self._model: nn.Module | None = None
         self._aside = False
 
+    def clear(self) -> None:
+        """Forget the calls of a capture that has failed."""
+        for found in (self.sites, self.checkpoints, self._counts, self._probed):
+            found.clear()
+
     @contextmanager
     def intercepted(self, model: nn.Module) -> Iterator[None]:
         """While it lasts, calls leave ops in what is recorded.

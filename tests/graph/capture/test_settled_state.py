@@ -391,28 +391,6 @@ def test_a_refused_capture_leaves_no_hooks() -> None:
     assert [len(block._forward_hooks) for block in model.blocks] == [0, 0]
 
 
-class Compiles(nn.Module):
-    """Has code of its own for compilers, which fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(N, 4) to the same."""
-        if mask is None and not torch.compiler.is_compiling():
-            mask = torch.ones(x.shape)
-        result: Tensor = self.linear(x) * mask.to(x.dtype)  # type: ignore[union-attr]
-        return result
-
-
-def test_code_for_compilers_that_fails_is_left_for_the_code_that_runs() -> None:
-    model, x = Compiles().double(), torch.randn(6, 4, dtype=torch.float64)
-    plain = torch.compiler.is_compiling
-    assert_same_numbers(capture(model, (x,)), model, (x,), choose=halves)
-    assert torch.compiler.is_compiling is plain
-
-
 def test_a_note_says_what_was_settled() -> None:
     decision = parplan.analyze(Switches(), torch.randn(6, 4), gpus=2, gpu="k20", time_limit_s=1)
     assert any("first call changes it (attention: it changes it from 'sparse' to 'full'" in n for n in decision.notes)
