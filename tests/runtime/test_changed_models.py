@@ -114,3 +114,31 @@ def test_statistics_over_all_batches_so_far_are_refused_by_name() -> None:
         model(x)
     model.eval()
     model(x)
+
+
+class MakesTensors(nn.Module):
+    """Its result has the type and the device that torch gives to tensors which name none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 6) to the same."""
+        return torch.linspace(0, 1, 6) / 3 + torch.get_default_dtype().itemsize + 0 * x.mean()
+
+
+def test_the_default_type_is_that_of_the_call() -> None:
+    plain, x = MakesTensors(), torch.randn(4, 6)
+    model, before = compiled(plain, spread(2, "data"), 2), torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert model(x).dtype is dtype
+            assert torch.equal(model(x), plain(x))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_graph_is_for_one_default_device() -> None:
+    captures = compiled(MakesTensors(), spread(2, "data"), 2)._captures
+    before = captures._modes(True)
+    with torch.device("meta"):
+        assert captures._modes(True) != before
+    assert captures._modes(True) == before

@@ -235,8 +235,9 @@ class Captures:
     def _modes(self, training: bool) -> Hashable:
         """The modes that a graph is captured in."""
         casts = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        made = (torch.get_default_dtype(), torch.get_default_device())  # of tensors that the forward makes
         modes = (self._own.modes(training), torch.is_grad_enabled())
-        return (*modes, casts, self._own.trained, self._hooks.marks)
+        return (*modes, casts, made, self._own.trained, self._hooks.marks)
 
     def _supposed_batch(self, call: ModelCall) -> int | None:
         """Samples over all processes if each that brings its own brings as many as this one."""
