@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parplan.errors import CaptureError
 from parplan.graph.attributes.held_values import MISSING
 from parplan.graph.attributes.number_inputs import container_of
 
-__all__ = ["Change", "short"]
+__all__ = ["Change", "Write", "refusal", "short"]
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,31 @@ def short(value: Any) -> str:
     """The text of a value, up to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+@dataclass(frozen=True)
+class Write:
+    """A place that the forward has written.
+
+    Args:
+        path: what users call it.
+        module: whose it is.
+        keys: from the module's attributes to the place.
+        before, now: its values.
+        read: the forward may have read there first.
+    """
+
+    path: str
+    module: nn.Module
+    keys: tuple[Hashable, ...]
+    before: Any
+    now: Any
+    read: bool
+
+
+def refusal(path: str, what: str) -> CaptureError:
+    """The error for a write, in words after "it", that no captured graph can keep up."""
+    return CaptureError(
+        f"the forward writes {path}: it {what}, which a captured model would do once and not at every "
+        "call; count in a buffer (register_buffer), return the value as a result, or write it outside of the forward"
+    )

@@ -6,13 +6,13 @@ microseconds. Only where an object is another one are values compared.
 
 from __future__ import annotations
 
-import types
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import repeat
 from operator import is_, xor
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
-from parplan.graph.user_line import is_users
 
-__all__ = ["ClassPlace", "Entry", "Guards", "ValuesPlace", "VersionPlace", "names_of"]
+__all__ = ["ClassPlace", "Entry", "Guards", "KeysPlace", "Place", "ValuesPlace", "VersionPlace"]
 
 
 # Containers within containers around a number.
@@ -56,6 +55,25 @@ class ClassPlace:
     def get(self, key: str, default: Any, /) -> Any:
         """The first class's that has it."""
         return next((vars(kind)[key] for kind in self.kind.__mro__ if key in vars(kind)), default)
+
+
+@dataclass(frozen=True)
+class KeysPlace:
+    """Whether a module has the attributes that it had, for code that looks at all of them.
+
+    Args:
+        place: the attributes of the module.
+        keys: the names that it had.
+        ignored: names that do not count.
+    """
+
+    place: dict[str, Any]
+    keys: Set[str]
+    ignored: Set[str]
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Whether it has."""
+        return self.place.keys() - self.ignored == self.keys
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,13 @@ class Guards:
         self._written = written
         self._numbers = numbers
         own = [entry for entry in entries if type(entry.place) is dict]
-        self._others = [entry for entry in entries if type(entry.place) is not dict]
+        # A class's own table is quicker than a look through its bases, where it hands values out as they are.
+        others = [(entry, _of_class(entry)) for entry in entries if type(entry.place) is not dict]
+        self._others = [entry for entry, kind in others if kind is None]
+        self._of_classes = [entry for entry, kind in others if kind is not None]
+        self._kinds = [kind for _, kind in others if kind is not None]
+        self._class_keys = [str(entry.key) for entry in self._of_classes]
+        self._class_values = [entry.value for entry in self._of_classes]
         self._own = own
         self._places = [entry.place for entry in own]
         self._keys = [entry.key for entry in own]
@@ -128,7 +152,7 @@ class Guards:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All attributes, with the values that the graph was captured with."""
-        return (*self._own, *self._others)
+        return (*self._own, *self._others, *self._of_classes)
 
     @property
     def hold(self) -> bool:
@@ -137,6 +161,8 @@ class Guards:
         if not all(type(number.value) is number.kind for number in self._numbers):
             return False
         others = all(entry.place.get(entry.key, MISSING) is entry.value for entry in self._others)
+        of_classes = map(getattr, self._kinds, self._class_keys, repeat(MISSING))
+        others = others and all(map(is_, of_classes, self._class_values))
         stale = [held.container for held in self._mutable if not held.unchanged]
         if not all(same(container, container, self._held) for container in stale):
             return False
@@ -188,7 +214,7 @@ class Guards:
                 yield Number(path, holder, place, keys, type(now)), before
             return
         held, holds = self._held.get(id(before)), contents(now)
-        if held is None or holds is None or isinstance(now, (tuple, set, frozenset)) or len(keys) > DEEPEST:
+        if held is None or holds is None or isinstance(now, (tuple, set, frozenset, MethodType)) or len(keys) > DEEPEST:
             return
         for key, value in held.items.items():
             if key in holds and key not in held.written and not same(holds[key], value, self._held):
@@ -196,41 +222,7 @@ class Guards:
                 yield from self._numbers_in(place, (*keys, key), inner, path, holds[key], value)
 
 
-@dataclass(frozen=True)
-class CellPlace:
-    """A variable of a function around."""
-
-    cell: types.CellType
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Its value."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # not assigned yet
-            return default
-
-
-def names_of(function: Any, seen: set[int]) -> Iterator[Entry]:
-    """Global and closure variables of a user's function and of those it calls; `seen` functions are left out."""
-    waiting = [function]
-    while waiting:
-        code = getattr(waiting[-1], "__code__", None)
-        function = waiting.pop()
-        if code is None or id(code) in seen or not is_users(code.co_filename):
-            continue
-        seen.add(id(code))
-        home = function.__globals__
-        outside = {name: (home, home[name]) for name in _names(code) if name in home}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            outside[name] = (CellPlace(cell), CellPlace(cell).get("", None))
-        for name, (place, value) in outside.items():
-            if isinstance(value, _TOLD):
-                yield Entry(f"{function.__module__}.{name}", place, name, value)
-            elif isinstance(value, types.FunctionType):
-                waiting.append(value)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """All that it names, and what functions within it name."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _of_class(entry: Entry) -> type | None:
+    """The class that has the value of an entry as an attribute."""
+    kind = entry.place.kind if isinstance(entry.place, ClassPlace) else None
+    return kind if kind is not None and getattr(kind, str(entry.key), MISSING) is entry.value else None

@@ -6,7 +6,9 @@ A captured graph has such values as constants, so it serves only while they are 
 from __future__ import annotations
 
 import enum
+import logging
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
@@ -18,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from parplan.compat import without_modes
+from parplan.graph.user_line import is_users
 
-__all__ = ["LIMIT", "MISSING", "PLAIN", "Held", "PlainTensor", "contents", "name_of", "same", "walk"]
+__all__ = [
+    "LIMIT", "MISSING", "PLAIN", "Held", "PlainTensor", "contents", "is_watched", "name_of", "same", "walk",
+]  # fmt: skip
 
 # Containers that are looked into, over all attributes of one model; what lies beyond is not compared.
 LIMIT = 2000
@@ -42,8 +47,8 @@ PLAIN = (
     enum.Enum, range, slice,
 )  # fmt: skip
 _OPAQUE = (
-    Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    torch.Generator, torch.ScriptObject, torch.ScriptFunction,
+    Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    torch.Generator, torch.ScriptObject, torch.ScriptFunction, logging.Logger,
 )  # fmt: skip
 
 
@@ -57,6 +62,8 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
+    if isinstance(value, types.MethodType):
+        return {"self": value.__self__, "function": value.__func__}
     if isinstance(value, random.Random):
         return {"getstate()": str(value.getstate())}
     if type(value).__module__.split(".")[0] == "numpy":
@@ -71,7 +78,10 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
         slots = vars(kind).get("__slots__", ())
         names = [slots] if isinstance(slots, str) else slots
         found |= {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
-    return found or None
+    # One without attributes may get some; types that are not Python's have contents that nobody sees.
+    plain = all(kind is object or is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
+                for kind in type(value).__mro__)  # fmt: skip
+    return found if found or plain else None
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class Held:
         elif isinstance(place, set):
             place.clear()
             place.update(self.keys)
-        elif hasattr(place, "__dict__"):
+        elif hasattr(place, "__dict__") and not isinstance(place, types.MethodType):
             place.__dict__.clear()
             place.__dict__.update(self.items)
 
@@ -175,7 +185,14 @@ def same(now: Any, before: Any, found: Mapping[int, Held], depth: int = 50) -> b
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor that is neither parameter nor buffer, as it was."""
+    """A tensor that is neither parameter nor buffer, as it was.
+
+    Args:
+        path: as users write it.
+        tensor: the tensor itself.
+        version: how often it had been written in place.
+        values: a copy, of one that is not large.
+    """
 
     path: str
     tensor: Tensor
@@ -184,7 +201,14 @@ class PlainTensor:
 
     @staticmethod
     def of(path: str, tensor: Tensor) -> PlainTensor:
-        """A tensor with its values where they are few."""
+        """A snapshot of `tensor`."""
         small = tensor.numel() <= _COPIED_ELEMENTS
         with without_modes():
             return PlainTensor(path, tensor, tensor._version, tensor.detach().clone() if small else None)
+
+
+def is_watched(known: Mapping[int, PlainTensor], decides: set[int], tensor: Tensor) -> bool:
+    """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
+    decides.add(id(tensor))
+    one = known.get(id(tensor))
+    return one is not None and one.values is not None

@@ -9,9 +9,10 @@ would do it once and never again; and nothing of the capture stays on the module
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,30 +20,41 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import HOOK_FIELDS, pytree, traced_node
+from parplan.compat import HOOK_FIELDS, FakeTensor, pytree, traced_node
 from parplan.errors import CaptureError
-from parplan.graph.attributes.first_call import Change, short
-from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, ValuesPlace, VersionPlace, names_of
-from parplan.graph.attributes.held_values import LIMIT, MISSING, PLAIN, Held, PlainTensor, contents, name_of, same, walk
+from parplan.graph.attributes.first_call import Change, Write, refusal
+from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, KeysPlace, ValuesPlace, VersionPlace
+from parplan.graph.attributes.held_values import (
+    LIMIT,
+    MISSING,
+    PLAIN,
+    Held,
+    PlainTensor,
+    contents,
+    is_watched,
+    name_of,
+    same,
+    walk,
+)  # fmt: skip
 from parplan.graph.attributes.input_checks import InputCheck
+from parplan.graph.attributes.named_values import NamedValues, attributes_named, class_values
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.size_branches import without_sizes
 from parplan.graph.attributes.stored_results import Stored, Template
-from parplan.graph.attributes.surroundings import HostReads, ModePlace, RandomNumbers, seen_modes
+from parplan.graph.attributes.surroundings import (
+    OF_MODULES,
+    HostReads,
+    ModePlace,
+    RandomNumbers,
+    seen_attributes,
+    seen_modes,
+)  # fmt: skip
 
 __all__ = ["Recorder", "recorded"]
-
-# What modules keep for themselves. Modes and hooks are watched elsewhere, parameters, buffers and submodules too.
-_OWN = frozenset((
-    *HOOK_FIELDS, "__class__", "__dict__", "training", "_parameters", "_buffers", "_modules", "_state_dict_hooks",
-    "_non_persistent_buffers_set", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_state_dict_pre_hooks", "_compiled_call_impl", "_version", "call_super_init", "dump_patches",
-    "_flat_weights", "_flat_weight_refs",
-))  # fmt: skip
 
 
 @dataclass
@@ -77,13 +89,14 @@ class Recorder:
         self._tensors: dict[int, PlainTensor] = {}
         self._written: dict[str, set[Hashable]] = defaultdict(set)
         self._decides: set[int] = set()
-        self._functions: set[int] = set()
-        self._names: list[Entry] = []
+        self._named = NamedValues(self._held)
+        self._kinds: set[type] = set()
+        self._outside: list[Entry] = []
         self._active = False
         self._random: RandomNumbers | None = None
         self._lengths = ExitStack()
         self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
-        self.host_reads = HostReads(partial(_watched, self._tensors, self._decides))
+        self.host_reads = HostReads(partial(is_watched, self._tensors, self._decides))
         self.stored: list[Stored] = []
         self.changes: list[Change] = []
         self._unread: list[Change] = []
@@ -102,6 +115,10 @@ class Recorder:
             written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
         inputs = {(id(number.place), number.keys[-1]) for number in self._numbers if not number.holder}
         read = [entry for key, entry in self._read.items() if key not in inputs]
+        # Modules that are not parts of the model; one that the forward has made may have been written since.
+        kinds = {*self._kinds, *(type(held.container) for held in self._held.values())}
+        read += [entry for kind in kinds if not issubclass(kind, nn.Module) for entry in class_values(kind)]
+        read += [entry for entry in self._outside if entry.place.get(entry.key, MISSING) is entry.value]
         return Guards((*read, *versions), written, self._numbers)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -122,6 +139,14 @@ class Recorder:
         self._active = self.host_reads.on = True
         self._lengths.enter_context(self.host_reads.sizes.of_one_forward())
         self._random = RandomNumbers()
+        # torch has looked the model's own forward up before its hooks are called.
+        kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        self.read(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+        self.read_of_class(module.__dict__, kind, "forward")
+        for known in list(self._modules.values()):
+            kinds = type(known.module).__mro__
+            if any("__getattribute__" in vars(kind) for kind in kinds if kind not in (nn.Module, object)):
+                self.read_all(known.place)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Hook of the whole model: results and what it has left on the modules."""
@@ -135,7 +160,7 @@ class Recorder:
             for module, fields, place, before in self._held_by.values():
                 known = self._modules[id(module.__dict__)]
                 for key in before.keys() - place.keys():
-                    raise _refusal(known.path(key if fields == "_modules" else fields), "takes a module or a hook away")
+                    raise refusal(known.path(key if fields == "_modules" else fields), "takes a module or a hook away")
                 for key in (key for key, now in place.items() if before.get(key, MISSING) is not now):
                     path = known.path(key if fields == "_modules" else fields)
                     self.changes.append(Change(path, module, (fields, key), before.get(key, MISSING), place[key]))
@@ -153,7 +178,7 @@ class Recorder:
         self._active = self.host_reads.on = False
         self._lengths.close()
         for known in self._modules.values():
-            for key in (known.place.keys() | known.before.keys()) - _OWN:
+            for key in (known.place.keys() | known.before.keys()) - OF_MODULES:
                 if key not in known.before:
                     del known.place[key]
                 elif known.place.get(key, MISSING) is not known.before[key]:
@@ -164,9 +189,7 @@ class Recorder:
             if fields == "_modules" and place != before:  # hooks that are gone are those of the capture itself
                 place.clear()
                 place.update(before)
-        for entry in self._names:
-            if isinstance(entry.place, dict) and entry.place.get(entry.key, MISSING) is not entry.value:
-                entry.place[entry.key] = entry.value
+        self._named.restore()
         for held in self._held.values():
             if not held.unchanged and not same(held.container, held.container, self._held):
                 held.restore()
@@ -182,16 +205,38 @@ class Recorder:
         with suppress(CaptureError):
             self._end_random()
 
-    def read(self, place: Any, key: str, value: Any) -> None:
+    def read(self, place: Any, key: str, value: Any, module: nn.Module | None = None) -> None:
         """The forward reads an attribute of a module, or finds that it is not there."""
         if not self._active or (id(place), key) in self._read:
             return
         known = self._modules.get(id(place))
         if known is None:
+            traced = module is None or any(isinstance(t, FakeTensor) for t in module._parameters.values())
+            if isinstance(value, PLAIN) and not traced and not isinstance(module, fx.GraphModule):
+                self._outside.append(Entry(f"{type(module).__name__}.{key}", place, key, value))
             return
         if known.before.get(key, MISSING) is not value:
             return  # the forward has written it before
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise CaptureError(
+                f"the forward reads {known.path(key)}, an iterator, from which a captured model would take once and "
+                "not at every call; take from it outside of the forward and pass the value as an argument"
+            )
         self._note(known.path(key), place, key, value)
+
+    def is_part(self, place: Any) -> bool:
+        """Whether a module with these attributes is a part of the model."""
+        return id(place) in self._modules
+
+    def read_all(self, place: Any) -> None:
+        """The forward looks at all attributes of a module (`self.__dict__`, `vars(self)`)."""
+        known = self._modules.get(id(place))
+        if known is not None and self._active:
+            for key in known.before.keys() - OF_MODULES:
+                if place.get(key, MISSING) is known.before[key]:
+                    self._note(known.path(key), place, key, known.before[key])
+            names = KeysPlace(place, known.before.keys() - OF_MODULES, OF_MODULES)
+            self._read[id(place), ""] = Entry(known.path("__dict__"), names, "", True)
 
     def read_of_class(self, place: Any, kind: type, key: str) -> None:
         """The forward reads an attribute of a module's class."""
@@ -199,27 +244,32 @@ class Recorder:
         value = vars(kind)[key]
         if not self._active or known is None or key in known.place:
             return
-        self._note_names(value)
+        owner, named = type(known.module), attributes_named(value)
+        for entry in self._named.of(value, owner):
+            self._add(entry)
+        if named is not None and not named.isdisjoint(("__getattribute__", "getattr_static")):
+            self.read_all(place)
         plain = isinstance(value, (*PLAIN, list, tuple, dict, set, frozenset))
         if plain or key == "forward" or not kind.__module__.startswith("torch."):
             self._note(known.path(key), place, key, MISSING)
-        if plain:
-            self._note(known.path(key), ClassPlace(type(known.module)), key, value)
+        if plain or named is not None:
+            self._note(known.path(key), ClassPlace(owner), key, value)
 
     def read_mode(self, name: str, value: bool) -> None:
         """The forward asks for one of torch's modes."""
         if self._active:
             self._read[0, name] = Entry(f"torch.{name}()", ModePlace(), name, value)
 
-    def _note_names(self, function: Any) -> None:
-        code = getattr(function, "fget", getattr(function, "__func__", function))  # of a property, of a method
-        for entry in names_of(code, self._functions):
-            self._read[id(entry.place), entry.key] = entry
-            self._names.append(entry)
+    def _add(self, entry: Entry) -> bool:
+        """Whether an entry is a new one: modules of one class share what they read of it."""
+        place = entry.place.kind if isinstance(entry.place, ClassPlace) else entry.place
+        return self._read.setdefault((id(place), entry.key), entry) is entry
 
     def _note(self, path: str, place: Any, key: str, value: Any) -> None:
-        self._read[id(place), key] = Entry(path, place, key, value)
-        self._note_names(value)
+        if not self._add(Entry(path, place, key, value)):
+            return
+        for entry in self._named.of(value):
+            self._add(entry)
         if len(self._held) == LIMIT:
             warnings.warn(
                 f"{type(self._model).__name__}: of what its forward reads from {path} on, changes are not seen: "
@@ -227,6 +277,7 @@ class Recorder:
                 stacklevel=2,
             )
         for inner, leaf in walk(path, value, self._held):
+            self._kinds.add(type(leaf))
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 self._tensors[id(leaf)] = PlainTensor.of(inner, leaf)
 
@@ -297,34 +348,32 @@ class Recorder:
         known = self._tensors.get(id(tensor))
         return known.path if known is not None else "a tensor that is not a parameter"
 
-    def _writes(self) -> Iterator[_Write]:
+    def _writes(self) -> Iterator[Write]:
         for known in self._modules.values():
             for field_name in ("_modules", "_parameters"):
                 now, before = known.place[field_name], known.before[field_name]
                 if now is not before:
-                    raise _refusal(known.path(field_name), "replaces it")
-            for key in (k for k in known.place if k not in _OWN and k not in known.hooked):
+                    raise refusal(known.path(field_name), "replaces it")
+            for key in (k for k in known.place if k not in OF_MODULES and k not in known.hooked):
                 before, now = known.before.get(key, MISSING), known.place[key]
                 if now is not before and not same(now, before, self._held):
-                    yield _Write(
+                    yield Write(
                         known.path(key), known.module, (key,), before, now, (id(known.place), key) in self._read
                     )
                 elif now is before:
                     yield from self._inside(known, (key,), now, set())
             for key in known.before.keys() - known.place.keys():
-                raise _refusal(known.path(key), "deletes it")
+                raise refusal(known.path(key), "deletes it")
         for tensor in self._tensors.values():
             if tensor.tensor._version != tensor.version:
                 raise CaptureError(
                     f"the forward writes {tensor.path}, a tensor that is neither parameter nor buffer, in place; make "
                     "it a buffer (register_buffer), which a captured model keeps up to date"
                 )
-        for entry in self._names:
-            now = entry.place.get(entry.key, MISSING)
-            if now is not entry.value:
-                raise _refusal(entry.path, f"changes it from {short(entry.value)} to {short(now)}")
+        for path, what in self._named.changes():
+            raise refusal(path, what)
 
-    def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[_Write]:
+    def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[Write]:
         """Changes in a container that the forward has read."""
         held = self._held.get(id(value))
         if held is None or id(value) in seen:
@@ -333,26 +382,26 @@ class Recorder:
         holds = contents(value) or {}
         if isinstance(value, (set, frozenset)) or (len(holds) != len(held.keys) and not isinstance(value, dict)):
             if set(holds) != set(held.keys):
-                raise _refusal(held.path, f"changes how much it holds, from {len(held.keys)} to {len(holds)} entries")
+                raise refusal(held.path, f"changes how much it holds, from {len(held.keys)} to {len(holds)} entries")
             return
         items = held.items
         if items.keys() - holds.keys():
-            raise _refusal(held.path, f"takes {sorted(map(str, items.keys() - holds.keys()))[0]} out of it")
+            raise refusal(held.path, f"takes {sorted(map(str, items.keys() - holds.keys()))[0]} out of it")
         for key, now in holds.items():
             before = items.get(key, MISSING)
             if now is before or same(now, before, self._held):
                 yield from self._inside(known, (*keys, key), now, seen)
             else:
                 self._written[held.path].add(key)
-                yield _Write(name_of(held.path, value, key), known.module, (*keys, key), before, now, True)
+                yield Write(name_of(held.path, value, key), known.module, (*keys, key), before, now, True)
 
-    def _taken(self, write: _Write, call: Any) -> list[Tensor]:
+    def _taken(self, write: Write, call: Any) -> list[Tensor]:
         """The tensors of a write, which become results."""
         write = replace(write, now=without_sizes(write.now))
         template, tensors = Template.of(write.now)
         for leaf in template.leaves.values():
             if not isinstance(leaf, (*PLAIN, torch.Size)):
-                raise _refusal(write.path, f"leaves an object of {type(leaf).__name__} there")
+                raise refusal(write.path, f"leaves an object of {type(leaf).__name__} there")
         # A setting that the first forward fills in; the guard on it makes the next call another capture.
         settled = write.before is None and isinstance(write.now, (str, bool, torch.dtype, torch.device))
         if not tensors:
@@ -365,32 +414,6 @@ class Recorder:
         return [tensor.clone() if id(tensor) in given else tensor for tensor in tensors]
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A place that the forward has written; `read`: it may have read there first."""
-
-    path: str
-    module: nn.Module
-    keys: tuple[Hashable, ...]
-    before: Any
-    now: Any
-    read: bool
-
-
-def _watched(known: Mapping[int, PlainTensor], decides: set[int], tensor: Tensor) -> bool:
-    """Whether a branch may depend on a tensor from outside of the forward: its values are compared from now on."""
-    decides.add(id(tensor))
-    one = known.get(id(tensor))
-    return one is not None and one.values is not None
-
-
-def _refusal(path: str, what: str) -> CaptureError:
-    return CaptureError(
-        f"the forward writes {path}: it {what}, which a captured model would do once and not at every "
-        "call; count in a buffer (register_buffer), return the value as a result, or write it outside of the forward"
-    )
-
-
 @contextmanager
 def recorded(model: nn.Module, numbers: Sequence[Number] = ()) -> Iterator[Recorder]:
     """While it lasts, reads of attributes of modules are recorded, and what one forward of `model` writes is found.
@@ -399,38 +422,14 @@ def recorded(model: nn.Module, numbers: Sequence[Number] = ()) -> Iterator[Recor
         CaptureError: the forward writes what no captured graph can keep up.
     """
     recorder = Recorder(model, numbers)
-    # On the base class, so that `type(module)` and `super()` are what they are; sub-classes inherit it.
-    plain = nn.Module.__getattribute__
-
-    def read(self: nn.Module, name: str) -> Any:
-        if name in _OWN:
-            return plain(self, name)
-        place = object.__getattribute__(self, "__dict__")
-        if name in place:
-            recorder.read(place, name, place[name])
-            return plain(self, name)
-        try:
-            value = plain(self, name)
-        except AttributeError:
-            known = any(name in place.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
-            if not known:
-                recorder.read(place, name, MISSING)
-            raise
-        kind = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
-        if kind is not None and kind is not object and kind is not nn.Module:
-            recorder.read_of_class(place, kind, name)
-        return value
-
     handles = [
         model.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True),
         model.register_forward_hook(recorder.leave, with_kwargs=True),
     ]
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     try:
-        with seen_modes(recorder.read_mode), recorder.host_reads:
+        with seen_attributes(recorder), seen_modes(recorder.read_mode), recorder.host_reads:
             yield recorder
     finally:
-        del nn.Module.__getattribute__
         for handle in handles:
             handle.remove()
         recorder.close()

@@ -14,26 +14,30 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from parplan.compat import without_modes
+from parplan.compat import HOOK_FIELDS, without_modes
 from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
+from parplan.graph.attributes.held_values import MISSING
 from parplan.graph.attributes.input_checks import InputCheck, asserted, input_check, model_frame
 from parplan.graph.attributes.size_branches import SIZE_READS, SizeReads
-from parplan.graph.user_line import calling_line, frame_line
+from parplan.graph.user_line import calling_line, frame_line, is_users
 
-__all__ = ["HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_modes"]
+__all__ = [
+    "OF_MODULES", "HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_attributes",
+    "seen_modes",
+]  # fmt: skip
 
 _MODES: dict[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
 }
 _OUTSIDE: ContextVar[dict[str, bool] | None] = ContextVar("modes of the caller", default=None)
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH, _PARPLAN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
 class ModePlace:
@@ -42,6 +46,67 @@ class ModePlace:
     def get(self, key: str, default: Any, /) -> Any:
         """Whether a mode is on."""
         return _MODES[key]()
+
+
+# What modules keep for themselves. Modes and hooks are watched elsewhere, parameters, buffers and submodules too.
+OF_MODULES = frozenset((
+    *HOOK_FIELDS, "__class__", "__dict__", "training", "_parameters", "_buffers", "_modules", "_state_dict_hooks",
+    "_non_persistent_buffers_set", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_state_dict_pre_hooks", "_compiled_call_impl", "_version", "call_super_init", "dump_patches",
+    "_flat_weights", "_flat_weight_refs",
+))  # fmt: skip
+
+
+class AttributeReads(Protocol):
+    """Told of what a forward reads from modules; `place` has the attributes of one."""
+
+    def read(self, place: Any, key: str, value: Any, module: nn.Module | None = None) -> None:
+        """One of its own, MISSING where it has none of that name."""
+
+    def read_all(self, place: Any) -> None:
+        """All of its own."""
+
+    def read_of_class(self, place: Any, kind: type, key: str) -> None:
+        """One that a class has."""
+
+    def is_part(self, place: Any) -> bool:
+        """Whether the module is a part of the model."""
+
+
+@contextmanager
+def seen_attributes(reads: AttributeReads) -> Iterator[None]:
+    """While it lasts, `reads` is told which attributes of modules are read."""
+    # On the base class, so that `type(module)` and `super()` are what they are; sub-classes inherit it.
+    plain = nn.Module.__getattribute__
+
+    def read(self: nn.Module, name: str) -> Any:
+        place = object.__getattribute__(self, "__dict__")
+        if name in OF_MODULES:
+            if name == "__dict__" and is_users(sys._getframe(1).f_code.co_filename):
+                reads.read_all(place)
+            if name == "training" and not reads.is_part(place):
+                reads.read(place, name, place.get(name), self)
+            return plain(self, name)
+        if name in place:
+            reads.read(place, name, place[name], self)
+            return plain(self, name)
+        try:
+            value = plain(self, name)
+        except AttributeError:
+            known = any(name in place.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
+            if not known:
+                reads.read(place, name, MISSING)
+            raise
+        kind = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
+        if kind is not None and kind is not object and kind is not nn.Module:
+            reads.read_of_class(place, kind, name)
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 @contextmanager
@@ -112,7 +177,7 @@ def compiling_branches(taken: bool) -> Iterator[dict[str, None]]:
         frame = asked.f_back
         while frame is not None and frame.f_code.co_filename in _ASKS_FOR_OTHERS:
             frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+        if frame is None or frame.f_code.co_filename.startswith((_TORCH, _PARPLAN)):
             return plain
         while frame.f_back is not None and frame.f_code.co_name.startswith("is_"):  # a library's own way to ask
             frame = frame.f_back

@@ -31,16 +31,24 @@ class Wrapped(nn.Module):
         # Not a submodule: names would get a prefix.
         object.__setattr__(self, "module", module)
         self.module: nn.Module
-        self.training = module.training
 
     @property
     def _slices(self) -> Sharding | None:
         """The blocks of the state that this process holds; None when it holds all of it."""
         return None
 
+    @property
+    def training(self) -> bool:
+        """The mode of the module, also where that was switched without this one."""
+        return self.module.training if "module" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in self.__dict__ and mode is not self.module.training:
+            self.module.train(mode)
+
     def train(self, mode: bool = True) -> Self:
         """Set the module's mode."""
-        self.training = mode
         self.module.train(mode)
         return self
 

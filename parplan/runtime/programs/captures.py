@@ -313,6 +313,8 @@ class _OwnTensors:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._entries: list[_Entry] = []
+        self._places: list[Mapping[str, object]] = []
+        self._sizes: list[int] = []
         self._parameters: list[nn.Parameter] = []
         self._modules: list[nn.Module] = []
         self.look_up()
@@ -321,14 +323,17 @@ class _OwnTensors:
         """Take the module's tensors of now."""
         self._parameters = list(self._module.parameters())
         self._modules = list(self._module.modules())
-        places: list[Mapping[str, object]] = [
+        self._places = [
             place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
         ]
-        self._entries = [_Entry(place, key, thing) for place in places for key, thing in place.items()]
+        self._sizes = [len(place) for place in self._places]
+        self._entries = [_Entry(place, key, thing) for place in self._places for key, thing in place.items()]
 
     @property
     def replaced(self) -> bool:
-        """Whether one of them is no longer the module's."""
+        """Whether one of them is no longer the module's, or there are others."""
+        if self._sizes != [*map(len, self._places)]:
+            return True
         return any(entry.place.get(entry.key) is not entry.thing for entry in self._entries)
 
     @property
