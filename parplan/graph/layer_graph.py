@@ -172,6 +172,7 @@ class LayerGraph:
         containers: caches among the arguments that the forward returns or changes.
         checks: assertions of the forward on its inputs, for the runtime to check before every step.
         size_branches: Python branches on the number of samples (graph/attributes/size_branches.py).
+        unchecked: lines of assertions that weights or activations decide, and that nothing checks.
         settled: what the model's first call changes on it and was left so (graph/attributes/first_call.py), in words.
         compiling: lines of the model that ask whether they are compiled, where its code for compilers was captured.
         sites: calls of modules with hooks, by the name their marks carry (graph/user_code/module_hooks.py).
@@ -206,6 +207,7 @@ class LayerGraph:
     containers: ContainerResults = field(default_factory=ContainerResults)
     checks: tuple[InputCheck, ...] = ()
     size_branches: SizeBranches = field(default_factory=SizeBranches)
+    unchecked: tuple[str, ...] = ()
     settled: tuple[str, ...] = ()
     compiling: tuple[str, ...] = ()
     sites: Mapping[str, Any] = field(default_factory=dict)

@@ -258,6 +258,9 @@ def _notes(case: Case, plan: Plan, step: Prediction) -> Sequence[str]:
     if graph.checks:
         found = counted(len(graph.checks), "assertion")
         notes.append(f"Checked before every step: {found} of the forward on its inputs ({graph.checks[0].line}).")
+    if graph.unchecked:
+        found = counted(len(graph.unchecked), "assertion")
+        notes.append(f"Not checked: {found} of the forward on weights or activations ({graph.unchecked[0]}).")
     if graph.one_batch:
         reason = " ".join(graph.one_batch.split())
         samples = counted(graph.batch or 0, "sample")

@@ -210,6 +210,7 @@ class HostReads(TorchFunctionMode):
         on: whether that counts now.
         inputs: leaves of the model's call, by the nodes that stand for them.
         checks: assertions on inputs, which are taken to hold.
+        unchecked: lines of assertions that something else decides, and that a graph leaves out.
         constants: formulas of the values that Python has read.
         sizes: of tensors, and the branches on them.
     """
@@ -220,6 +221,7 @@ class HostReads(TorchFunctionMode):
         self.any = self.on = False
         self.inputs: dict[fx.Node, int] = {}
         self.checks: list[InputCheck] = []
+        self.unchecked: list[str] = []
         self.constants: list[str] = []
         self.sizes = SizeReads()
 

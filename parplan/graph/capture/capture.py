@@ -6,6 +6,7 @@ that updates its statistics in place, dropout), so that generated code runs at e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -89,6 +90,12 @@ def capture(
         call = replace(call, compiling=bool(first.compiling))
         if earlier is not None:
             earlier.compiling = call.compiling or None
+        if unchecked := first.recorder.host_reads.unchecked:
+            warnings.warn(
+                f"{type(model).__name__}: left out of the captured model, as weights or activations decide it: the "
+                f"assertion at {unchecked[0]}{f' and {len(unchecked) - 1} more' if len(unchecked) > 1 else ''}",
+                stacklevel=2,
+            )
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -358,6 +365,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         stored=tuple(recorder.stored),
         containers=first.containers,
         checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
+        unchecked=tuple(recorder.host_reads.unchecked),
         compiling=first.compiling,
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,

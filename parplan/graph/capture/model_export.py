@@ -214,7 +214,8 @@ def _export(
             if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)
-            recorder.host_reads.checks += asserted_in(exported)
+            checks, recorder.host_reads.unchecked = asserted_in(exported)
+            recorder.host_reads.checks += checks
     except (CaptureError, UnequalBlocks):
         raise
     except Exception as error:

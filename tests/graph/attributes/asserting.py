@@ -66,6 +66,11 @@ def checks(x: Tensor) -> None:
     torch._check((x < 100).all().item(), lambda: "too large")
 
 
+def asserts_without_gradients(x: Tensor) -> None:
+    with torch.no_grad():
+        torch._assert_async((x.detach() + 0 < 100).all(), "too large")
+
+
 def handles(x: Tensor) -> None:
     with suppress(ValueError):
         raises(x)
@@ -97,6 +102,33 @@ class OnWeights(Checked):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.fc(x)
         assert not result.isnan().any()
+        return result
+
+
+def asserts_later_of_results(y: Tensor) -> None:
+    torch._assert_async((y < 100).all(), "too large")
+
+
+def checks_results(y: Tensor) -> None:
+    torch._check((y < 100).all().item(), lambda: "too large")
+
+
+def asserts_results_without_gradients(y: Tensor) -> None:
+    with torch.no_grad():
+        torch._assert_async((y < 100).all(), "too large")
+
+
+def asserts_in_autocast(y: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch._assert_async((y < 100).all(), "too large")
+
+
+class OnResults(Checked):
+    """Asserts of its results what a test gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x)
+        self.check(result)
         return result
 
 

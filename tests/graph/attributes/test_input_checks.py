@@ -12,14 +12,20 @@ from tests.graph.attributes.asserting import (
     Check,
     Checked,
     Counted,
+    OnResults,
     OnWeights,
     all_of,
     asserts,
     asserts_a_number,
     asserts_a_tensor,
+    asserts_in_autocast,
     asserts_later,
+    asserts_later_of_results,
+    asserts_results_without_gradients,
     asserts_two,
+    asserts_without_gradients,
     checks,
+    checks_results,
     handles,
     of_a_shifted_copy,
     of_positions,
@@ -31,8 +37,8 @@ from tests.graph.attributes.asserting import (
 from tests.runtime.helpers import compiled, spread
 
 CHECKS = [
-    asserts, asserts_a_number, asserts_a_tensor, asserts_later, asserts_two, checks, of_a_shifted_copy, raises,
-    raises_unless,
+    asserts, asserts_a_number, asserts_a_tensor, asserts_later, asserts_two, asserts_without_gradients, checks,
+    of_a_shifted_copy, raises, raises_unless,
 ]  # fmt: skip
 
 
@@ -99,3 +105,20 @@ def test_a_check_with_sizes_of_the_batch_is_captured_for_each_batch() -> None:
 def test_a_note_says_what_is_checked() -> None:
     decision = parplan.analyze(Checked(asserts), torch.randn(6, 4), gpus=2, gpu="k20", time_limit_s=1)
     assert any("Checked before every step: 1 assertion of the forward" in note for note in decision.notes)
+
+
+@pytest.mark.parametrize(
+    "check", [asserts_later_of_results, checks_results, asserts_results_without_gradients, asserts_in_autocast]
+)
+def test_one_that_weights_or_activations_decide_is_said_to_be_left_out(check: Check) -> None:
+    with pytest.warns(UserWarning, match=r"OnResults: left out .* the assertion at .*asserting.py:\d+: \S+") as told:
+        graph = capture(OnResults(check), (torch.randn(6, 4),))
+    assert len(told) == 1
+    assert len(graph.unchecked) == 1
+    assert not graph.checks
+
+
+def test_a_note_says_that_it_is_not_checked() -> None:
+    with pytest.warns(UserWarning, match="left out"):
+        decision = parplan.analyze(OnResults(checks_results), torch.randn(6, 4), gpus=2, gpu="k20", time_limit_s=1)
+    assert any(note.startswith("Not checked: 1 assertion of the forward on weights") for note in decision.notes)
