@@ -87,6 +87,7 @@ def shared() -> list[nn.Module]:
 
 def skipping() -> list[nn.Module]:
     results: list[Tensor] = []
+    keep, kept, count = results.append, results.__getitem__, results.__len__
 
     class Skip(nn.Module):
         """A layer on its input and on the result of the third block before."""
@@ -97,8 +98,8 @@ def skipping() -> list[nn.Module]:
 
         def forward(self, x: Tensor) -> Tensor:
             """(N, 8) to the same."""
-            results.append(x)
-            result: Tensor = self.own(x) + results[-3 if len(results) > 2 else -1]
+            keep(x)
+            result: Tensor = self.own(x) + kept(-3 if count() > 2 else -1)
             return result
 
     return [Skip() for _ in range(6)]

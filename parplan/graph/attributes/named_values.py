@@ -11,7 +11,7 @@ import types
 from argparse import Namespace
 from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 from typing import Any, TypeGuard
@@ -29,6 +29,7 @@ __all__ = ["NamedValues", "attributes_named", "class_values", "named_values"]
 
 # Containers in one variable, and entries of one, beyond which it is not compared.
 _CONTAINERS, _ENTRIES = 100, 1000
+_HOLDERS = (list, tuple, dict, set, frozenset, deque)
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 
 
@@ -112,32 +113,92 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
         function: or a property or method.
         owner: the class of the module whose method it is: attributes of it that code names, `type(self).rate`, count.
     """
-    waiting = [function]
+    waiting: list[tuple[Any, list[_Home]]] = [(function, [] if owner is None else _homes_of(owner))]
     while waiting:
-        function = _plain(waiting.pop())
-        code = getattr(function, "__code__", None)
-        if code is None or (code, owner) in seen or not is_users(code.co_filename):
+        function, homes = waiting.pop()
+        code = getattr(_plain(function), "__code__", None)
+        scope = code, *(id(home.thing) for home in homes)
+        if code is None or scope in seen or not is_users(code.co_filename):
             continue
-        seen.add((code, owner))
-        home, (globals_, attributes) = function.__globals__, _names(code)
-        found: list[tuple[str, Place, str]] = [(str(function.__module__), home, name) for name in globals_]
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        found += [(str(function.__module__), CellPlace(cell), name) for name, cell in cells]
-        if owner is not None:
-            found += [(owner.__name__, ClassPlace(owner), name) for name in attributes if _is_set_by_users(owner, name)]
-        for imported in filter(_is_users, map(sys.modules.get, attributes)):  # inside of the function
-            found += [(imported.__name__, vars(imported), name) for name in attributes]
-        for path, place, name in found:
-            value = place.get(name, MISSING)
-            if isinstance(value, types.ModuleType) and _is_users(value):
-                found += [(value.__name__, vars(value), inner) for inner in attributes]
-            elif isinstance(value, type) and _is_users(sys.modules.get(value.__module__)):
-                found += [(value.__name__, ClassPlace(value), n) for n in attributes if _is_set_by_users(value, n)]
-            elif isinstance(_plain(value), types.FunctionType):
-                waiting.append(value)
-                yield Entry(f"{path}.{name}", place, name, value)
-            elif _is_compared(value):
-                yield Entry(f"{path}.{name}", place, name, value)
+        seen.add(scope)
+        outside, attributes = _names(code)
+        file = _Home(str(_plain(function).__module__), _plain(function).__globals__, None)
+        found = [(file, name) for name in outside]
+        cells = zip(code.co_freevars, _plain(function).__closure__ or (), strict=True)
+        found += [(_Home(file.path, CellPlace(cell), None), name) for name, cell in cells]
+        imported = filter(_is_users, map(sys.modules.get, attributes))  # inside of the function
+        homes = [*homes, *(home for module in imported for home in _homes_of(module))]
+        found += [(home, name) for home in homes for name in attributes]
+        for home, name in found:
+            value = home.place.get(name, MISSING)
+            entry = Entry(f"{home.path}.{name}", home.place, name, value)
+            inner = value.__self__ if isinstance(value, types.MethodType) else value
+            if isinstance(_plain(value), types.FunctionType):
+                if isinstance(home.thing, type) and not _is_set_by_users(home.thing, name):
+                    continue
+                waiting.append((value, _homes_of(inner) if _is_object(inner) else home.methods or homes))
+                yield entry if inner is value else replace(entry, place=SamePlace(home.place, name, value), value=True)
+            elif _is_users(value) or _is_users_class(value) or _is_object(value):
+                known = {(id(home.thing), name) for home, name in found}
+                parts = ((part, n) for part in _homes_of(value, entry.path) for n in attributes)
+                found += [(part, n) for part, n in parts if (id(part.thing), n) not in known]
+                yield replace(entry, place=SamePlace(home.place, name, value), value=True)
+            elif _is_compared(value) or (value is MISSING and _is_object(home.thing) and hasattr(home.thing, name)):
+                yield entry
+
+
+@dataclass(frozen=True)
+class SamePlace:
+    """Whether a variable is the very object that it was."""
+
+    place: Place
+    name: str
+    value: Any
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Whether it is."""
+        return self.place.get(self.name, MISSING) is self.value
+
+
+@dataclass(frozen=True)
+class _Home:
+    """A file, a class or an object, whose attributes are variables.
+
+    Args:
+        path: as users write it.
+        place: the attributes.
+        thing: the file, class or object itself.
+        methods: the homes of attributes that its methods name; none for functions of a file.
+    """
+
+    path: str
+    place: Place
+    thing: Any
+    methods: list[_Home] = field(default_factory=list)
+
+
+def _homes_of(thing: Any, path: str = "") -> list[_Home]:
+    """A file, a class, or an object and its class."""
+    if isinstance(thing, types.ModuleType):
+        return [_Home(thing.__name__, vars(thing), thing)]
+    methods: list[_Home] = []
+    kind = thing if isinstance(thing, type) else type(thing)
+    if kind is not thing:
+        methods.append(_Home(path or kind.__name__, vars(thing), thing, methods))
+    methods.append(_Home(kind.__name__, ClassPlace(kind), kind, methods))
+    return methods
+
+
+def _is_object(value: Any) -> bool:
+    """Whether the attributes that code names are looked at, of an object, and not all of them."""
+    own = _is_users(sys.modules.get(type(value).__module__)) or isinstance(value, (types.SimpleNamespace, Namespace))
+    return (
+        own and type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (nn.Module, type, *_HOLDERS))
+    )
+
+
+def _is_users_class(value: Any) -> bool:
+    return isinstance(value, type) and _is_users(sys.modules.get(value.__module__))
 
 
 def attributes_named(function: Any) -> frozenset[str] | None:
@@ -174,9 +235,9 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(globals_), frozenset(attributes)
 
 
-def _is_users(module: types.ModuleType | None) -> TypeGuard[types.ModuleType]:
-    """Whether a Python module is in a user's file."""
-    file = getattr(module, "__file__", None)
+def _is_users(module: Any) -> TypeGuard[types.ModuleType]:
+    """Whether a value is a Python module in a user's file."""
+    file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
     return isinstance(file, str) and is_users(file)
 
 
@@ -193,9 +254,9 @@ def _is_compared(value: Any) -> bool:
     """Whether a variable is a plain value, a tensor, or a container or an object of the user's that is not large."""
     if isinstance(value, (*PLAIN, Tensor)):
         return True
-    kinds = (list, tuple, dict, set, frozenset, deque, types.SimpleNamespace, Namespace, types.MethodType, Random)
-    own, numpy = isinstance(value, kinds), type(value).__module__.split(".")[0] == "numpy"
-    if isinstance(value, (nn.Module, type)) or not (own or numpy or _is_users(sys.modules.get(type(value).__module__))):
+    numpy = type(value).__module__.split(".")[0] == "numpy"
+    own = numpy or isinstance(value, (*_HOLDERS, Random)) or _is_users(sys.modules.get(type(value).__module__))
+    if isinstance(value, (nn.Module, type)) or not own:
         return False
     found: dict[int, Held] = {}
     for _ in walk("", value, found):

@@ -141,8 +141,9 @@ class Recorder:
         self._random = RandomNumbers()
         # torch has looked the model's own forward up before its hooks are called.
         kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-        self.read(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
-        self.read_of_class(module.__dict__, kind, "forward")
+        if not kind.__module__.startswith("torch."):
+            self.read(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+            self.read_of_class(module.__dict__, kind, "forward")
         for known in list(self._modules.values()):
             kinds = type(known.module).__mro__
             if any("__getattribute__" in vars(kind) for kind in kinds if kind not in (nn.Module, object)):

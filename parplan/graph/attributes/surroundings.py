@@ -172,9 +172,9 @@ def compiling_branches(taken: bool) -> Iterator[dict[str, None]]:
     """
     lines = dict[str, None]()
 
-    def told(asked: FrameType) -> bool:
-        plain: bool = _COMPILING[asked.f_code.co_name]()
-        frame = asked.f_back
+    def told(question: FrameType) -> bool:
+        plain: bool = _COMPILING[question.f_code.co_name]()
+        frame = question.f_back
         while frame is not None and frame.f_code.co_filename in _ASKS_FOR_OTHERS:
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename.startswith((_TORCH, _PARPLAN)):

@@ -90,12 +90,6 @@ def capture(
         call = replace(call, compiling=bool(first.compiling))
         if earlier is not None:
             earlier.compiling = call.compiling or None
-        if unchecked := first.recorder.host_reads.unchecked:
-            warnings.warn(
-                f"{type(model).__name__}: left out of the captured model, as weights or activations decide it: the "
-                f"assertion at {unchecked[0]}{f' and {len(unchecked) - 1} more' if len(unchecked) > 1 else ''}",
-                stacklevel=2,
-            )
         twin = _Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -104,11 +98,23 @@ def capture(
         if numbers:
             _check_inputs(call, first.program, first.recorder, tensors)
     graph = _assemble(call, first, twin, bound)
+    if unchecked := first.recorder.host_reads.unchecked:
+        warnings.warn(
+            f"{type(model).__name__}: left out of the captured model, as weights or activations decide it: the "
+            f"assertion at {unchecked[0]}{f' and {len(unchecked) - 1} more' if len(unchecked) > 1 else ''}",
+            stacklevel=2,
+        )
     inputs = {tensor.data_ptr(): number for number, tensor in zip(numbers, tensors, strict=True)}
     known = {name: inputs[t.data_ptr()] for name, t in graph.constants.items() if t.data_ptr() in inputs}
     for change in reversed(settled if not settle else ()):
         change.undo()
-    return replace(graph, numbers=known, settled=tuple(f"{change.path}: it {change.what}" for change in settled))
+    return replace(
+        graph,
+        numbers=known,
+        settled=tuple(f"{change.path}: it {change.what}" for change in settled),
+        compiling=first.compiling,
+        unchecked=tuple(unchecked),
+    )
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -365,8 +371,6 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         stored=tuple(recorder.stored),
         containers=first.containers,
         checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
-        unchecked=tuple(recorder.host_reads.unchecked),
-        compiling=first.compiling,
         fixed_batch=fixed,
         grown=changes.grown if twin.export is not None else None,
         size_branches=branches,

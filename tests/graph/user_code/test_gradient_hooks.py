@@ -212,7 +212,8 @@ def test_what_has_no_one_gradient_is_refused_with_its_line(name: str) -> None:
 
 def test_a_handle_outlives_the_forward_only_to_say_so() -> None:
     handles: list[Handle] = []
-    capture(Hooked(lambda h: handles.append(h.register_hook(lambda gradient: gradient))), (torch.randn(8, 6),))
+    keep = handles.append
+    capture(Hooked(lambda h: keep(h.register_hook(lambda gradient: gradient))), (torch.randn(8, 6),))
     with pytest.raises(RuntimeFailure, match=r"removed within that forward.*"):
         handles[0].remove()
 

@@ -73,6 +73,7 @@ def test_an_error_comes_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) 
 
 def test_always_finds_what_changes_behind_every_guard() -> None:
     gain = [1.0]
+    current = gain.__getitem__
 
     class Gains(nn.Module):
         def __init__(self) -> None:
@@ -80,7 +81,7 @@ def test_always_finds_what_changes_behind_every_guard() -> None:
             self.linear = nn.Linear(6, 4)
 
         def forward(self, x: Tensor) -> Any:
-            return self.linear(x) * gain[0]
+            return self.linear(x) * current(0)
 
     net = Gains().double()
     model = Compiled(net, planner(spread(1, "one"), 1), devices=["cpu"], check="always")
@@ -190,6 +191,7 @@ class Busy(nn.Module):
         return self.drop(self.norm(self.linear(x)))
 
 
+@pytest.mark.filterwarnings("ignore:Busy. captured is the code")
 def test_nothing_is_left_behind() -> None:
     """A checked first step leaves what an unchecked one does, and calls hooks as often."""
     net = Busy().double()
@@ -281,6 +283,7 @@ def test_a_few_samples_where_the_capture_serves_any() -> None:
     assert [(record.samples, record.of) for record in model.checked] == [(4, 64)]
 
 
+@pytest.mark.filterwarnings("ignore:Stubborn. captured is the code")
 def test_a_plain_module_that_fails_is_told_once() -> None:
     class Stubborn(nn.Module):
         def __init__(self) -> None:
