@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,14 @@ def contents(value: Any) -> Mapping[Hashable, Any] | None:
     """The contents of a container by key, of an object by attribute; None for values that are not looked into."""
     if isinstance(value, (*PLAIN, *_OPAQUE)):
         return None
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return value
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
+    if isinstance(value, (bytearray, array)) and len(value) <= _ARRAY_BYTES:
+        return {"values": bytes(value)}
     if isinstance(value, types.MethodType):
         return {"self": value.__self__, "function": value.__func__}
     if isinstance(value, random.Random):

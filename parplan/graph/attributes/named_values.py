@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 from argparse import Namespace
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ __all__ = ["NamedValues", "attributes_named", "class_values", "named_values"]
 
 # Containers in one variable, and entries of one, beyond which it is not compared.
 _CONTAINERS, _ENTRIES = 100, 1000
-_HOLDERS = (list, tuple, dict, set, frozenset, deque)
+_HOLDERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType, bytearray, array)
 _METHODS = (types.FunctionType, property, classmethod, staticmethod)
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 import types
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class Part(nn.Module):
 GIVEN: dict[str, Any] = {"scale": 1.0, "function": torch.relu}
 NAMESPACE, SETTINGS, PART = types.SimpleNamespace(scale=1.0), Settings(), Part()
 FACTOR: Any = torch.tensor(2.0, dtype=torch.float64)
-VALUE = SETTINGS.value
+VALUE, VIEW, NUMBERS = SETTINGS.value, types.MappingProxyType(GIVEN), array("d", [1.0])
 SEEN: list[Any] = []
 DRAWS, PYTHON_DRAWS = np.random.default_rng(0), random.Random(0)
 TABLES: dict[int, Tensor] = {}
@@ -143,6 +144,8 @@ READS: dict[str, tuple[Forward, Callable[[Any], object]]] = {
     "bound method in an attribute": (lambda m, x: x * m.method(), lambda m: setattr(m.method.__self__, "scale", 3.0)),
     "file": (lambda m, x: x * asserting.SCALE, to(asserting, "SCALE", 2.0)),  # type: ignore[attr-defined]
     "file imported inside": (imported_inside, to(asserting, "SCALE", 2.0)),
+    "view of a dict": (lambda m, x: x * VIEW["scale"], lambda m: GIVEN.update(scale=2.0)),
+    "array": (lambda m, x: x * NUMBERS[0], lambda m: NUMBERS.__setitem__(0, 2.0)),
     "tensor": (lambda m, x: x * FACTOR, replaces("FACTOR", torch.tensor(3.0, dtype=torch.float64))),
     "function": (lambda m, x: scaled(x), replaces("scaled", lambda x: x * 2)),
     "module in a list": (lambda m, x: x * m.parts[0].scale, lambda m: setattr(m.parts[0], "scale", 2.0)),
