@@ -21,7 +21,7 @@ from torch import Tensor
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
 
-__all__ = ["ClassPlace", "Entry", "Guards", "KeysPlace", "Place", "ValuesPlace", "VersionPlace"]
+__all__ = ["ClassPlace", "Entry", "Guards", "KeysPlace", "MemoryPlace", "Place", "ValuesPlace", "VersionPlace"]
 
 
 # Containers within containers around a number.
@@ -74,6 +74,18 @@ class KeysPlace:
     def get(self, key: str, default: Any, /) -> Any:
         """Whether it has."""
         return self.place.keys() - self.ignored == self.keys
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """Whether a tensor has the memory that it had, and not another one's (`weight.data = ...`)."""
+
+    tensor: Tensor
+    address: int
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """Whether it has."""
+        return self.tensor.data_ptr() == self.address
 
 
 @dataclass(frozen=True)

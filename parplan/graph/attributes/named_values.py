@@ -5,7 +5,6 @@ the user's other files, and of classes. Each is an entry for a guard.
 from __future__ import annotations
 
 import dis
-import inspect
 import sys
 import types
 from argparse import Namespace
@@ -13,25 +12,26 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import _lru_cache_wrapper, cache, cached_property
 from random import Random
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from parplan.compat import pytree
+from parplan.compat import FakeTensor, pytree
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.first_call import short
-from parplan.graph.attributes.guards import ClassPlace, Entry, Place
+from parplan.graph.attributes.guards import ClassPlace, Entry, MemoryPlace, Place
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, same, walk
 from parplan.graph.user_line import is_users
 
-__all__ = ["NamedValues", "attributes_named", "class_values", "named_values"]
+__all__ = ["NamedValues", "attributes_named", "class_values", "named_values", "outside_values"]
 
 # Containers in one variable, and entries of one, beyond which it is not compared.
 _CONTAINERS, _ENTRIES = 100, 1000
 _HOLDERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType, bytearray, array)
-_METHODS = (types.FunctionType, property, classmethod, staticmethod)
+_FUNCTIONS = (types.FunctionType, _lru_cache_wrapper)
+_METHODS = (*_FUNCTIONS, property, cached_property, classmethod, staticmethod)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NamedValues:
         self._watch_cache(function)
 
     def _watch_cache(self, function: Any) -> None:
-        if hasattr(function, "cache_clear") and hasattr(function, "cache_info"):
+        if isinstance(function, _lru_cache_wrapper):
             self._caches.append((function, function.cache_info().misses))
 
     def changes(self) -> Iterator[tuple[str, str]]:
@@ -117,15 +117,17 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
     waiting: list[tuple[Any, list[_Home]]] = [(function, [] if owner is None else _homes_of(owner))]
     while waiting:
         function, homes = waiting.pop()
-        code = getattr(_plain(function), "__code__", None)
+        function = _plain(function)
+        waiting += [(function.__wrapped__, homes)] if hasattr(function, "__wrapped__") else []
+        code = getattr(function, "__code__", None)
         scope = code, *(id(home.thing) for home in homes)
         if code is None or scope in seen or not is_users(code.co_filename):
             continue
         seen.add(scope)
         outside, attributes = _names(code)
-        file = _Home(str(_plain(function).__module__), _plain(function).__globals__, None)
+        file = _Home(str(function.__module__), function.__globals__, None)
         found = [(file, name) for name in outside]
-        cells = zip(code.co_freevars, _plain(function).__closure__ or (), strict=True)
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         found += [(_Home(file.path, CellPlace(cell), None), name) for name, cell in cells]
         imported = filter(_is_users, map(sys.modules.get, attributes))  # inside of the function
         homes = [*homes, *(home for module in imported for home in _homes_of(module))]
@@ -134,17 +136,21 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
             value = home.place.get(name, MISSING)
             entry = Entry(f"{home.path}.{name}", home.place, name, value)
             inner = value.__self__ if isinstance(value, types.MethodType) else value
-            if isinstance(_plain(value), types.FunctionType):
+            if isinstance(_plain(value), _FUNCTIONS):
                 if isinstance(home.thing, type) and not _is_set_by_users(home.thing, name):
                     continue
                 waiting.append((value, _homes_of(inner) if _is_object(inner) else home.methods or homes))
-                yield entry if inner is value else replace(entry, place=SamePlace(home.place, name, value), value=True)
+                yield entry
             elif _is_users(value) or _is_users_class(value) or _is_object(value):
                 known = {(id(home.thing), name) for home, name in found}
                 parts = ((part, n) for part in _homes_of(value, entry.path) for n in attributes)
                 found += [(part, n) for part, n in parts if (id(part.thing), n) not in known]
-                yield replace(entry, place=SamePlace(home.place, name, value), value=True)
-            elif _is_compared(value) or (value is MISSING and _is_object(home.thing) and hasattr(home.thing, name)):
+                # An object is compared as a whole where it is not large, else by the attributes that code names.
+                whole = _is_object(value) and _is_compared(value)
+                yield entry if whole else replace(entry, place=SamePlace(home.place, name, value), value=True)
+            elif _is_compared(value) or (
+                value is MISSING and _is_object(home.thing) and hasattr(type(home.thing), name)
+            ):
                 yield entry
 
 
@@ -218,10 +224,27 @@ def class_values(kind: type) -> Iterator[Entry]:
                     yield Entry(f"{kind.__name__}.{name}", place, name, place.get(name, MISSING))
 
 
+def outside_values(module: nn.Module, key: str, value: Any) -> Iterator[Entry]:
+    """A value, tensor or layer of a module that is no part of the model; none of one that the forward has made."""
+    made = any(isinstance(tensor, FakeTensor) for tensor in (*module._parameters.values(), value))
+    home = type(module).__module__
+    if made or type(module) is nn.Module or home.startswith(("torch._", "torch.fx")):
+        return
+    path, place = f"{type(module).__name__}.{key}", module.__dict__
+    for holder in (place, place["_parameters"], place["_buffers"], place["_modules"]):
+        if key in holder and isinstance(value, (*PLAIN, Tensor, nn.Module)):
+            yield Entry(path, holder, key, value)
+            if isinstance(value, Tensor):
+                yield Entry(path, MemoryPlace(value, value.data_ptr()), "data", True)
+
+
 def _plain(function: Any) -> Any:
-    """The function of a property, a method or a decorated function."""
-    function = getattr(function, "fget", getattr(function, "func", getattr(function, "__func__", function)))
-    return inspect.unwrap(function) if callable(function) else function
+    """The function of a property or a method."""
+    if isinstance(function, property):
+        return function.fget
+    if isinstance(function, cached_property):
+        return function.func
+    return function.__func__ if isinstance(function, (types.MethodType, classmethod, staticmethod)) else function
 
 
 @cache

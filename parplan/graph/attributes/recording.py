@@ -20,11 +20,11 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from parplan.compat import HOOK_FIELDS, FakeTensor, pytree, traced_node
+from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
 from parplan.graph.attributes.first_call import Change, Write, refusal
 from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, KeysPlace, ValuesPlace, VersionPlace
@@ -41,7 +41,7 @@ from parplan.graph.attributes.held_values import (
     walk,
 )  # fmt: skip
 from parplan.graph.attributes.input_checks import InputCheck
-from parplan.graph.attributes.named_values import NamedValues, attributes_named, class_values
+from parplan.graph.attributes.named_values import NamedValues, attributes_named, class_values, outside_values
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.size_branches import without_sizes
 from parplan.graph.attributes.stored_results import Stored, Template
@@ -212,9 +212,7 @@ class Recorder:
             return
         known = self._modules.get(id(place))
         if known is None:
-            traced = module is None or any(isinstance(t, FakeTensor) for t in module._parameters.values())
-            if isinstance(value, PLAIN) and not traced and not isinstance(module, fx.GraphModule):
-                self._outside.append(Entry(f"{type(module).__name__}.{key}", place, key, value))
+            self._outside += outside_values(module, key, value) if module is not None else ()
             return
         if known.before.get(key, MISSING) is not value:
             return  # the forward has written it before

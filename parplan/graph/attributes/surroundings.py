@@ -93,9 +93,9 @@ def seen_attributes(reads: AttributeReads) -> Iterator[None]:
         try:
             value = plain(self, name)
         except AttributeError:
-            known = any(name in place.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
-            if not known:
-                reads.read(place, name, MISSING)
+            held = [place[group] for group in ("_parameters", "_buffers", "_modules") if name in place.get(group, ())]
+            if not held or not reads.is_part(place):
+                reads.read(place, name, held[0][name] if held else MISSING, self)
             raise
         kind = next((kind for kind in type(self).__mro__ if name in vars(kind)), None)
         if kind is not None and kind is not object and kind is not nn.Module:

@@ -39,6 +39,9 @@ class Settings:
     def value(self) -> float:
         return self.scale * self.unit
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
 
 class Part(nn.Module):
     """A module that is no part of the model."""
@@ -52,6 +55,7 @@ GIVEN: dict[str, Any] = {"scale": 1.0, "function": torch.relu}
 NAMESPACE, SETTINGS, PART = types.SimpleNamespace(scale=1.0), Settings(), Part()
 FACTOR: Any = torch.tensor(2.0, dtype=torch.float64)
 VALUE, VIEW, NUMBERS = SETTINGS.value, types.MappingProxyType(GIVEN), array("d", [1.0])
+STRENGTH = 1.0
 SEEN: list[Any] = []
 DRAWS, PYTHON_DRAWS = np.random.default_rng(0), random.Random(0)
 TABLES: dict[int, Tensor] = {}
@@ -59,6 +63,36 @@ TABLES: dict[int, Tensor] = {}
 
 def scaled(x: Tensor) -> Tensor:
     return x * 1.0
+
+
+def settings() -> Settings:
+    return SETTINGS
+
+
+def strengthened(function: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    @functools.wraps(function)
+    def wrapped(m: Any, x: Tensor) -> Tensor:
+        return function(m, x) * STRENGTH
+
+    return wrapped
+
+
+@strengthened
+def decorated(m: Any, x: Tensor) -> Tensor:
+    return x
+
+
+class Spells:
+    """Gives any attribute of lower case letters, and fails for others in its own way."""
+
+    def __init__(self) -> None:
+        self.given = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.given[name] if name.islower() and not name.startswith("_") else object.__getattribute__(self, name)
+
+
+SPELLS = Spells()
 
 
 class Net(nn.Module):
@@ -72,6 +106,7 @@ class Net(nn.Module):
         self.scale = 1.0
         self.layers = nn.ModuleList([nn.Linear(4, 4)])
         self.parts = [Part()]
+        self.teachers = [nn.Linear(4, 4).double().requires_grad_(False)]
         self.method = Settings().value
         self.numbers: Iterator[float] = itertools.cycle([1.0, 2.0])
         self._body = body
@@ -138,6 +173,10 @@ READS: dict[str, tuple[Forward, Callable[[Any], object]]] = {
     "function in a dict": (lambda m, x: GIVEN["function"](x), lambda m: GIVEN.update(function=torch.tanh)),
     "namespace": (lambda m, x: x * NAMESPACE.scale, to(NAMESPACE, "scale", 2.0)),
     "object": (lambda m, x: x * SETTINGS.twice, to(SETTINGS, "scale", 2.0)),
+    "object by name": (lambda m, x: x * getattr(SETTINGS, "sc" + "ale"), to(SETTINGS, "scale", 2.0)),
+    "object that is called": (lambda m, x: SETTINGS(x), to(SETTINGS, "scale", 2.0)),
+    "object of a function": (lambda m, x: x * settings().scale, to(SETTINGS, "scale", 2.0)),
+    "object with attributes of its own": (lambda m, x: x * SPELLS.scale, lambda m: SPELLS.given.update(scale=2.0)),
     "its class": (lambda m, x: x * SETTINGS.value(), to(Settings, "unit", 3.0)),
     "its property": (lambda m, x: x * SETTINGS.twice, to(Settings, "twice", property(lambda s: 5.0))),
     "bound method": (lambda m, x: x * VALUE(), to(SETTINGS, "scale", 3.0)),
@@ -148,6 +187,16 @@ READS: dict[str, tuple[Forward, Callable[[Any], object]]] = {
     "array": (lambda m, x: x * NUMBERS[0], lambda m: NUMBERS.__setitem__(0, 2.0)),
     "tensor": (lambda m, x: x * FACTOR, replaces("FACTOR", torch.tensor(3.0, dtype=torch.float64))),
     "function": (lambda m, x: scaled(x), replaces("scaled", lambda x: x * 2)),
+    "decorator": (decorated, replaces("STRENGTH", 2.0)),
+    "weight in a list": (lambda m, x: m.teachers[0](x), lambda m: m.teachers[0].weight.mul_(2.0)),
+    "weight in a list, replaced": (
+        lambda m, x: m.teachers[0](x),
+        lambda m: setattr(m.teachers[0], "weight", nn.Parameter(m.teachers[0].weight * 2, requires_grad=False)),
+    ),
+    "memory of a weight in a list": (
+        lambda m, x: m.teachers[0](x),
+        lambda m: setattr(m.teachers[0].weight, "data", m.teachers[0].weight * 2),
+    ),
     "module in a list": (lambda m, x: x * m.parts[0].scale, lambda m: setattr(m.parts[0], "scale", 2.0)),
     "mode of a module in a list": (lambda m, x: x * (1 + m.parts[0].training), lambda m: m.parts[0].eval()),
     "global module": (lambda m, x: x * PART.scale, to(PART, "scale", 2.0)),
@@ -163,7 +212,8 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(holder, name, vars(holder)[name])
     monkeypatch.setattr(Settings, "twice", vars(Settings)["twice"])
     monkeypatch.setattr(SETTINGS, "scale", 1.0)
-    for name in ("FACTOR", "scaled"):
+    monkeypatch.setitem(SPELLS.given, "scale", 1.0)
+    for name in ("FACTOR", "STRENGTH", "scaled"):
         monkeypatch.setitem(globals(), name, globals()[name])
     for name, value in list(GIVEN.items()):
         monkeypatch.setitem(GIVEN, name, value)
