@@ -7,14 +7,18 @@ batch into a number) is invisible in one capture, and would silently change the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from torch import fx
 
-__all__ = ["BatchChanges", "batch_changes", "everything_changes", "ops_digest"]
+__all__ = ["BatchChanges", "batch_changes", "changed_constants", "everything_changes", "ops_digest"]
+
+
+# Elements of a constant that is compared by value.
+_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,41 @@ def batch_changes(one: fx.GraphModule, other: fx.GraphModule, ratio: Fraction | 
     )
 
 
-def ops_digest(module: fx.GraphModule, changes: BatchChanges) -> str:
-    """A digest of what a graph has in common with captures at other batch sizes: ops, and arguments without sizes."""
+def ops_digest(module: fx.GraphModule, changes: BatchChanges, constants: Mapping[str, torch.Tensor]) -> str:
+    """A digest of what a graph has in common with captures at other batch sizes: ops, and arguments without sizes.
+
+    Args:
+        constants: tensors made in the forward, by their placeholders.
+    """
     places = _places(module)
-    words = [
+    words = [f"{name}: {tensor.tolist()}" for name, tensor in constants.items() if tensor.numel() <= _COMPARED]
+    words += [
         f"{n.target}{'' if n.name in changes.unexplained else _text(n, places, sizes=False)}" for n in _calls(module)
     ]
     words.append("" if changes.results else _text(module.graph.output_node(), places))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def changed_constants(
+    one: fx.GraphModule, own: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]
+) -> BatchChanges:
+    """The readers of tensors made in the forward whose values change with the batch size (`torch.tensor(x.shape)`).
+
+    Args:
+        own: by placeholder; `others` those of the graph captured at another batch size, in the same order.
+    """
+    if len(own) != len(others):
+        return everything_changes(one)
+    pairs = zip(own, own.values(), others, strict=True)
+    changed = {name for name, tensor, other in pairs if _differ(tensor, other)}
+    found = frozenset(user.name for node in _placeholders(one) if node.name in changed for user in node.users)
+    return BatchChanges(all=found, unexplained=found)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other or one.is_meta or one.shape != other.shape or one.numel() > _COMPARED:
+        return one.shape != other.shape
+    return not bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:

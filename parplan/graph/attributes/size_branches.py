@@ -28,6 +28,7 @@ __all__ = ["SIZE_READS", "SizeBranches", "SizeReads", "without_sizes"]
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 SIZE_READS = frozenset([_SHAPE, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, torch.numel])
+_LINEAR = (operator.add, operator.sub, operator.neg, operator.pos)
 _LEN = len
 _MANY = 1 << 40
 
@@ -49,16 +50,36 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Branch:
-    """A comparison of sizes and the side that it took; `comparison` None: a number was taken out of sight.
+    """A comparison of sizes and the side that it took.
 
     Args:
         place: file and line of the model's code.
     """
 
-    comparison: _Result | None
+    comparison: _Result
     taken: bool
     place: tuple[str, int]
-    number: Any = None
+
+    @property
+    def line(self) -> str:
+        """The line of the model's code."""
+        return source_line(*self.place)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number that a size becomes, and that a graph may have as a constant.
+
+    Args:
+        value: at the captured number of samples.
+        seen: it is known how it is calculated for others.
+        place: file and line of the model's code.
+    """
+
+    formula: Any
+    value: Any
+    seen: bool
+    place: tuple[str, int]
 
     @property
     def line(self) -> str:
@@ -72,13 +93,16 @@ class SizeReads:
     Attributes:
         on: whether reads count now.
         values: the sizes in the order of the reads.
-        branches: comparisons, and sizes that leave Python's arithmetic (`int(size)`, `str(size)`).
+        branches: comparisons.
+        numbers: sizes that leave Python's arithmetic (`int(size)`, `str(size)`), and results of operations that are not
+            linear.
     """
 
     def __init__(self) -> None:
         self.on = False
         self.values: list[int] = []
         self.branches: list[_Branch] = []
+        self.numbers: list[_Number] = []
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
@@ -118,11 +142,15 @@ class SizeReads:
         self.values.append(size)
         return _Integer.of(size, self, _Read(len(self.values) - 1))
 
-    def note(self, comparison: _Result | None, taken: bool, number: Any = None) -> None:
-        """Keep a branch."""
+    def note(self, formula: Any, value: Any, seen: bool = True) -> None:
+        """Keep a branch, or a number."""
         frame = model_frame() if self.on else None
         if frame is not None:
-            self.branches.append(_Branch(comparison, taken, (frame.f_code.co_filename, frame.f_lineno), number))
+            place = frame.f_code.co_filename, frame.f_lineno
+            if isinstance(value, bool):
+                self.branches.append(_Branch(formula, value, place))
+            else:
+                self.numbers.append(_Number(formula, value, seen, place))
 
 
 class _Size:
@@ -171,8 +199,9 @@ def _calculated(own: _Size, operation: Callable[..., Any], operands: Sequence[An
     value = operation(*map(_plain, operands))
     terms = (one.formula if isinstance(one, _Size) and one.reads is own.reads else _plain(one) for one in operands)
     formula = _Result(operation, tuple(terms))
-    if isinstance(value, bool):
+    if isinstance(value, bool) or operation not in _LINEAR:
         own.reads.note(formula, value)
+    if isinstance(value, bool):
         return value
     if type(value) not in (int, float) or not own.reads.on:
         return value
@@ -192,7 +221,7 @@ def _taken_out(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A conversion to a plain number, text or hash, of which nothing more is seen."""
 
     def method(self: _Size, *others: Any) -> Any:
-        self.reads.note(None, False, self.formula)
+        self.reads.note(self.formula, _plain(self), seen=False)
         return plain(_plain(self), *others)
 
     return method
@@ -239,15 +268,19 @@ class SizeBranches:
 
     Args:
         batch: samples of the capture.
+        twin: samples of the other capture, by which a graph's constants grow.
         sizes: what the forward reads, by number: at no samples, and how much more with each.
         branches: comparisons.
+        bent: numbers that are not linear in the samples, which a capture takes its constants to be.
         taken_out: lines that make plain numbers of sizes, of which it is not known what they decide.
-        ops: a digest of what does not change with the samples, where there are such lines.
+        ops: a digest of what does not change with the samples, where there are such numbers.
     """
 
     batch: int = 0
+    twin: int = 1
     sizes: tuple[tuple[int, int], ...] = ()
     branches: tuple[_Branch, ...] = ()
+    bent: tuple[_Number, ...] = ()
     taken_out: tuple[str, ...] = ()
     ops: str = ""
 
@@ -262,30 +295,32 @@ class SizeBranches:
         steps = [Fraction(b - a, other_batch - batch) for a, b in pairs]
         if len(first.values) != len(other.values) or any(step.denominator != 1 for step in steps):
             # It reads other sizes with another number of samples, or sizes that grow in steps.
-            lines = tuple(dict.fromkeys(one.line for one in first.branches))
-            return SizeBranches(batch, taken_out=lines, ops=ops() if lines else "")
+            places = [one.line for one in first.branches] + [one.line for one in first.numbers]
+            lines = tuple(dict.fromkeys(places))
+            return SizeBranches(batch, other_batch, taken_out=lines, ops=ops() if lines else "")
         sizes = tuple((a - int(step) * batch, int(step)) for (a, _), step in zip(pairs, steps, strict=True))
-        kept = {
-            one.comparison: one for one in reversed(first.branches) if one.comparison and _turns(one.comparison, sizes)
-        }
-        numbers = ((one, _affine(one.number, sizes)) for one in first.branches if one.comparison is None)
-        lines = tuple(dict.fromkeys(one.line for one, found in numbers if found is None or found[1]))
-        return SizeBranches(batch, sizes, tuple(reversed(kept.values())), lines, ops() if lines else "")
+        kept = {one.comparison: one for one in reversed(first.branches) if _turns(one.comparison, sizes)}
+        found = [(one, _affine(one.formula, sizes)) for one in first.numbers]
+        lines = tuple(dict.fromkeys(one.line for one, line in found if not one.seen and (line is None or line[1])))
+        bent = tuple({one.formula: one for one, line in found if one.seen and line is None}.values())
+        return SizeBranches(
+            batch, other_batch, sizes, tuple(reversed(kept.values())), bent, lines, ops() if lines or bent else ""
+        )
 
     @property
     def any(self) -> bool:
-        """Whether there are such branches."""
-        return bool(self.branches or self.taken_out)
+        """Whether there are such branches, or numbers."""
+        return bool(self.branches or self.bent or self.taken_out)
 
     @property
     def line(self) -> str:
         """The first line of the forward with such a branch; empty without one."""
-        return next(iter([*(one.line for one in self.branches), *self.taken_out]), "")
+        lines = [one.line for one in self.branches] + [one.line for one in self.bent]
+        return next(iter([*lines, *self.taken_out]), "")
 
     def turned(self, batch: int) -> str:
         """The line of a branch that is taken otherwise with `batch` samples; empty without one."""
         for one in self.branches if batch != self.batch else ():
-            assert one.comparison is not None
             try:
                 same = _value(one.comparison, self.sizes, batch) is one.taken
             except ArithmeticError:
@@ -298,7 +333,18 @@ class SizeBranches:
         """Whether the graph is that of a call with `batch` samples; None where that is not known."""
         if batch == self.batch or not self.any:
             return True
-        return False if self.turned(batch) else None if self.taken_out else True
+        if self.turned(batch):
+            return False
+        return None if self.taken_out or not all(self._is_linear(one, batch) for one in self.bent) else True
+
+    def _is_linear(self, number: _Number, batch: int) -> bool:
+        """Whether a number is what the graph has in its place with `batch` samples."""
+        try:
+            twin, found = (_value(number.formula, self.sizes, samples) for samples in (self.twin, batch))
+            grown = (twin - number.value) / (self.twin - self.batch) * (batch - self.batch)
+            return math.isclose(found, number.value + grown, rel_tol=1e-9)
+        except (ArithmeticError, TypeError):
+            return False
 
 
 def _value(term: Any, sizes: Sequence[tuple[int, int]], batch: int) -> Any:
@@ -323,7 +369,7 @@ def _affine(term: Any, sizes: Sequence[tuple[int, int]]) -> tuple[Any, Any] | No
     constants, steps = [part[0] for part in known], [part[1] for part in known]
     if not any(steps):
         return term.operation(*constants), 0
-    if term.operation in (operator.add, operator.sub, operator.neg, operator.pos):
+    if term.operation in _LINEAR:
         return term.operation(*constants), term.operation(*steps)
     if term.operation is operator.mul and not all(steps):
         factor = constants[steps.index(0)]
@@ -341,6 +387,8 @@ def _turns(comparison: _Result, sizes: Sequence[tuple[int, int]]) -> bool:
     if not step:
         return False
     if comparison.operation in (operator.eq, operator.ne, operator.truth):
-        samples = -Fraction(at_none) / Fraction(step)
+        if isinstance(at_none, float) or isinstance(step, float):
+            return True
+        samples = Fraction(-at_none, step)
         return samples >= 1 and samples.denominator == 1
     return bool(comparison.operation(at_none + step, 0)) != bool(comparison.operation(at_none + step * _MANY, 0))

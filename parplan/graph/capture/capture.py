@@ -25,7 +25,7 @@ from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.attributes.size_branches import SizeBranches
-from parplan.graph.batch_changes import BatchChanges, batch_changes, everything_changes, ops_digest
+from parplan.graph.batch_changes import BatchChanges, batch_changes, changed_constants, everything_changes, ops_digest
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
@@ -277,29 +277,31 @@ def _canonical(
 
 
 def _changes(
-    call: ExportRequest, first: Exported, twin: _Twin, program: ExportedProgram, own: Canonical
+    call: ExportRequest, first: Exported, twin: _Twin, canonical: tuple[Functional, Canonical, _Inputs]
 ) -> tuple[BatchChanges, SizeBranches]:
     """Changes with the number of samples, of the canonical graph, and the Python branches on it."""
-    module = program.graph_module
+    functional, own, inputs = canonical
+    module = functional.program.graph_module
     if twin.export is None:
         return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges(), SizeBranches()
-    functional, other, _ = _canonical(call.model, twin.export.program, twin.opaque)
+    resized, other, others = _canonical(call.model, twin.export.program, twin.opaque)
     ratio = Fraction(twin.batch, call.batch or 1)
-    changes = batch_changes(module, functional.program.graph_module, ratio)
-    changes = changes | call.opaque.changes(module, twin.opaque)
+    changes = batch_changes(module, resized.program.graph_module, ratio)
+    changes |= changed_constants(module, inputs.constants, [*others.constants.values()])
+    changes |= call.opaque.changes(module, twin.opaque)
     constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
     same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
     changes = changes if same else replace(changes, results=True)
-    reads, others = (made.recorder.host_reads.sizes for made in (first, twin.export))
-    digest = partial(ops_digest, module, changes)
-    return changes, SizeBranches.of(reads, call.batch or 1, others, twin.batch, digest)
+    reads, twins = (made.recorder.host_reads.sizes for made in (first, twin.export))
+    digest = partial(ops_digest, module, changes, inputs.constants)
+    return changes, SizeBranches.of(reads, call.batch or 1, twins, twin.batch, digest)
 
 
 def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
-    functional, graph, inputs = _canonical(model, first.program, call.opaque)
+    functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
     program = functional.program
-    changes, branches = _changes(call, first, twin, program, graph)
+    changes, branches = _changes(call, first, twin, canonical)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import parplan
-from parplan.errors import CaptureError
+from parplan.errors import CaptureError, PlanError
 from parplan.graph.attributes.size_branches import SizeBranches, SizeReads
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
@@ -108,6 +108,44 @@ def test_a_batch_on_another_side_is_not_priced_from_this_capture() -> None:
         at_batch(graph, 21)
 
 
+class Scaled(nn.Module):
+    """A layer whose results are multiplied by a number that follows from the number of samples."""
+
+    def __init__(self, factor: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) * self.factor(x)
+        return result
+
+
+FACTORS: dict[str, Condition] = {
+    "remainder": lambda x: x.shape[0] % 4,  # none at 4 and at 8
+    "quotient": lambda x: 1 + x.shape[0] // 50,
+    "power": lambda x: 1 + (x.shape[0] > 8) ** 2,
+    "tensor": lambda x: torch.tensor(x.shape, dtype=torch.float64)[0],
+    "number": lambda x: torch.tensor(len(x)),
+    "rounded up": lambda x: -(-x.shape[0] // 4) * 4 - x.shape[0],
+}
+
+
+@pytest.mark.parametrize("kind", ["one", "data"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_number_that_follows_from_the_number_of_samples_is_that_of_every_batch(name: str, kind: str) -> None:
+    plain = Scaled(FACTORS[name]).double()
+    model = compiled(plain, spread(2, kind), 2)
+    for batch in (4, 9, 8, 60, 2, 4, 1):
+        x = torch.randn(batch, 4, dtype=torch.float64)
+        try:
+            found = outcome(model, model, x)
+        except PlanError:  # a constant that depends on the samples leaves no replicas
+            assert kind == "data"
+            continue
+        assert not differences(found, outcome(plain, plain, x)), batch
+
+
 class Told(nn.Module):
     """Sizes among the results and in an attribute."""
 
@@ -165,7 +203,7 @@ def test_branches_are_those_of_the_formula_at_every_number_of_samples(seed: int)
         return reads
 
     branches = SizeBranches.of(recorded(6), 6, recorded(12), 12, lambda: "")
-    assert [batch for batch in range(1, 80) if not branches.hold(batch)] == [
+    assert [batch for batch in range(1, 80) if branches.turned(batch)] == [
         batch for batch in range(1, 80) if sides(3 * batch + 1) != sides(19)
     ]
 
