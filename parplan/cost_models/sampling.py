@@ -14,10 +14,11 @@ __all__ = ["Measurement", "StoppingRule", "one_thread", "spread_of"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Median seconds of forward and backward over `runs`, with the spread of their sum relative to its median.
+    """Mean seconds of forward and backward over `runs`, with the spread of their sum.
 
-    The spread is 1.48 times the median distance from the median, a standard deviation if runs were normal; 1.0, that
-    is unknown, when there was time for a single run.
+    Parts are added up to a step, and means add up: where runs scatter upwards, as beside other processes, medians of
+    parts come to less than the median of the step. The spread is 1.48 times the median distance from the median, a
+    standard deviation if runs were normal; 1.0, that is unknown, when there was time for a single run.
 
     Args:
         reference_s: what the reference kernel took in the same second; 0 where none was run.

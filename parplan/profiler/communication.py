@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -80,9 +80,9 @@ def measure_links(
                     enough = len(times) >= LEAST_RUNS and (spent_s >= cap_s or len(times) >= MOST_RUNS)
                     if not ranks.any(not enough):
                         break
-            middle = median(times)
-            spread, reference_s = spread_of(times, middle), ranks.mean([median(references)])[0]
-            entry = LinkEntry(backend, kind, ranks.count, nbytes, middle, spread, len(times), reference_s, now())
+            mean_s = fmean(times)
+            spread, reference_s = spread_of(times, mean_s), ranks.mean([median(references)])[0]
+            entry = LinkEntry(backend, kind, ranks.count, nbytes, mean_s, spread, len(times), reference_s, now())
             profile.put(entry)
         if on_progress is not None:
             on_progress(done, len(KINDS) * len(sizes))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -92,8 +92,8 @@ class RuntimeCosts:
             for _ in range(_LEAST_STEPS):
                 references.append(reference_now(reference, self._ranks))
                 times.append(between_compute(tell, reference, self._ranks, 4))
-        middle = median(times)
-        measured = Measurement(middle, 0.0, spread_of(times, middle), len(times), median(references), when=now())
+        mean_s = fmean(times)
+        measured = Measurement(mean_s, 0.0, spread_of(times, mean_s), len(times), median(references), when=now())
         profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
 
     def _network(self, name: str, make: Callable[[], tuple[nn.Module, Tensor]]) -> _Network:
@@ -135,7 +135,7 @@ class _Network:
                 times += steps
                 parts.append(self._parts_s())
         spread = spread_of(times, median(times))
-        step_s, parts_s, reference_s = self._ranks.mean([median(times), median(parts), median(references)])
+        step_s, parts_s, reference_s = self._ranks.mean([fmean(times), fmean(parts), median(references)])
         return Measurement(step_s, parts_s, spread, len(times), reference_s, when=now())
 
     def _step(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from math import sqrt
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -142,8 +142,8 @@ def time_in_context(
             enough = runs >= stop.least_runs and all(figure.error <= stop.error for figure in figures[:-1])
             if not ranks.any(not (enough or runs >= stop.most_runs or spent_s >= cap_s)):
                 break
-    medians = [second for figure in figures for second in (median(figure.forward), median(figure.backward))]
-    *own, calling_forward_s, calling_backward_s, reference_s = ranks.mean([*medians, median(references)])
+    means = [second for figure in figures for second in (fmean(figure.forward), fmean(figure.backward))]
+    *own, calling_forward_s, calling_backward_s, reference_s = ranks.mean([*means, median(references)])
     when = now()
     return [
         Measurement(

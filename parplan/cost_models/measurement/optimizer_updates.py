@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import log
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -90,8 +90,8 @@ class _Timer:
             for _ in range(self._runs):
                 references.append(reference_now(self._reference, self._ranks))
                 times.append(seconds())
-        middle, reference_s = self._ranks.mean([median(times), median(references)])
-        return Measurement(middle, 0.0, spread_of(times, middle), len(times), reference_s, when=now())
+        mean_s, reference_s = self._ranks.mean([fmean(times), median(references)])
+        return Measurement(mean_s, 0.0, spread_of(times, mean_s), len(times), reference_s, when=now())
 
     def _timed(self, step: Callable[[], Any]) -> float:
         self._caches.add_(1.0)

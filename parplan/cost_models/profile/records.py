@@ -75,7 +75,7 @@ class LinkEntry:
             that takes from compute that goes on meanwhile.
         group: devices that take part.
         nbytes: bytes that one device receives (all-reduce: bytes of its tensor).
-        seconds: median time, until the last device is done.
+        seconds: mean time, until the last device is done.
         spread: relative, as Measurement.spread.
         runs: how many.
         reference_s: what the reference kernel took in the same second.
