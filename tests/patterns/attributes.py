@@ -16,7 +16,6 @@ from tests.patterns.pattern import Section
 SECTION = Section("Attributes, buffers and other state")
 
 GLOBAL = {"scale": 1.0}
-UNSEEN = 'without `check="always"` the captured value stays and nothing is said; keep such values on the module'
 
 
 class _Net(nn.Module):
@@ -428,11 +427,7 @@ def grad_branch(run: Run) -> None:
             run.rows("scores", model(run.randn(BATCH, 6)))
 
 
-@SECTION(
-    'a module global that the forward reads and the script changes, with `check="always"`',
-    refused={"*": "differs"},
-    why=UNSEEN,
-)
+@SECTION("a module global that the forward reads and the script changes")
 def module_global(run: Run) -> None:
     class Net(_Net):
         def forward(self, x: Tensor) -> Any:
@@ -441,14 +436,10 @@ def module_global(run: Run) -> None:
     def change(model: Any, step: int) -> None:
         GLOBAL["scale"] = 1.0 + step
 
-    _each_step(run, run.compile(Net(), check="always"), change)
+    _each_step(run, run.compile(Net()), change)
 
 
-@SECTION(
-    'a variable of an enclosing function that the forward reads and the script changes, with `check="always"`',
-    refused={"*": "differs"},
-    why=UNSEEN,
-)
+@SECTION("a variable of an enclosing function that the forward reads and the script changes")
 def enclosed_variable(run: Run) -> None:
     scale = 1.0
 
@@ -456,7 +447,7 @@ def enclosed_variable(run: Run) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.head(torch.tanh(self.body(x))) * scale
 
-    model = run.compile(Net(), check="always")
+    model = run.compile(Net())
     optimizer = sgd(model)
     for step in range(3):
         scale = 1.0 + step

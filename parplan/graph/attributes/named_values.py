@@ -57,6 +57,7 @@ class NamedValues:
 
     def __init__(self, held: dict[int, Held]) -> None:
         self._held = held
+        self._written_later: dict[int, Held] = {}
         self._seen: set[Hashable] = set()
         self._entries: list[Entry] = []
         self._caches: list[tuple[Any, int]] = []
@@ -67,8 +68,11 @@ class NamedValues:
         Args:
             owner: the class of the module whose method it is.
         """
-        for entry in named_values(function, owner, self._seen):
+        for entry, is_later in named_values(function, owner, self._seen):
             self._entries.append(entry)
+            if is_later:
+                list(walk(entry.path, entry.value, self._written_later))
+                continue
             list(walk(entry.path, entry.value, self._held))
             self._watch_cache(entry.value)
             yield entry
@@ -84,7 +88,7 @@ class NamedValues:
             now = entry.place.get(entry.key, MISSING)
             if now is not entry.value:
                 yield entry.path, f"changes it from {short(entry.value)} to {short(now)}"
-            elif not same(now, now, self._held) and not self._remembers(now):
+            elif not (same(now, now, self._held) and same(now, now, self._written_later)) and not self._remembers(now):
                 yield entry.path, "changes the values in it"
 
     def _remembers(self, value: Any) -> bool:
@@ -102,19 +106,26 @@ class NamedValues:
         for entry in self._entries:
             if isinstance(entry.place, dict) and entry.place.get(entry.key, MISSING) is not entry.value:
                 entry.place[entry.key] = entry.value
+        for held in self._written_later.values():
+            if not held.unchanged and not same(held.container, held.container, self._written_later):
+                held.restore()
         for function, misses in self._caches:
             if function.cache_info().misses != misses:
                 function.cache_clear()
 
 
-def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iterator[Entry]:
+def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iterator[tuple[Entry, bool]]:
     """Variables that a user's function names, and those that it calls; what is in `seen` is left out.
+
+    With each whether other functions than this one write it, as hooks do after the forward: nobody waits for what a
+    list of theirs has in it.
 
     Args:
         function: or a property or method.
         owner: the class of the module whose method it is: attributes of it that code names, `type(self).rate`, count.
     """
     waiting: list[tuple[Any, list[_Home]]] = [(function, [] if owner is None else _homes_of(owner))]
+    first = getattr(_plain(function), "__code__", None)
     while waiting:
         function, homes = waiting.pop()
         function = _plain(function)
@@ -125,6 +136,7 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
             continue
         seen.add(scope)
         outside, attributes = _names(code)
+        later = _written_later(code, is_called=code is first)
         file = _Home(str(function.__module__), function.__globals__, None)
         found = [(file, name) for name in outside]
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -136,22 +148,26 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
             value = home.place.get(name, MISSING)
             entry = Entry(f"{home.path}.{name}", home.place, name, value)
             inner = value.__self__ if isinstance(value, types.MethodType) else value
+            is_later = name in later and (isinstance(value, _HOLDERS) or _is_object(value))
+            if is_later and _is_compared(value):
+                yield entry, True
+                continue
             if isinstance(_plain(value), _FUNCTIONS):
                 if isinstance(home.thing, type) and not _is_set_by_users(home.thing, name):
                     continue
                 waiting.append((value, _homes_of(inner) if _is_object(inner) else home.methods or homes))
-                yield entry
+                yield entry, False
             elif _is_users(value) or _is_users_class(value) or _is_object(value):
                 known = {(id(home.thing), name) for home, name in found}
                 parts = ((part, n) for part in _homes_of(value, entry.path) for n in attributes)
                 found += [(part, n) for part, n in parts if (id(part.thing), n) not in known]
                 # An object is compared as a whole where it is not large, else by the attributes that code names.
                 whole = _is_object(value) and _is_compared(value)
-                yield entry if whole else replace(entry, place=SamePlace(home.place, name, value), value=True)
+                yield entry if whole else replace(entry, place=SamePlace(home.place, name, value), value=True), False
             elif _is_compared(value) or (
                 value is MISSING and _is_object(home.thing) and hasattr(type(home.thing), name)
             ):
-                yield entry
+                yield entry, False
 
 
 @dataclass(frozen=True)
@@ -257,6 +273,32 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         globals_ |= _names(inner)[0]
         attributes |= _names(inner)[1]
     return frozenset(globals_), frozenset(attributes)
+
+
+# Methods of containers, and ops, that change one.
+_WRITES = frozenset((
+    "append", "appendleft", "extend", "insert", "add", "update", "setdefault", "pop", "popleft", "popitem", "remove",
+    "discard", "clear", "write", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_ATTR",
+))  # fmt: skip
+
+
+@cache
+def _written_later(code: types.CodeType, is_called: bool) -> frozenset[str]:
+    """Variables that only functions name which write containers or objects, of code and of functions within it.
+
+    Args:
+        is_called: the code is the forward's own, not that of a function which may be called later.
+    """
+    ops = [(op.opname, op.argval) for op in dis.get_instructions(code)]
+    own = {name for op, name in ops if op.endswith(("_GLOBAL", "_GLOBALS", "_DEREF")) and isinstance(name, str)}
+    writes = not is_called and not _WRITES.isdisjoint([*code.co_names, *(op for op, _ in ops)])
+    later, now = (own, set[str]()) if writes else (set[str](), own)
+    for inner in (constant for constant in code.co_consts if isinstance(constant, types.CodeType)):
+        # A comprehension runs where it stands.
+        names = _written_later(inner, is_called and inner.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>"))
+        later |= names
+        now |= (_names(inner)[0] | set(inner.co_freevars)) - names
+    return frozenset(later - now)
 
 
 def _is_users(module: Any) -> TypeGuard[types.ModuleType]:

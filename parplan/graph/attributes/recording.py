@@ -139,6 +139,9 @@ class Recorder:
         self._active = self.host_reads.on = True
         self._lengths.enter_context(self.host_reads.sizes.of_one_forward())
         self._random = RandomNumbers()
+        own = self._model.__dict__
+        if "forward" in own:  # which was looked up before this hook
+            self.read(own, "forward", own["forward"])
         # torch has looked the model's own forward up before its hooks are called.
         kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
         if not kind.__module__.startswith("torch."):

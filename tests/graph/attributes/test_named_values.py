@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import CaptureError
+from parplan.graph.capture.capture import capture
 from parplan.runtime.module.compiled import Compiled
 from tests.graph.attributes import asserting
 from tests.graph.by_hand import close
@@ -322,3 +323,62 @@ def test_tables_that_are_made_once_hold_no_tensors_of_a_capture(forward: Forward
     assert table_of.cache_info().currsize == 0
     close(result, plain(x))
     close(model(x), plain(x))
+
+
+NOTED: list[float] = []
+
+
+def note(gradient: Tensor) -> None:
+    """A hook of a user's own, which keeps what it sees."""
+    NOTED.append(float(gradient.square().sum()))
+
+
+class Hooked(nn.Module):
+    """Its hooks append to a list of the function around it, and to a global one."""
+
+    def __init__(self, seen: list[float], at_once: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+        def forward(x: Tensor) -> Tensor:
+            h: Tensor = self.fc(x)
+            if at_once:
+                note(torch.ones(3))
+            if h.requires_grad:
+                h.register_hook(lambda g: seen.append(float(g.square().sum())))
+                h.register_hook(note)
+            return h
+
+        self.forward = forward
+
+
+class HookedMethod(Hooked):
+    """The same, by a method."""
+
+    def __init__(self, seen: list[float]) -> None:
+        super().__init__(seen)
+        del self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x)
+        if h.requires_grad:
+            h.register_hook(note)
+        return h
+
+
+@pytest.mark.parametrize("kind", [Hooked, HookedMethod])
+def test_lists_that_hooks_fill_make_no_new_captures(kind: type[Hooked]) -> None:
+    seen: list[float] = []
+    plain = kind(seen)
+    model = Compiled(plain, planner(spread(2, "data"), 2), devices=["cpu"] * 2)
+    for _ in range(12):
+        model(torch.randn(6, 4)).sum().backward()
+    assert len(NOTED) >= 12
+    assert sum(map(len, model._captures._captured.values())) == 1
+
+
+def test_a_list_that_a_function_fills_in_the_forward_is_refused_and_as_it_was() -> None:
+    before = list(NOTED)
+    with pytest.raises(CaptureError, match=r"NOTED: it changes the values in it"):
+        capture(Hooked([], at_once=True), (torch.randn(6, 4),))
+    assert before == NOTED
