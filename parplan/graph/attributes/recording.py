@@ -139,13 +139,10 @@ class Recorder:
         self._active = self.host_reads.on = True
         self._lengths.enter_context(self.host_reads.sizes.of_one_forward())
         self._random = RandomNumbers()
-        own = self._model.__dict__
-        if "forward" in own:  # which was looked up before this hook
-            self.read(own, "forward", own["forward"])
         # torch has looked the model's own forward up before its hooks are called.
-        kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-        if not kind.__module__.startswith("torch."):
-            self.read(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+        kind, own = next(kind for kind in type(module).__mro__ if "forward" in vars(kind)), module.__dict__
+        if "forward" in own or not kind.__module__.startswith("torch."):
+            self.read(own, "forward", own.get("forward", MISSING))
             self.read_of_class(module.__dict__, kind, "forward")
         for known in list(self._modules.values()):
             kinds = type(known.module).__mro__

@@ -49,29 +49,12 @@ class _Result:
 
 
 @dataclass(frozen=True)
-class _Branch:
-    """A comparison of sizes and the side that it took.
+class _Noted:
+    """A comparison of sizes, or a number that a size becomes and that a graph may have as a constant.
 
     Args:
-        place: file and line of the model's code.
-    """
-
-    comparison: _Result
-    taken: bool
-    place: tuple[str, int]
-
-    @property
-    def line(self) -> str:
-        """The line of the model's code."""
-        return source_line(*self.place)
-
-
-@dataclass(frozen=True)
-class _Number:
-    """A number that a size becomes, and that a graph may have as a constant.
-
-    Args:
-        value: at the captured number of samples.
+        formula: of the number, or the comparison.
+        value: at the captured number of samples; of a comparison the side that was taken.
         seen: it is known how it is calculated for others.
         place: file and line of the model's code.
     """
@@ -101,8 +84,8 @@ class SizeReads:
     def __init__(self) -> None:
         self.on = False
         self.values: list[int] = []
-        self.branches: list[_Branch] = []
-        self.numbers: list[_Number] = []
+        self.branches: list[_Noted] = []
+        self.numbers: list[_Noted] = []
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
@@ -146,11 +129,8 @@ class SizeReads:
         """Keep a branch, or a number."""
         frame = model_frame() if self.on else None
         if frame is not None:
-            place = frame.f_code.co_filename, frame.f_lineno
-            if isinstance(value, bool):
-                self.branches.append(_Branch(formula, value, place))
-            else:
-                self.numbers.append(_Number(formula, value, seen, place))
+            noted = _Noted(formula, value, seen, (frame.f_code.co_filename, frame.f_lineno))
+            (self.branches if isinstance(value, bool) else self.numbers).append(noted)
 
 
 class _Size:
@@ -279,8 +259,8 @@ class SizeBranches:
     batch: int = 0
     twin: int = 1
     sizes: tuple[tuple[int, int], ...] = ()
-    branches: tuple[_Branch, ...] = ()
-    bent: tuple[_Number, ...] = ()
+    branches: tuple[_Noted, ...] = ()
+    bent: tuple[_Noted, ...] = ()
     taken_out: tuple[str, ...] = ()
     ops: str = ""
 
@@ -295,11 +275,10 @@ class SizeBranches:
         steps = [Fraction(b - a, other_batch - batch) for a, b in pairs]
         if len(first.values) != len(other.values) or any(step.denominator != 1 for step in steps):
             # It reads other sizes with another number of samples, or sizes that grow in steps.
-            places = [one.line for one in first.branches] + [one.line for one in first.numbers]
-            lines = tuple(dict.fromkeys(places))
+            lines = tuple(dict.fromkeys(one.line for one in (*first.branches, *first.numbers)))
             return SizeBranches(batch, other_batch, taken_out=lines, ops=ops() if lines else "")
         sizes = tuple((a - int(step) * batch, int(step)) for (a, _), step in zip(pairs, steps, strict=True))
-        kept = {one.comparison: one for one in reversed(first.branches) if _turns(one.comparison, sizes)}
+        kept = {one.formula: one for one in reversed(first.branches) if _turns(one.formula, sizes)}
         found = [(one, _affine(one.formula, sizes)) for one in first.numbers]
         lines = tuple(dict.fromkeys(one.line for one, line in found if not one.seen and (line is None or line[1])))
         bent = tuple({one.formula: one for one, line in found if one.seen and line is None}.values())
@@ -315,14 +294,13 @@ class SizeBranches:
     @property
     def line(self) -> str:
         """The first line of the forward with such a branch; empty without one."""
-        lines = [one.line for one in self.branches] + [one.line for one in self.bent]
-        return next(iter([*lines, *self.taken_out]), "")
+        return next(iter([*(one.line for one in (*self.branches, *self.bent)), *self.taken_out]), "")
 
     def turned(self, batch: int) -> str:
         """The line of a branch that is taken otherwise with `batch` samples; empty without one."""
         for one in self.branches if batch != self.batch else ():
             try:
-                same = _value(one.comparison, self.sizes, batch) is one.taken
+                same = _value(one.formula, self.sizes, batch) is one.value
             except ArithmeticError:
                 same = False
             if not same:
@@ -337,7 +315,7 @@ class SizeBranches:
             return False
         return None if self.taken_out or not all(self._is_linear(one, batch) for one in self.bent) else True
 
-    def _is_linear(self, number: _Number, batch: int) -> bool:
+    def _is_linear(self, number: _Noted, batch: int) -> bool:
         """Whether a number is what the graph has in its place with `batch` samples."""
         try:
             twin, found = (_value(number.formula, self.sizes, samples) for samples in (self.twin, batch))

@@ -90,7 +90,7 @@ def exchange_facts(
         )
     if captured.groups is None:
         _check_branches(graph, sizes)
-    if captured.groups is not None:
+    else:
         # Groups that cannot have brought the same samples, and gradients that no rank has the whole of, are refused.
         for row in map(captured.groups.row, range(captured.groups.replicas)):
             if len({sizes[rank] for rank in row}) > 1:
