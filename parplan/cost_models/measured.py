@@ -36,10 +36,13 @@ from parplan.graph.local import local_shape
 from parplan.plan import Strategy
 
 __all__ = [
+    "AGREEMENT",
+    "BATCH_NORM",
     "CORRECTION",
     "OVERHEAD",
     "Correction",
     "MeasuredCosts",
+    "batch_norm_s",
     "correction",
     "overhead_s",
     "profiled_costs",
@@ -47,7 +50,9 @@ __all__ = [
 ]
 
 # Families of entries that are no part of a layer: see profiler/runtime_costs.py.
-OVERHEAD, AGREEMENT, CORRECTION = (f"runtime {word}" for word in ("overhead", "agreement", "correction"))
+OVERHEAD, AGREEMENT, CORRECTION, BATCH_NORM = (
+    f"runtime {word}" for word in ("overhead", "agreement", "correction", "batch norm")
+)
 
 # Never surer than this of a figure that was not measured at its own sizes.
 LEAST_DOUBT = 0.05
@@ -131,6 +136,7 @@ class MeasuredCosts(AdaptedCosts):
             for name in layer.parameters:
                 self._owners.setdefault(fallback.graph.parameters[name], layer.name)
         self._corrections = {busy: correction(p, reference_s) for busy, p in self._profiles.items()}
+        self._batch_norms = {busy: batch_norm_s(p, reference_s) for busy, p in self._profiles.items()}
         self._updates = {
             busy: UpdateTimes(profile, fallback.optimizer, self._scale) for busy, profile in self._profiles.items()
         }
@@ -167,7 +173,11 @@ class MeasuredCosts(AdaptedCosts):
             cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
         else:
             return replace(estimate, update_s=update_s)
-        return self._costs.setdefault(key, self._corrections[busy].apply(cost))
+        cost = self._corrections[busy].apply(cost)
+        if part_of(graph, layer, strategy, passes).shares_statistics:
+            half_s = self._batch_norms[busy] / 2
+            cost = replace(cost, forward_s=cost.forward_s + half_s, backward_s=cost.backward_s + half_s)
+        return self._costs.setdefault(key, cost)
 
     def _update_s(self, layer: Layer, strategy: Strategy, busy: int, estimate: LayerCost) -> float:
         """The update of the parameters the device holds, each counted by the first layer that uses it."""
@@ -273,6 +283,15 @@ def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
     left_s = median((m.forward_s - m.backward_s) / layers * _scale(m, reference_s) for m, layers in found)
     factor = median(m.forward_s / m.backward_s for m, _ in found)
     return Correction(left_s, 1.0) if left_s > 0 else Correction(0.0, factor)
+
+
+def batch_norm_s(profile: Profile, reference_s: float = 0.0) -> float:
+    """Seconds that a batch norm over replicas takes more in a step than its part and its messages: processes wait for
+    each other, and autograd nodes end and begin around each message. 0 where that was not measured."""
+    # Of these the forward time is the whole step, the backward time the predicted one, the bytes the batch norms.
+    found = [(entry.measurement, entry.nbytes) for entry in profile.family(BATCH_NORM)]
+    each_s = [(own.forward_s - own.backward_s) / number * _scale(own, reference_s) for own, number in found]
+    return max(0.0, *each_s) if each_s else 0.0
 
 
 def _scale(measured: Measurement, reference_s: float) -> float:

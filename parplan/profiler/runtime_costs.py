@@ -3,7 +3,8 @@
 The runtime's overhead is the time of a whole step of a small network, less its parts; with few and with many
 parameters, as handling them is most of it. What is left between steps and sums of parts (memory found anew,
 caches that others emptied) comes to much the same for every layer, and is measured on networks of the usual kinds.
-Several processes tell each other how many samples they have, in every step.
+Several processes tell each other how many samples they have, in every step. Batch norms over replicas take longer than
+their parts and messages, which is measured on a network with some, replicated.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from statistics import fmean, median
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from parplan.cost_models.devices.local_devices import this_cluster
-from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD, overhead_s
+from parplan.cost_models.measured import AGREEMENT, BATCH_NORM, CORRECTION, OVERHEAD, overhead_s, profiled_costs
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
 from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
 from parplan.cost_models.measurement.reference_kernel import Reference
@@ -31,6 +33,7 @@ from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 from parplan.graph.capture.capture import capture
 from parplan.plan import Plan, Strategy
+from parplan.planner.decide import predict
 from parplan.profiler.communication import between_compute
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.transport.distributed import DistributedTransport
@@ -77,6 +80,18 @@ class RuntimeCosts:
                 profile.put(PartEntry(signature, CORRECTION, 0.0, layers, replace(found, forward_s=own_s)))
         if self._transport is not None:
             self._agreement(self._transport, profile, again)
+            self._batch_norm(dist.get_backend(), profile, again)
+
+    def _batch_norm(self, backend: str, profile: Profile, again: bool) -> None:
+        """Seconds that batch norms over replicas take in a step beside their parts and messages."""
+        if not self._ranks.any(again or profile.get(BATCH_NORM) is None):
+            return
+        network, known = self._network(BATCH_NORM, _convolutional, self._ranks.count), SessionProfile()
+        known.put(*(entry for family in (OVERHEAD, CORRECTION, AGREEMENT) for entry in profile.family(family)))
+        known.put(*profile.links(backend))
+        found = network.step_and_parts(partial(network.predicted_s, known, backend))
+        norms = sum(layer.mixes_batch for layer in network.graph.layers.values())
+        profile.put(PartEntry(BATCH_NORM, BATCH_NORM, 0.0, float(norms), found))
 
     def _agreement(self, transport: DistributedTransport, profile: Profile, again: bool) -> None:
         """Seconds that a step of several processes takes more: telling each other how many samples there are."""
@@ -96,26 +111,36 @@ class RuntimeCosts:
         measured = Measurement(mean_s, 0.0, spread_of(times, mean_s), len(times), median(references), when=now())
         profile.put(PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, measured))
 
-    def _network(self, name: str, make: Callable[[], tuple[nn.Module, Tensor]]) -> _Network:
+    def _network(self, name: str, make: Callable[[], tuple[nn.Module, Tensor]], devices: int = 1) -> _Network:
         if name not in self._networks:
             torch.manual_seed(0)
-            self._networks[name] = _Network(*make(), self._device, self._ranks)
+            self._networks[name] = _Network(*make(), self._device, self._ranks, devices)
         return self._networks[name]
 
 
 class _Network:
-    """A small network that the runtime runs on one device of this process."""
+    """A small network that the runtime runs on one device of this process, or with a replica on every process.
 
-    def __init__(self, net: nn.Module, inputs: Tensor, device: torch.device, ranks: ProcessGroup) -> None:
-        self._device, self._ranks = device, ranks
+    Args:
+        inputs: of each process.
+        devices: 1, or the number of processes.
+    """
+
+    def __init__(
+        self, net: nn.Module, inputs: Tensor, device: torch.device, ranks: ProcessGroup, devices: int = 1
+    ) -> None:
+        self._device, self._ranks, self._cluster = device, ranks, this_cluster(devices, device)
         net, self._inputs = net.to(device), inputs.to(device)
-        self.graph = capture(net, (self._inputs,))
-        layers = dict.fromkeys(self.graph.layers, Strategy())
-        plan = Plan(self.graph.model, self.graph.fingerprint, self.graph.batch or 1, 1, layers)
-        self._compiled = Compiled(net, lambda graph: plan, devices=[device], check="off")
+        self.graph = graph = capture(net, (torch.cat([self._inputs] * devices),))
+        everywhere = Strategy(devices, devices=tuple(range(devices)))
+        self._plan = Plan(
+            graph.model, graph.fingerprint, graph.batch or 1, devices, dict.fromkeys(graph.layers, everywhere)
+        )
+        places = [device] if devices == 1 else None
+        self._compiled = Compiled(net, lambda graph: self._plan, devices=places, check="off")
         self._gradients = torch.ones_like(self._compiled(self._inputs))
 
-    def step_and_parts(self, rounds: int = 3) -> Measurement:
+    def step_and_parts(self, parts_s: Callable[[], float] | None = None, rounds: int = 3) -> Measurement:
         """Whole steps (`forward_s`) and sums of their parts (`backward_s`), measured in turns; the spread of steps."""
         reference = Reference(self._device)
         times: list[float] = []
@@ -133,10 +158,10 @@ class _Network:
                     self._step()
                     steps.append(perf_counter() - start)
                 times += steps
-                parts.append(self._parts_s())
+                parts.append(parts_s() if parts_s is not None else self._parts_s())
         spread = spread_of(times, median(times))
-        step_s, parts_s, reference_s = self._ranks.mean([fmean(times), fmean(parts), median(references)])
-        return Measurement(step_s, parts_s, spread, len(times), reference_s, when=now())
+        step_s, rest_s, reference_s = self._ranks.mean([fmean(times), fmean(parts), median(references)])
+        return Measurement(step_s, rest_s, spread, len(times), reference_s, when=now())
 
     def _step(self) -> None:
         self._compiled(self._inputs).backward(self._gradients)
@@ -145,16 +170,26 @@ class _Network:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def _measure(self, profile: SessionProfile) -> None:
+        """Measure the parts of the layers, and put them into the profile."""
+        costs, stop = RooflineCosts(self.graph, self._cluster), StoppingRule(cap_s=0.05)
+        wanted = [PartRequest(layer, self._plan.layers[name]) for name, layer in self.graph.layers.items()]
+        measure_parts(self.graph, costs, wanted, self._device, profile, stop=stop, ranks=self._ranks, again=True)
+
     def _parts_s(self) -> float:
         """The sum of the layers' parts, forward and backward."""
-        graph, session = self.graph, SessionProfile()
-        costs = RooflineCosts(graph, this_cluster(1, self._device))
-        requests = [PartRequest(layer, Strategy()) for layer in graph.layers.values()]
-        stop = StoppingRule(cap_s=0.05)
-        measure_parts(graph, costs, requests, self._device, session, stop=stop, ranks=self._ranks)
-        found = [session.get(part_signature(graph, part_of(graph, r.layer, r.strategy))) for r in requests]
+        self._measure(session := SessionProfile())
+        layers = self.graph.layers.values()
+        found = [session.get(part_signature(self.graph, part_of(self.graph, layer, Strategy()))) for layer in layers]
         figures = [entry.measurement for entry in found if entry is not None]
         return sum(measured.forward_s + measured.backward_s for measured in figures)
+
+    def predicted_s(self, profile: SessionProfile, backend: str) -> float:
+        """The predicted step without an update, from a profile and the parts of the layers measured now."""
+        self._measure(profile)
+        costs = profiled_costs(self.graph, self._cluster, {self._ranks.count: profile}, backend=backend)
+        found = predict(self.graph, self._cluster, costs, self._plan)
+        return found.step_s - found.update_s
 
 
 def _linear_layers(depth: int) -> tuple[nn.Module, Tensor]:

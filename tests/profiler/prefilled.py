@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parplan.cost_models.measured import AGREEMENT, CORRECTION, OVERHEAD
+from parplan.cost_models.measured import AGREEMENT, BATCH_NORM, CORRECTION, OVERHEAD
 from parplan.cost_models.measurement import optimizer_updates as updates
 from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.profile.records import LinkEntry, PartEntry
@@ -38,6 +38,7 @@ def _other_parts(busy: int) -> list[PartEntry]:
     for depth in runtime_costs._DEPTHS:
         found.append(PartEntry(f"{OVERHEAD}, {2 * depth} parameters", OVERHEAD, 0.0, 2.0 * depth, figures))
     found += [PartEntry(f"{CORRECTION}, {name}", CORRECTION, 0.0, 4.0, figures) for name in runtime_costs.CALIBRATION]
+    found.append(PartEntry(BATCH_NORM, BATCH_NORM, 0.0, 3.0, figures))
     return [*found, PartEntry(AGREEMENT, AGREEMENT, 0.0, 0.0, figures)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from parplan.cost_models.measured import AGREEMENT
+from parplan.cost_models.measured import AGREEMENT, BATCH_NORM, batch_norm_s
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.layout import pieces
 from parplan.profiler import communication, runtime_costs
@@ -88,9 +88,26 @@ def ranks_agree_on_what_telling_each_other_takes(rank: int, ranks: int) -> None:
     assert profile.get(AGREEMENT) is not found
 
 
+def batch_norms_take_longer_in_a_step(rank: int, ranks: int) -> None:
+    """A whole step beside the predicted one, of as many batch norms as the network has; the same on all."""
+    runtime_costs._STEPS_S = 0.0
+    transport, group, profile = DistributedTransport(CPU), Ranks(ranks, CPU), SessionProfile()
+    costs = RuntimeCosts(CPU, group, transport)
+    costs._batch_norm("gloo", profile, again=False)
+    found = profile.get(BATCH_NORM)
+    assert found is not None
+    assert found.nbytes == 3
+    assert found.measurement.forward_s > 0
+    assert found.measurement.backward_s > 0
+    assert group.max(batch_norm_s(profile)) == batch_norm_s(profile)
+    costs._batch_norm("gloo", profile, again=False)
+    assert profile.get(BATCH_NORM) is found
+
+
 CASES = {
     "ranks": ranks_agree,
     "links": links_are_measured_once,
     "patterns": patterns_move_what_they_say,
     "agreement": ranks_agree_on_what_telling_each_other_takes,
+    "batch norm": batch_norms_take_longer_in_a_step,
 }

@@ -239,10 +239,74 @@ def clipped_as_in_any_loop(rank: int, ranks: int) -> None:
         same(dict(model.state_dict()), dict(twin.state_dict()), "state")
 
 
+class Scaled(torch.autograd.Function):
+    """x * weight, whose weight has a gradient where x is not zero."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        """(N, 8) and (8,) to (N, 8)."""
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        """None for the weight where all of x is zero."""
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0) if bool(x.any()) else None
+
+
+class Scale(nn.Module):
+    """A scaled value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 8) to the same."""
+        scaled: Tensor = Scaled.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return scaled
+
+
+def gradients_on_some_ranks(rank: int, ranks: int) -> None:
+    """Whether parameters on a few ranks have gradients is asked once for each program; what changes then is refused."""
+    last = Strategy(devices=(ranks - 1,))
+    model = Compiled(Scale(), planner(lambda layer: last, ranks), check="off")
+    asked: list[int] = []
+    gather = model._transport.gather
+
+    def counted(*numbers: int) -> list[tuple[int, ...]]:
+        asked.append(len(numbers))
+        return gather(*numbers)
+
+    model._transport.gather = counted  # type: ignore[method-assign]
+    per_step = []
+    for _ in range(3):
+        asked.clear()
+        model.zero_grad()
+        model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        gradient = model.get_parameter("weight").grad
+        assert gradient is not None
+        same(whole(gradient), torch.full((8,), 2.0, dtype=torch.float64), "gradient")
+        per_step.append(len(asked))
+    assert per_step[1] == per_step[2] < per_step[0]
+    model.zero_grad()
+    result = model(torch.zeros(2, 8, dtype=torch.float64)).sum()
+    if rank < ranks - 1:
+        result.backward()
+        return
+    with pytest.raises(RuntimeFailure, match="weight had a gradient in some steps and has none in others"):
+        result.backward()
+
+
 CASES = {
     case.__name__: case
     for case in (
         converted, replaced, called_directly, in_inference_mode, captured_before, not_cut, recurrent, closures, half,
-        started_alike, clipped_as_in_any_loop,
+        started_alike, clipped_as_in_any_loop, gradients_on_some_ranks,
     )
 }  # fmt: skip

@@ -54,8 +54,7 @@ class MeasuredLinks:
         self._curves: dict[tuple[str, int], Curve] = {}
         for key, found in points.items():
             ordered = np.array(sorted(found), dtype=np.float64)
-            # A curve that never falls: a larger message does not take less, whatever the noise.
-            self._curves[key] = Curve(ordered[:, 0], np.maximum.accumulate(ordered[:, 1]))
+            self._curves[key] = Curve(ordered[:, 0], _rising(ordered[:, 1]))
         self.spread = median(entry.spread for entry in entries) if entries else 0.0
 
     def curve(self, kind: str, group: int) -> Curve | None:
@@ -65,3 +64,16 @@ class MeasuredLinks:
         """
         groups = sorted(size for known, size in self._curves if known == kind and size >= group)
         return self._curves[kind, groups[0]] if groups else None
+
+
+def _rising(measured_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The curve that never falls nearest to the points (isotonic regression): a larger message does not take less,
+    whatever the noise."""
+    pools: list[tuple[float, int]] = []
+    for seconds in measured_s:
+        mean_s, count = float(seconds), 1
+        while pools and pools[-1][0] > mean_s:
+            before_s, others = pools.pop()
+            mean_s, count = (others * before_s + count * mean_s) / (others + count), others + count
+        pools.append((mean_s, count))
+    return np.repeat([mean_s for mean_s, _ in pools], [count for _, count in pools])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
 from parplan.lowering.program import Compute, Program, State
@@ -107,6 +108,8 @@ class Store:
         self._transport = transport
         self._sharded = sharded
         self._copies = copies if copies is not None else {}
+        # By parameters: those with a gradient here, and whether any process has one.
+        self._used: dict[tuple[str, ...], tuple[Set[str], dict[str, bool] | None]] = {}
         steps = [step for step in program.forward if isinstance(step, Compute)]
         self._wanted = {
             (id(state), device): self._want(state, device)
@@ -150,8 +153,18 @@ class Store:
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
         exchanged = partial if touched is None else list(found)
         known = touched if touched is not None else {name for name in partial if found[name] is not None}
-        flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
-        used = dict(zip(exchanged, flags, strict=True))
+        own_before, used = self._used.get(tuple(found), (known, None)) if touched is None else (known, None)
+        if known != own_before:
+            which = ", ".join(self.label(name) for name in sorted(known ^ own_before))
+            raise RuntimeFailure(
+                f"rank {self._transport.rank}: {which} had a gradient in some steps and has none in others, while "
+                "other processes rely on what the first step had; let a backward of your own return zeros, not None"
+            )
+        if used is None:
+            flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
+            used = dict(zip(exchanged, flags, strict=True))
+            if touched is None:  # a matter of the program alone: asked once
+                self._used[tuple(found)] = known, used
         gradients: dict[str, Tensor | None] = {}
         for name, own in found.items():
             if not used.get(name, own is not None):
