@@ -283,7 +283,8 @@ def verify(
         pins: what is decided by hand where the plan is to be chosen (docs/pins.md).
         devices: how many logical devices; default: the plan's, else what the pins need, else 2.
         batch: samples to run, of those in `example_inputs`; default: two for every replica, and as many more as the
-            plan's batch leaves over, as the numbers a plan gives do not depend on the batch it was made for.
+            plan's batch leaves over, as the numbers a plan gives do not depend on the batch it was made for; more where
+            a batch norm would take its statistics of few values, which magnifies rounding.
         name: what to call the model in a plan that is to be chosen.
 
     Raises:
@@ -295,7 +296,7 @@ def verify(
     from parplan.planner.request import PlanOptions
     from parplan.planner.search_space.verifier import mismatches
     from parplan.pricing import Pricing
-    from parplan.verification import first_samples, verify_plan
+    from parplan.verification import first_samples, samples_for, verify_plan
 
     options = PlanOptions.of(locals())
     model, kwargs = _with_loss(model, kwargs, loss, targets)
@@ -313,8 +314,7 @@ def verify(
         found = _checked(options.plan, graph, count)
     else:
         found = Pricing.for_devices(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
-    most = max((strategy.replicas for strategy in found.layers.values()), default=1)
-    few = 2 * most + found.batch % most if batch is None else batch
+    few = samples_for(found, graph) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
         ran = verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)

@@ -23,6 +23,7 @@ from parplan.compat import pytree
 from parplan.errors import ModelError
 from parplan.graph.axes.experts import GroupedInDouble
 from parplan.graph.capture.capture import batch_of
+from parplan.graph.kinds import op_name
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import failing_module, user_line
 from parplan.plan import Plan
@@ -31,9 +32,12 @@ from parplan.runtime.self_check.comparison import compare_group, largest_of, pro
 from parplan.runtime.self_check.constant_draws import ConstantDraws
 from parplan.runtime.self_check.double_copy import double
 
-__all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "verify_plan"]
+__all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "samples_for", "verify_plan"]
 
 TOLERANCE = 1e-9
+STATISTICS = 16
+"""Values per channel that the statistics of a batch norm are taken of at least, where there are so many samples."""
+
 # A tensor far smaller than its group's largest one is rounding noise (the gradient of a bias in front
 # of a batch norm is zero but for rounding), so it is measured against this share of the largest.
 _FLOOR = 1e-4
@@ -156,6 +160,16 @@ def _tolerances(graph: LayerGraph) -> tuple[dict[str, float], tuple[str, ...]]:
         allowed |= {group: max(tolerance, allowed.get(group, 0.0)) for group in groups}
     ordered = sorted(largest, key=lambda dtype: -torch.finfo(dtype).eps)
     return allowed, tuple(str(dtype).removeprefix("torch.") for dtype in ordered)
+
+
+def samples_for(plan: Plan, graph: LayerGraph) -> int:
+    """Samples to compare: two for every replica, as many as the plan's batch leaves over, and more where a batch norm
+    would take its statistics of fewer than STATISTICS values, which magnifies rounding."""
+    most = max((strategy.replicas for strategy in plan.layers.values()), default=1)
+    norms = [node for layer in graph.layers.values() if layer.mixes_batch for node in layer.nodes]
+    normed = [graph.values[node.all_input_nodes[0].name] for node in norms if op_name(node) == "batch_norm"]
+    fewest = min((spec.elements // (spec.shape[1] * (graph.batch or 1)) for spec in normed), default=STATISTICS)
+    return max(2, -(-STATISTICS // (most * max(1, fewest)))) * most + plan.batch % most
 
 
 def first_samples(call: Any, batch: int | None, wanted: int) -> Any:

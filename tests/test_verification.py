@@ -202,3 +202,11 @@ def test_differences_show(expected: list[list[complex]], actual: list[list[compl
 def test_equal_infinities_are_no_difference() -> None:
     same = {"0": torch.tensor([INF, -INF, 1.0])}
     assert _compared("outputs", same, same).max_relative_difference == 0
+
+
+@pytest.mark.parametrize(("side", "batch", "compared"), [(1, 32, 16), (2, 32, 4), (4, 32, 2), (1, 6, 6)])
+def test_batch_norms_see_enough_values(side: int, batch: int, compared: int) -> None:
+    """16 values per channel, of 1, 4 or 16 pixels a sample, where there are so many samples."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * side**2, 2))
+    found = parplan.verify(net, torch.randn(batch, 3, side, side), devices=2, pins=["*=gpu:0"])
+    assert (found.batch, found.passed) == (compared, True)
