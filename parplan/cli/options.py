@@ -77,7 +77,8 @@ more than 1e-9.
 examples:
   parplan verify model.py --devices 3         the plan parplan chooses
   parplan verify model.py --plan plan.json    a plan of yours
-A few of the example samples are run (two for every replica), or --batch of them."""
+A few of the example samples are run (two for every replica, more where a batch
+norm would see few values), or --batch of them."""
 
 
 DIFF = f"""\
