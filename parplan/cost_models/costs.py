@@ -63,6 +63,7 @@ class StepCost:
         links: where the times of transfers and reductions come from.
         late: share of the reductions that comes after the optimizer's update, where nothing is left to hide behind
             (`Link.overlap` is the rest); `overlap` is of what comes before it.
+        batch_norm_s: what a batch norm over replicas takes, forward and backward, beside its parts and messages.
     """
 
     overhead_s: float = 0.0
@@ -70,6 +71,7 @@ class StepCost:
     spread: float = 0.0
     links: Source = Source.ESTIMATED
     late: float = 0.0
+    batch_norm_s: float = 0.0
 
     @property
     def most_hidden(self) -> float:

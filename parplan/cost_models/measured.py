@@ -136,7 +136,6 @@ class MeasuredCosts(AdaptedCosts):
             for name in layer.parameters:
                 self._owners.setdefault(fallback.graph.parameters[name], layer.name)
         self._corrections = {busy: correction(p, reference_s) for busy, p in self._profiles.items()}
-        self._batch_norms = {busy: batch_norm_s(p, reference_s) for busy, p in self._profiles.items()}
         self._updates = {
             busy: UpdateTimes(profile, fallback.optimizer, self._scale) for busy, profile in self._profiles.items()
         }
@@ -173,11 +172,7 @@ class MeasuredCosts(AdaptedCosts):
             cost = LayerCost(ideal_s * ratio.forward, backward_s, ratio.source, ratio.doubt, update_s)
         else:
             return replace(estimate, update_s=update_s)
-        cost = self._corrections[busy].apply(cost)
-        if part_of(graph, layer, strategy, passes).shares_statistics:
-            half_s = self._batch_norms[busy] / 2
-            cost = replace(cost, forward_s=cost.forward_s + half_s, backward_s=cost.backward_s + half_s)
-        return self._costs.setdefault(key, cost)
+        return self._costs.setdefault(key, self._corrections[busy].apply(cost))
 
     def _update_s(self, layer: Layer, strategy: Strategy, busy: int, estimate: LayerCost) -> float:
         """The update of the parameters the device holds, each counted by the first layer that uses it."""
@@ -260,7 +255,7 @@ def step_cost(
     runtime_s = overhead_s(profile, reference_s)(len(roofline.graph.parameters))
     if agreement is not None:
         runtime_s += agreement.measurement.forward_s * _scale(agreement.measurement, reference_s)
-    return replace(found, overhead_s=runtime_s)
+    return replace(found, overhead_s=runtime_s, batch_norm_s=batch_norm_s(profile, reference_s))
 
 
 def overhead_s(profile: Profile, reference_s: float = 0.0) -> Callable[[int], float]:

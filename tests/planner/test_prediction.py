@@ -19,6 +19,7 @@ from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Prediction
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import strategies
+from parplan.planner.simulation.timeline import simulate
 from parplan.planner.solver.problem import evaluate
 from tests.cost_models.made_up import made_up_costs
 from tests.planner.graphs import classifier, perceptron
@@ -133,6 +134,24 @@ def test_an_overhead_is_paid_by_every_plan_and_changes_no_choice() -> None:
         assert (one.step_s is None) == (other.step_s is None)
         if one.step_s is not None and other.step_s is not None:
             assert other.step_s == pytest.approx(one.step_s + 5e-3)
+
+
+def test_a_batch_norm_over_replicas_takes_longer_in_every_account_of_a_step() -> None:
+    """In the step, its simulation and its parts; not in a baseline whose batch norms are of each device's samples."""
+    graph, cluster, plan = classifier(), cluster_preset("cpu", 2), plan_by("data parallel", 2, classifier())
+    norms = sum(layer.mixes_batch for layer in graph.layers.values())
+    before, after = (made_up_costs(graph, cluster, StepCost(batch_norm_s=more_s)) for more_s in (0.0, 0.5))
+    more_s = 0.5 * norms
+    assert more_s > 0
+    plain, found = (predict(graph, cluster, costs, plan) for costs in (before, after))
+    assert found.step_s == pytest.approx(plain.step_s + more_s)
+    assert found.transfer_s == pytest.approx(plain.transfer_s + more_s)
+    assert found.batch_norm_s == pytest.approx(plain.batch_norm_s + more_s)
+    steps = [simulate(graph, cluster, costs, plan).step_s for costs in (before, after)]
+    assert steps[1] == pytest.approx(steps[0] + more_s)
+    local = [decide(graph, cluster, costs, PlanRequest(plan=plan)).baselines for costs in (before, after)]
+    named = [{one.name: one.step_s for one in own} for own in local]
+    assert named[0]["pure data parallel"] == pytest.approx(named[1]["pure data parallel"])
 
 
 def test_doubt_makes_the_range_and_nothing_else() -> None:

@@ -129,7 +129,7 @@ def _batch_norm_sync_s(layer: Layer, strategy: Strategy, costs: CostModel, graph
     cut = layer.layout(name, strategy).shard_dim
     shard_dim = None if cut is None else 2
     moved = costs.transfer(spec, Layout(strategy.grid, 0, shard_dim), Layout(strategy.grid, None, shard_dim))
-    return moved.forward_s
+    return moved.forward_s + costs.step.batch_norm_s / 2
 
 
 def like_readers(graph: LayerGraph, shape: Shape) -> LikeReaders:

@@ -211,9 +211,9 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
         layouts = given.layout, wanted.layout
         if program.scheme is Scheme.BROADCAST:  # those who have none of a pass's samples do not take part
             layouts = _with_samples(given), _with_samples(wanted)
-        shape, dim = given.shape, graph.batch_dims.get(given.value)
-        if given.value in graph.values:
-            shape = graph.values[given.value].shape
+        shape, dim, more_s = given.shape, graph.batch_dims.get(given.value), costs.step.batch_norm_s / 2
+        if given.value in graph.values:  # no statistics of a batch norm
+            shape, more_s = graph.values[given.value].shape, 0.0
         if given.turn is not None and dim is not None:
             shape = (*shape[:dim], -(-shape[dim] // passes), *shape[dim + 1 :])
         cost = costs.transfer(TensorSpec(shape, given.dtype, given.requires_grad), *layouts)
@@ -221,8 +221,8 @@ def _moves(graph: LayerGraph, program: Program, costs: CostModel, passes: int, p
         found[wanted.name] = Move(
             given,
             wanted,
-            cost.forward_s,
-            cost.backward_s,
+            cost.forward_s + more_s,
+            cost.backward_s + more_s,
             *_lanes(*layouts),
             inwards=crosses[0],
             beside=any(crosses),
