@@ -213,7 +213,7 @@ def _functional_parts(
     for alone, group in groupby(own, key=lambda node: node.name in bound or _stands_alone(node, parameters)):
         members = list(group)
         if alone:
-            for node in members:
+            for node in (node for node in members if op_name(node) != "getitem" or node.args[0] not in own):
                 parts.append((node, *(user for user in node.users if op_name(user) == "getitem" and user in own)))
         else:
             known = {node for part in parts for node in part}

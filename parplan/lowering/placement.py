@@ -78,7 +78,7 @@ class SlotAssigner:
         for grown in {*(() if dim is None else (dim,)), *(self._graph.grown or {}).get(value, ())}:
             captured = self._graph.batch or 1
             here = self._step_setting.batch if turn is None else self._passes[turn].batch
-            shape[grown] = shape[grown] // captured * here if self._graph.batch else shape[grown]
+            shape[grown] = shape[grown] * here // captured if self._graph.batch else shape[grown]
         name, rows = _home(value, turn), self._rows(value, layout, turn)
         return Slot(name, value, layout, tuple(shape), rows, spec.dtype, spec.requires_grad, turn=turn)
 
