@@ -161,6 +161,39 @@ def norms_apart(ranks: int) -> list[dict[str, Strategy]]:
     return [{"norm": first, "norm@1": second, "single": last} for first, second in calls]
 
 
+HALVES: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "halves of the samples": (lambda x: x.chunk(2), "features"),
+    "pairs of samples": (lambda x: x.split(2), "features"),
+    "every sample": (lambda x: x.unbind(0), "one"),
+    "the product of halves": (lambda x: torch.mul(*x.chunk(2)), "features"),
+    "the first of three parts": (lambda x: x.tensor_split(3)[0], "features"),
+    "parts of the input": (lambda x: (x, torch.cat(x.split(2)[::-1])), "features"),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_results_along_the_samples_are_what_they_are_at_every_number_of_samples(name: str) -> None:
+    """Where it is odd, halves are not in proportion to it, and it has a capture of its own."""
+    part, axis = HALVES[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> object:
+            """(N, 4) to parts of (N, 4)."""
+            return part(self.fc(x))
+
+    net = Net().double()
+    model = compiled(net, spread(2, "out-features") if axis == "features" else {}, 2)
+    for samples in (8, 6, 7, 12, 8):
+        if name.startswith("the product") and samples % 2:
+            continue  # the plain model multiplies halves of equal size only
+        x = torch.randn(samples, 4, dtype=torch.float64)
+        torch.testing.assert_close(model(x), net(x))
+
+
 @pytest.mark.full
 def test_statistics_of_norms_that_run_in_several_places() -> None:
     for table in norms_apart(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,10 +91,13 @@ def window(assignment: Assignment, nodes: Ints) -> Window:
         edges.append(Edge(int(place[u]), int(place[v]), pairs))  # nodes are in ascending order, and u < v
     least = {v: float(cost.min()) for v, cost in costs.items()}
     parts = tuple(Node(str(v), np.maximum(cost - least[v], 0.0)) for v, cost in costs.items())
-    problem = Problem(parts, tuple(edges))
     now = [int(k) for k in assignment.choice[nodes]]
     cost = sum(float(part.cost_s[k]) for part, k in zip(parts, now, strict=True))
     cost += sum(float(edge.cost_s[now[edge.source], now[edge.target]]) for edge in edges)
+    # A strategy or pair that alone makes a choice worse need not cost more than that: sums stay within 64 bits.
+    worse = 2 * (abs(cost) + sum(max(0.0, -float(edge.cost_s.min())) for edge in edges))
+    parts = tuple(replace(part, cost_s=np.minimum(part.cost_s, worse)) for part in parts)
+    problem = Problem(parts, tuple(replace(edge, cost_s=np.minimum(edge.cost_s, worse)) for edge in edges))
     mine = np.concatenate([np.arange(a.usages[v], a.usages[v + 1]) for v in nodes.tolist()]).astype(np.intp)
     held = m.amounts[m.start[mine] + assignment.choice[m.node[mine]]]
     return Window(nodes, problem, now, cost, mine, m.spread(held, mine) - assignment.excess)

@@ -13,7 +13,10 @@ from parplan.planner.solver import elimination
 from parplan.planner.solver.problem import Edge, FloatArray, Node, Problem, Status, evaluate
 from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.solve import GAP, solve
+from parplan.planner.solver.wide.arrays import Arrays
+from parplan.planner.solver.wide.assignment import Assignment
 from parplan.planner.solver.wide.search import improve
+from parplan.planner.solver.wide.windows import solve_window, window
 from tests.planner.oracle import brute_force
 from tests.planner.solver.one_to_one import compiler_problem, with_one_to_one_edges
 
@@ -120,6 +123,19 @@ def test_ends_when_half_of_the_strategies_are_out() -> None:
     assert all((lower >= listener.objective)[2:].all() for lower in marginals)
     assert truth.choice is not None
     assert all(lower[k] <= truth.objective for lower, k in zip(marginals, truth.choice, strict=True))
+
+
+def test_a_window_of_many_forbidden_pairs() -> None:
+    """65,280 of them: a sum of what each costs to the search around it would not be a 64-bit integer."""
+    size, rng = 256, np.random.default_rng(0)
+    agree = np.full((size, size), np.inf)
+    np.fill_diagonal(agree, 0.0)
+    nodes = tuple(Node(name, rng.random(size) * 1e-6) for name in "ab")
+    arrays = Arrays(Problem(nodes, (Edge(0, 1, agree),)))
+    cost = nodes[0].cost_s + nodes[1].cost_s
+    order = np.argsort(cost)
+    part = window(Assignment(arrays, np.array([order[1], order[1]])), np.arange(2))
+    assert solve_window(arrays, part, np.inf, 10.0) == [order[0], order[0]]
 
 
 @pytest.mark.full
