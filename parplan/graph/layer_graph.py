@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
+from math import gcd, lcm, prod
 from typing import Any
 
 import networkx as nx
@@ -233,6 +234,18 @@ class LayerGraph:
     def parameter_count(self) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(self.values[name].elements for name in self.parameters)
+
+    def serves(self, batch: int) -> bool:
+        """Whether the forward with `batch` samples is this graph: its Python branches on sizes are taken as here, and
+        sizes in proportion to the samples (half of them, say) are whole numbers."""
+        return batch % self._multiple == 0 and bool(self.size_branches.hold(batch))
+
+    @cached_property
+    def _multiple(self) -> int:
+        """The number of samples at whose multiples sizes in proportion are whole."""
+        grown, captured = self.grown or {}, self.batch or 1
+        sizes = [self.values[name].shape[dim] for name in grown.keys() & self.values.keys() for dim in grown[name]]
+        return lcm(*(captured // gcd(captured, size) for size in sizes))
 
     def label(self, value: str) -> str:
         """A value's name in messages: the attribute that a parameter or buffer is, or the layer that makes it.

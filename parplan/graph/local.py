@@ -293,9 +293,11 @@ def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> 
         return [*args[:2], 0, length, *args[4:]] if len(args) > 3 else args
     if size == local(source)[dim] or len(args) < 3:
         return args
-    start = min(args[2] or 0, size)
+    start, step = min(args[2] or 0, size), args[4] if len(args) > 4 else 1
+    if 0 <= start < step:  # every so many: where it begins does not grow with the dimension
+        return [*args[:2], start, start + length * step, *args[4:]]
     start = local.index(source, dim % len(whole(source)), start + size if start < 0 else start)
-    return [*args[:2], start, start + length, *args[4:]]
+    return [*args[:2], start, start + length * step, *args[4:]]
 
 
 def _narrow(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> list[Any]:

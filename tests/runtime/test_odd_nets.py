@@ -167,6 +167,8 @@ HALVES: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "every sample": (lambda x: x.unbind(0), "one"),
     "the product of halves": (lambda x: torch.mul(*x.chunk(2)), "features"),
     "the first of three parts": (lambda x: x.tensor_split(3)[0], "features"),
+    "every third sample": (lambda x: (x[::3], x[1::3], x[2::3]), "features"),
+    "every second of the second half": (lambda x: x[x.shape[0] // 2 :: 2], "features"),
     "parts of the input": (lambda x: (x, torch.cat(x.split(2)[::-1])), "features"),
 }
 

@@ -262,7 +262,7 @@ class Captures:
         if known is not None and known.reads.hold:
             return known
         graph = self._traced_at(call, training, 2 if batch == 1 else batch, settle=settle)
-        if batch == 1 and (graph.fixed_batch or not graph.size_branches.hold(batch)):
+        if batch == 1 and (graph.fixed_batch or not graph.serves(batch)):
             return self._traced_at(call, training, batch, settle=settle)
         return graph
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd, lcm
 
 from torch import Tensor, nn
 
@@ -85,18 +84,8 @@ class Captured:
     digests: dict[str, tuple[Callable[[], Tensor | None], int, bytes]] = field(default_factory=dict)
 
     def serves(self, batch: int | None) -> bool:
-        """Whether the forward with `batch` samples is this graph: its Python branches on sizes are taken as here, and
-        sizes in proportion to the samples (half of them, say) are whole numbers."""
-        if batch is None or batch in self.batches:
-            return True
-        return batch % self._multiple == 0 and bool(self.graph.size_branches.hold(batch))
-
-    @cached_property
-    def _multiple(self) -> int:
-        """The number of samples of which others are multiples where all sizes in proportion to it are whole."""
-        graph, captured = self.graph, self.graph.batch or 1
-        grown = ((graph.values[name], dims) for name, dims in (graph.grown or {}).items() if name in graph.values)
-        return lcm(*(captured // gcd(captured, spec.shape[dim]) for spec, dims in grown for dim in dims))
+        """Whether the forward with `batch` samples is this graph."""
+        return batch is None or batch in self.batches or self.graph.serves(batch)
 
     @cached_property
     def shared_inputs(self) -> frozenset[str]:

@@ -166,7 +166,7 @@ class SelfCheck:
             few = -(-max(_FEWEST, _PER_REPLICA * replicas) // subject.transport.processes)
             few += (call.batch - few) % replicas if subject.transport.processes == 1 else 0
             few = min(call.batch, few)
-            if not graph.size_branches.hold(few * subject.transport.processes):
+            if not graph.serves(few * subject.transport.processes):
                 few = call.batch
         if call.batch is not None and (line := graph.size_branches.turned(call.batch * subject.transport.processes)):
             raise _Unchecked(
