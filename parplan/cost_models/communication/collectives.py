@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parplan.cluster import Cluster, Link
-from parplan.cost_models.communication.traffic import Traffic
+from parplan.cost_models.communication.flows import Amounts, Flows
 from parplan.layout import IntArray
 
 __all__ = ["Linear", "Topology"]
@@ -56,35 +57,34 @@ class Topology:
         sizes = (1, *(link.size for link in cluster.links))
         self.levels = tuple(Level(link, size) for link, size in zip(cluster.links, sizes, strict=False))
 
-    def traffic(self, moved: Traffic) -> Linear:
-        """Time per tensor of what moves, all at once.
+    def traffic(self, flows: Flows, totals: Sequence[int]) -> list[Linear]:
+        """Times by tensor of several transfers, of tensors of so many elements, each of what moves in it, all at once.
 
         A device sends nothing to itself. Its messages go one after another, each with the latency of its level; at
         every level the busiest device and the busiest way out of a domain set the pace, in and out counted apart.
         """
-        latency_s, slowest = 0.0, 0.0
-        if not moved.foreign.messages_in.any():
-            return Linear()
-        take, give = moved.numbers
-        last = max(give.max(), take.max())
-        inside = moved.own
+        total, latency_s, slowest = np.array(totals), np.zeros(len(totals)), np.zeros(len(totals))
+        last = max(flows.givers.numbers.max(), flows.takers.numbers.max())
+        inside = flows.own
         for level in self.levels:
-            link = level.link
-            within = moved.within(link.size) if link.size <= last else moved.everything
-            messages, left = within - inside, moved.everything - inside
-            latency_s += max(messages.messages_in.max(), messages.messages_out.max()) * link.latency_s
-            if link.pair < 1:  # each message has wires of its own
-                each = max(_each(messages.received, messages.messages_in), _each(messages.sent, messages.messages_out))
-                slowest = max(slowest, each / moved.total / (link.pair * link.bandwidth_bytes_per_s))
-            busiest = max(_most(left.received, take // level.domain), _most(left.sent, give // level.domain))
-            slowest = max(slowest, busiest / moved.total / level.uplink_bytes_per_s)
-            if level.domain > 1:  # else the device is the domain
-                busiest = max(left.received.max(), left.sent.max())
-                slowest = max(slowest, busiest / moved.total / link.bandwidth_bytes_per_s)
-            inside = within
-            if not (moved.everything.messages_in - inside.messages_in).any():
+            link, left = level.link, flows.everything - inside
+            if not left.messages_in.any():
                 break
-        return Linear(float(latency_s), float(slowest))
+            within = flows.within(link.size) if link.size <= last else flows.everything
+            messages = within - inside
+            latency_s += _most(flows, messages.messages_in, messages.messages_out) * link.latency_s
+            busiest = _most(flows, left.received, left.sent, level.domain)
+            slowest = np.maximum(slowest, busiest / total / level.uplink_bytes_per_s)
+            if link.pair < 1:  # each message has wires of its own
+                received = _each(messages.received, messages.messages_in)
+                sent = _each(messages.sent, messages.messages_out)
+                rate = link.pair * link.bandwidth_bytes_per_s
+                slowest = np.maximum(slowest, _most(flows, received, sent) / total / rate)
+            if level.domain > 1:  # else the device is the domain
+                busiest = _most(flows, left.received, left.sent)
+                slowest = np.maximum(slowest, busiest / total / link.bandwidth_bytes_per_s)
+            inside = within
+        return [Linear(*one) for one in zip(latency_s.tolist(), slowest.tolist(), strict=True)]
 
     def all_reduce(self, groups: Sequence[Sequence[int]]) -> Linear:
         """Time per byte of one device's tensor when all disjoint `groups` of devices sum theirs at once, in rings.
@@ -112,13 +112,11 @@ class Topology:
         return Linear(latency_s, 2 * (n - 1) / n / rate)
 
 
-def _each(amounts: IntArray, messages: IntArray) -> float:
-    """The most that one message of a device carries, where its messages are of one size."""
-    return float((amounts / np.maximum(messages, 1)).max())
+def _each(amounts: IntArray, messages: IntArray) -> NDArray[np.float64]:
+    """What one message of a device carries, where its messages are of one size."""
+    return amounts / np.maximum(messages, 1)
 
 
-def _most(amounts: IntArray, parties: IntArray) -> int:
-    """The most that any party has; equal entries of `parties` are one."""
-    added = np.zeros(int(parties.max()) + 1, dtype=np.int64)
-    np.add.at(added, parties, amounts)
-    return int(added.max())
+def _most(flows: Flows, received: Amounts, sent: Amounts, size: int = 1) -> Amounts:
+    """By transfer, the most that any domain of `size` devices receives or sends."""
+    return np.maximum(flows.takers.most(received, size), flows.givers.most(sent, size))

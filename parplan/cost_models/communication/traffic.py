@@ -7,21 +7,25 @@ a time that grows with the devices; those of others are listed, and there may be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
 
 import numpy as np
 
-from parplan.cost_models.communication.regular_flows import Flow, RegularFlows
-from parplan.layout import IntArray, Layout, piece_table
+from parplan.cost_models.communication.flows import Ends, Flow, Flows
+from parplan.cost_models.communication.regular_flows import RegularFlows, fits, regular
+from parplan.layout import Grid, IntArray, Layout, piece_table
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["Traffic", "together", "traffic"]
+
+TOGETHER = 1 << 15
+"""Devices of transfers that are counted together: few enough for their figures to stay in a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class Traffic(Flows):
     """What goes from where to where, in elements of a tensor that has `total` of them.
 
     Args:
@@ -52,42 +56,47 @@ class Traffic:
         return self.target.grid.devices
 
     @cached_property
-    def everything(self) -> Flow:
-        """All pieces, also those with which devices serve themselves."""
-        return self.within(None)
+    def takers(self) -> Ends:
+        """The receivers."""
+        return _ends(self.target.grid)
 
     @cached_property
-    def own(self) -> Flow:
-        """The pieces with which devices serve themselves."""
-        return self.within(1)
-
-    @cached_property
-    def foreign(self) -> Flow:
-        """The pieces that really move."""
-        return self.everything - self.own
+    def givers(self) -> Ends:
+        """The senders."""
+        return _ends(self.source.grid)
 
     @cached_property
     def whole(self) -> bool:
         """Whether whoever sends to others sends each of them all it holds."""
-        if self._regular is not None:
+        if self.regular:
             return self.held == 1
         takers, givers, elements = self._listed
-        moves = self.numbers[0][takers] != self.numbers[1][givers]
+        moves = self.takers.numbers[takers] != self.givers.numbers[givers]
         return bool((elements[moves] == self.held).all())
 
     def within(self, size: int | None) -> Flow:
         """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces."""
-        if self._regular is not None and self._regular.fits(size):
-            return self._regular.within(size)
-        (takers, givers, elements), (receivers, senders) = self._listed, self.numbers
+        if self.fits(size):
+            return self._formula.within(size)
+        (takers, givers, elements), receivers, senders = self._listed, self.takers.numbers, self.givers.numbers
         if size is not None:
             kept = receivers[takers] // size == senders[givers] // size
             takers, givers, elements = takers[kept], givers[kept], elements[kept]
         return Flow(*_added_up(takers, elements, len(receivers)), *_added_up(givers, elements, len(senders)))
 
+    def fits(self, *sizes: int | None) -> bool:
+        """Whether pieces inside domains of these sizes are counted by formula."""
+        ends = self.source, self.target
+        return self.regular and all(fits(end, size) for size in sizes if size is not None for end in ends)
+
     @cached_property
-    def _regular(self) -> RegularFlows | None:
-        return RegularFlows.of(self.source, self.target)
+    def regular(self) -> bool:
+        """Whether all its pieces are counted by formula."""
+        return regular(self.source, self.target)
+
+    @cached_property
+    def _formula(self) -> RegularFlows:
+        return RegularFlows([(self.source, self.target)])
 
     @cached_property
     def _listed(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -100,14 +109,11 @@ class Traffic:
         np.add.at(elements, message.reshape(-1), table.elements)
         return pairs[0], pairs[1], elements
 
-    @cached_property
-    def numbers(self) -> tuple[IntArray, IntArray]:
-        """Devices of the target layout, and of the source layout."""
-        receivers, senders = (
-            np.array(grid.devices) if grid.first is None else np.arange(grid.first, grid.first + len(grid.devices))
-            for grid in (self.target.grid, self.source.grid)
-        )
-        return receivers, senders
+
+def _ends(grid: Grid) -> Ends:
+    first, count = grid.first, len(grid.devices)
+    numbers = np.array(grid.devices) if first is None else np.arange(first, first + count)
+    return Ends(numbers, np.zeros(1, dtype=np.int64))
 
 
 def _added_up(places: IntArray, elements: IntArray, count: int) -> tuple[IntArray, IntArray]:
@@ -138,3 +144,19 @@ def _block(layout: Layout, shape: Sequence[int]) -> int:
         return elements // prod(layout.cuts.values())
     rows = layout.cuts[layout.batch_dim] if layout.batch_dim is not None else 1
     return elements // rows // shape[dim] * layout.sections.local_bounds(shape[dim], shards)[-1]
+
+
+def together(moved: Sequence[Traffic], sizes: Sequence[int]) -> Iterator[tuple[Sequence[int], Flows]]:
+    """Which of these are counted together, and their flows; `sizes` of domains are what they will be asked for."""
+    some, count = list[int](), 0
+    for number, one in enumerate(moved):
+        if not one.fits(*sizes):
+            yield (number,), one
+            continue
+        some.append(number)
+        count += len(one.senders) + len(one.receivers)
+        if count >= TOGETHER:
+            yield some, RegularFlows([(moved[n].source, moved[n].target) for n in some])
+            some, count = [], 0
+    if some:
+        yield some, RegularFlows([(moved[n].source, moved[n].target) for n in some])

@@ -11,7 +11,7 @@ whole is run, and priced, as a ring all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +20,16 @@ from numpy.typing import NDArray
 
 from parplan.cluster import Cluster
 from parplan.cost_models.communication.collectives import Linear, Topology
+from parplan.cost_models.communication.flows import Flows
 from parplan.cost_models.communication.measured_links import Curve, MeasuredLinks
-from parplan.cost_models.communication.traffic import Traffic, traffic
+from parplan.cost_models.communication.traffic import Traffic, together, traffic
 from parplan.cost_models.costs import TransferCost, TransferMatrix
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout
 
 __all__ = ["Transfers"]
+
+Pairs = Sequence[tuple[Layout, Layout]]
 
 # Kinds of communication that are measured, by the kind of transfer, the most similar first.
 _ALIKE = {
@@ -70,7 +73,7 @@ class _Table:
         self._index = np.full((64, 64), -1, dtype=np.int32)
 
     def index(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], price: Callable[[Layout, Layout], _Price]
+        self, sources: Sequence[Layout], targets: Sequence[Layout], prices: Callable[[Pairs], Iterable[_Price]]
     ) -> NDArray[np.int32]:
         """Where the prices of all pairs are in `distinct`, shape (sources, targets)."""
         rows, columns = ([self._places.setdefault(one, len(self._places)) for one in own] for own in (sources, targets))
@@ -78,12 +81,14 @@ class _Table:
             more = max(len(self._places), 2 * size) - size
             self._index = np.pad(self._index, (0, more), constant_values=-1)
         pairs = np.ix_(rows, columns)
-        for a, b in zip(*np.nonzero(self._index[pairs] < 0), strict=True):
-            if self._index[rows[a], columns[b]] < 0:
-                found = price(sources[a], targets[b])
-                number = self._numbers.setdefault(found, len(self.distinct))
-                self.distinct += [found] if number == len(self.distinct) else []
-                self._index[rows[a], columns[b]] = number
+        lacking = {
+            (rows[a], columns[b]): (sources[a], targets[b])
+            for a, b in np.argwhere(self._index[pairs] < 0).tolist()
+        }  # fmt: skip
+        for place, found in zip(lacking, prices([*lacking.values()]), strict=True):
+            number = self._numbers.setdefault(found, len(self.distinct))
+            self.distinct += [found] if number == len(self.distinct) else []
+            self._index[place] = number
         return self._index[pairs]
 
 
@@ -99,12 +104,12 @@ class Transfers:
         self.topology = Topology(cluster)
         self.links = links
         self._rings: dict[Hashable, Linear] = {}
-        self._prices: dict[Hashable, _Price] = {}
+        self._known: dict[Hashable, _Price] = {}
         self._table = _Table()
 
     def transfer(self, value: TensorSpec, source: Layout, target: Layout) -> TransferCost:
         """Cost of changing `value` from layout `source` to layout `target` (not a partial sum)."""
-        price = self._price(source, target)
+        (price,) = self._prices([(source, target)])
         forward_s = price.time.seconds(value.nbytes)
         backward_s = forward_s if value.requires_grad else 0.0
         return TransferCost(forward_s, backward_s, round(price.received * value.nbytes), price.kind)
@@ -113,7 +118,7 @@ class Transfers:
         self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> TransferMatrix:
         """The times of `transfer` for all pairs, shape (sources, targets)."""
-        numbers, places = np.unique(self._table.index(sources, targets, self._price), return_inverse=True)
+        numbers, places = np.unique(self._table.index(sources, targets, self._prices), return_inverse=True)
         distinct = [self._table.distinct[number].time.seconds(value.nbytes) for number in numbers]
         forward_s = np.array(distinct)[places.reshape(len(sources), len(targets))]
         return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
@@ -128,28 +133,38 @@ class Transfers:
             self._rings[grid.key] = self.topology.all_reduce([grid.column(column) for column in range(grid.shards)])
         return self._rings[grid.key].seconds(nbytes)
 
-    def _price(self, source: Layout, target: Layout) -> _Price:
-        source, target = source.against(target), target.against(source)
-        key = _class(source, target, self.topology)
-        if (known := self._prices.get(key)) is not None:
-            return known
-        moved = traffic(source, target)
-        kind = _kind(source, moved)
-        if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
-            price = self._all_reduce(source.grid, moved.held / moved.total)
-        else:
-            time = self._measured(kind, moved) or self.topology.traffic(moved)
-            price = _Price(time, int(moved.foreign.received.max()) / moved.total, kind)
-        self._prices[key] = price
-        return price
+    def _prices(self, pairs: Pairs) -> list[_Price]:
+        """Of changes of layout from the first to the second of each pair."""
+        cut = [(source.against(target), target.against(source)) for source, target in pairs]
+        classes = [_class(*pair, self.topology) for pair in cut]
+        lacking = {key: pair for key, pair in zip(classes, cut, strict=True) if key not in self._known}
+        moved = [traffic(*pair) for pair in lacking.values()]
+        found: dict[int, _Price] = {}
+        for numbers, flows in together(moved, [level.link.size for level in self.topology.levels]):
+            found.update(zip(numbers, self._priced([moved[number] for number in numbers], flows), strict=True))
+        self._known.update((key, found[number]) for number, key in enumerate(lacking))
+        return [self._known[key] for key in classes]
 
-    def _measured(self, kind: str, moved: Traffic) -> _Measured | None:
+    def _priced(self, moved: Sequence[Traffic], flows: Flows) -> Iterator[_Price]:
+        """Of several changes of layout, with the flows of all of them."""
+        times = self.topology.traffic(flows, [one.total for one in moved])
+        every, foreign = flows.takers.most(flows.everything.messages_in), flows.foreign
+        received, sent = flows.takers.most(foreign.received), flows.givers.most(foreign.sent)
+        partners = np.maximum(flows.takers.most(foreign.messages_in), flows.givers.most(foreign.messages_out))
+        figures = (own.tolist() for own in (every, received, sent, partners))
+        for one, time, own_every, own_received, own_sent, own_partners in zip(moved, times, *figures, strict=True):
+            kind = _kind(one, own_every, own_partners)
+            source, target = one.source, one.target
+            if kind == "all-reduce" and source.grid == target.grid and source.batch_dim == target.batch_dim:
+                yield self._all_reduce(source.grid, one.held / one.total)
+            else:
+                measured = self._measured(kind, own_partners, max(own_received, own_sent) / one.total)
+                yield _Price(measured or time, own_received / one.total, kind)
+
+    def _measured(self, kind: str, partners: int, busiest: float) -> _Measured | None:
         """What was measured of this kind, or of the one most like it, among as many devices as one talks to."""
-        flow = moved.foreign
-        partners = int(max(flow.messages_in.max(), flow.messages_out.max()))
         if self.links is None or partners == 0:
             return None
-        busiest = int(max(flow.received.max(), flow.sent.max())) / moved.total
         # One who sends to or gets from several does so one after another: copies, of which only pairs are measured.
         measured = (
             self.links.curve(like, 2 if like == "copy" else partners + 1) for like in _ALIKE.get(kind, ("all-to-all",))
@@ -186,15 +201,16 @@ def _class(source: Layout, target: Layout, topology: Topology) -> Hashable:
     return alike, source.partial, sections, first - begin, other - begin, *shapes
 
 
-def _kind(source: Layout, moved: Traffic) -> str:
-    """The field's word for a transfer."""
-    if not moved.foreign.messages_in.any():
+def _kind(moved: Traffic, pieces: int, partners: int) -> str:
+    """The field's word for a transfer, where devices get so many pieces and talk to so many others at most."""
+    source = moved.source
+    if partners == 0:
         return "none" if moved.held == moved.wanted else "slice"
     if source.partial and source.grid.shards > 1:
         if moved.wanted < moved.held:
             return "reduce-scatter"
         return "all-reduce" if moved.copies else "reduce"
-    if moved.everything.messages_in.max() > 1:
+    if pieces > 1:
         return ("all-gather" if moved.copies else "gather") if moved.whole else "all-to-all"
     if not moved.whole:
         return "scatter"

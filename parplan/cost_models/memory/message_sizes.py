@@ -12,7 +12,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.cost_models.communication.regular_flows import Flow, RegularFlows
+from parplan.cost_models.communication.flows import Flow
+from parplan.cost_models.communication.regular_flows import RegularFlows, regular
 from parplan.layout import IntArray, Layout, block_shapes, piece_table
 from parplan.lowering.program import Slot
 
@@ -48,10 +49,10 @@ def _messages(
     shape: tuple[int, ...], source: Layout, target: Layout, source_rows: Rows, target_rows: Rows
 ) -> tuple[Messages, Messages]:
     held, wanted = block_shapes(shape, source, source_rows), block_shapes(shape, target, target_rows)
-    flows = RegularFlows.of(source, target)
-    if flows is not None and 0 not in shape and all((own == own[:, :1]).all() for own in (held, wanted)):
+    if regular(source, target) and 0 not in shape and all((own == own[:, :1]).all() for own in (held, wanted)):
         piece = np.minimum(held[:, :1], wanted[:, :1])
-        every, own = flows.within(None), flows.within(1)
+        flows = RegularFlows([(source, target)])
+        every, own = flows.everything, flows.own
         return _alike(every, own, piece, held[:, :1]), _alike(every.back, own.back, piece, wanted[:, :1])
     table = piece_table(shape, source, target, source_rows, target_rows)
     lengths = np.repeat(np.array(shape, dtype=np.int64)[:, None], len(table.takers), axis=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parplan.plan import Plan, Strategy
+from parplan.planner.search_space.edges import equal
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Problem, Solution, objective
 
@@ -62,7 +63,7 @@ def simplest(
                         [_arrangement(option.strategy) for option in best.formulation.options[v]]
                         for v in (edge.source, edge.target)
                     )
-                    differ = np.array([[given != wanted for wanted in target] for given in source])
+                    differ = ~equal(source, target)
                     edges[e] = replace(edge, cost_s=edge.cost_s + price * best.formulation.times(edge.target) * differ)
             choice = solve(replace(problem, edges=tuple(edges)), best.choice).choice
             step_s = objective(problem, choice) if choice is not None else np.inf

@@ -9,7 +9,7 @@ where plans with and without such branches are bounded, like readers have option
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.step_time import EdgeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["delivery_layout", "edge_parts"]
+__all__ = ["delivery_layout", "edge_parts", "equal"]
 
 
 def edge_parts(
@@ -209,8 +209,16 @@ def _on_from(
     given = [*homes] * len(wanted[first]) if len(homes) == 1 else wanted[first]
     moved = costs.transfer_matrix(graph.values[value], given, wanted[target])
     decided = {wanted[name][0] for name in alike[1 : alike.index(target)] if len(set(wanted[name])) == 1}
-    there = np.array([[layout == own or layout in decided for layout in wanted[target]] for own in wanted[first]])
+    there = equal(wanted[first], wanted[target]) | np.array([layout in decided for layout in wanted[target]])
     return np.where(there, 0.0, moved.forward_s), np.where(there, 0.0, moved.backward_s)
+
+
+def equal(one: Sequence[Hashable], other: Sequence[Hashable]) -> NDArray[np.bool_]:
+    """Which of one sequence are equal to which of another, shape (one, other)."""
+    numbers: dict[Hashable, int] = {}
+    first, second = (np.array([numbers.setdefault(item, len(numbers)) for item in own]) for own in (one, other))
+    same: NDArray[np.bool_] = np.equal.outer(first, second)
+    return same
 
 
 def delivery_layout(graph: LayerGraph, cluster: Cluster, value: str) -> Layout:

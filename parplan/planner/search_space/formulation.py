@@ -23,7 +23,7 @@ from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
 from parplan.planner.search_space.any_block import folded
-from parplan.planner.search_space.edges import edge_parts
+from parplan.planner.search_space.edges import edge_parts, equal
 from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts, StepParts, assembled
@@ -251,7 +251,7 @@ def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Optio
             known, again = (
                 [(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in (one, other)
             )
-            same = np.array([[0.0 if own == wanted else np.inf for wanted in again] for own in known])
+            same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
             ties.append(EdgeParts(one, other, same, (zero, zero)))
     return ties
