@@ -71,8 +71,8 @@ def improve(
     search = _Search(problem, offer, deadline, cutoff)
     done = 0
     while done < rounds and search.open and not search.halved:
-        search.climb(done)
-        if not search.halved:
+        settled = search.climb(done)
+        if not search.halved and not (settled and done == 0 and search.pool.tops):
             search.polish(done)
         raise_bound(search.bound)
         done += 1
@@ -104,8 +104,13 @@ class _Search:
         """Whether less than half of the strategies can be in a better choice."""
         return bool(2 * np.count_nonzero(self.marginals < self.cutoff) < len(self.marginals))
 
-    def climb(self, number: int) -> None:
-        """Messages under prices that move in ever smaller steps, with a choice made every few passes."""
+    def climb(self, number: int) -> bool:
+        """Messages under prices that move in ever smaller steps, with a choice made every few passes.
+
+        Returns:
+            Whether it ended because nothing moves: choices keep all limits, and the bound rises no more. Then other
+            selections of rows may raise it, where there are maxima.
+        """
         self.linearise(number)
         a, memory = self.arrays, self.arrays.memory
         passes = int(FIRST * GROWTH**number)
@@ -119,7 +124,7 @@ class _Search:
             each = 2 * (time.monotonic() - began) / WARM
             possible = max(HURRY * (self.deadline - began) / each, WARM)
             passes, self.hurried = int(min(passes, possible)), possible < passes
-        smooth = None
+        smooth, before = None, self.bound
         for number_of_pass in range(passes):
             step = STEPS[min(number, 1)] * (LAST_STEP / STEPS[min(number, 1)]) ** (number_of_pass / passes)
             held = memory.priced(self.prices, len(a.cost))
@@ -130,11 +135,15 @@ class _Search:
                 self.finish(choice, held)
                 if self.halved:
                     break
+                if smooth is not None and (smooth <= 0).all() and self.bound <= before:
+                    return True
+                before = self.bound
             if not self.open:
                 break
             smooth = excess if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * excess
             moved = self.prices * np.exp(step * np.clip(smooth / memory.limit, -1.0, 1.0))
             self.prices = np.maximum(moved, self.floor)
+        return False
 
     def linearise(self, number: int) -> None:
         """Replace maxima by the mean of the selections of rows that are critical at the best choices so far."""
