@@ -150,6 +150,12 @@ class LayerMemory:
         """Weights, gradients and optimizer state: what is there at the update."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
+    @property
+    def most_bytes(self) -> int:
+        """The most that is held at one moment."""
+        held = self.held
+        return max((sum(one.nbytes for one in held if one.start <= own.start < one.end) for own in held), default=0)
+
 
 @dataclass(frozen=True)
 class TransferCost:

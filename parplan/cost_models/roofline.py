@@ -206,10 +206,12 @@ class RooflineCosts:
             is_cut = axis is not None and name in axis.dims
             by_copies[axis.sharers(name, strategy.shards) if axis and is_cut else strategy.shards] += nbytes
         total_s, grid = 0.0, strategy.grid
-        rows = [grid.row(row) for row in range(grid.replicas)] if {*by_copies} - {1} else []
+        rows = [grid.row(row) for row in range(grid.replicas)] if {*by_copies} - {1, grid.shards} else []
         for copies, nbytes in by_copies.items():
-            devices = tuple(device for row in rows for copy in range(copies) for device in row[copy::copies])
-            own = Grid(devices, grid.replicas * copies, grid.shards // copies) if copies > 1 else grid
+            devices = grid.devices  # in which columns of the same part lie together
+            if 1 < copies < grid.shards:
+                devices = tuple(device for row in rows for copy in range(copies) for device in row[copy::copies])
+            own = Grid(devices, grid.replicas * copies, grid.shards // copies)
             if nbytes:  # a layer's share of a message
                 total_s += nbytes * self.transfers.all_reduce(own, self.message_bytes) / self.message_bytes
         self._reductions[key] = total_s

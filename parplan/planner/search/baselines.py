@@ -168,8 +168,8 @@ def _baseline(
     layers = formulation.strategies(choice)
     own_plan = replace(plan, layers=layers, rules="default")
     # Alone a device has no transfers, and the costs of several devices would have its inputs arrive from all of them.
-    held = formulation.device_peaks(formulation.choice(layers), cluster.count)
-    peaks = held if habit.alone else costs.peaks(layers) or held
+    peaks = None if habit.alone else costs.peaks(layers)
+    peaks = peaks or formulation.device_peaks(formulation.choice(layers), cluster.count)
     limits = [device.memory_bytes for device in cluster.devices]
     peak, limit = max(zip(peaks, limits, strict=True), key=lambda pair: pair[0] / pair[1])
     fits = peak <= limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import inf
 
 from parplan.pins import Pin
 from parplan.plan import Strategy
@@ -40,17 +41,21 @@ class Formulations:
         assert found is not None  # every layer has a strategy: whole, on one device
         return found
 
-    def lacking_bytes(self) -> float:
+    def lacking_bytes(self, alike: bool = False) -> float:
         """Bytes of weights, gradients and optimizer state, split as far as they may be, beyond all devices' memory.
 
         Where it is positive, no plan of any shape fits.
+
+        Args:
+            alike: of plans in which copies of a repeated layer are on the same devices, each of which has room for all.
         """
-        formulation = self.one_pass()
-        least = (
-            formulation.times(index) * min(own.memory.resident_bytes * len(own.strategy.devices) for own in options)
-            for index, options in enumerate(formulation.options)
-        )
-        return sum(least) - sum(device.memory_bytes for device in self.case.cluster.devices)
+        formulation, memories = self.one_pass(), [device.memory_bytes for device in self.case.cluster.devices]
+        least = 0.0
+        for index, options in enumerate(formulation.options):
+            fit = [own for own in options if not alike or own.memory.most_bytes <= max(memories)]
+            each = (own.memory.resident_bytes * len(own.strategy.devices) for own in fit)
+            least += formulation.times(index) * min(each, default=inf)
+        return least - sum(memories)
 
     def formulation(
         self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE, in_time: bool = False

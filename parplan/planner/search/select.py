@@ -293,7 +293,7 @@ class _Run:
             return
         every, phases = tuple(range(case.cluster.count)), self.phases()
         if len(every) > ANYWHERE:
-            if self.best is None and self.search.lacking_bytes() <= 0:
+            if self.best is None and self.search.lacking_bytes(alike=True) <= 0:
                 self.attempt(Shape(lanes=every, anywhere=True, uneven=self.uneven))
             elif self.best is not None and phases and self.folded_bound(phases, anywhere=False) < self.cutoff:
                 self.branches(phases, 0.0)

@@ -149,3 +149,14 @@ def test_pairs_of_one_class_cost_the_same() -> None:
             moved = [replace(own, grid=grid) for own, grid in zip(pair, grids, strict=True)]
             assert together.transfer(value, *moved) == Transfers(cluster).transfer(value, *moved)
     assert len(together._known) < 400
+
+
+def test_pairs_counted_together_cost_what_each_costs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regular pairs and others, with few enough devices together that there are many batches."""
+    monkeypatch.setattr("parplan.cost_models.communication.traffic.TOGETHER", 100)
+    links = (Link("in", 2, 1e-6, 1e10, 0.5), Link("out", 8, 1e-5, 1e9), Link("far", 24, 1e-4, 1e8))
+    cluster, value = Cluster.of(device_preset("v100"), 24, links), TensorSpec((48, 48, 48), torch.float32, True)
+    ends = list(zip(*map(random_pair, range(30)), strict=True))
+    found = Transfers(cluster).transfer_matrix(value, *ends).forward_s
+    alone = [[Transfers(cluster).transfer(value, a, b).forward_s for b in ends[1]] for a in ends[0]]
+    assert found.tolist() == alone

@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.scale_models import LLAMA_405B, transformer_profile
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.layer_profile.costs import ProfileCosts
+from parplan.cost_models.layer_profile.graph import profile_graph
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
 from parplan.graph.capture.capture import capture
@@ -26,6 +30,8 @@ from parplan.planner.decide import PlanRequest, decide, estimate
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES, Decision
 from parplan.planner.search.branches import sections
 from parplan.planner.search.context import fits
+from parplan.planner.search_space.formulation import Formulation, formulate
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check, uneven_replicas
 from parplan.planner.simulation.timeline import simulate
 from tests.planner.random_plans import EveryPlan, case, kind_of, plan_of, step_time_s
@@ -224,3 +230,20 @@ def test_the_plan_does_not_hang_on_the_time_limit() -> None:
     drawn = alexnet_on(2)
     plans = [fastest(drawn, time_limit_s=limit_s).plan for limit_s in (30.0, 300.0)]
     assert plans[0] == plans[1]
+
+
+def test_no_block_is_searched_where_copies_of_layers_fit_on_none_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """405 B parameters on 64 devices: split as far as can be they fit, but not as few as all copies need to fit one."""
+    profile = transformer_profile(replace(LLAMA_405B, samples=8))
+    graph, cluster = profile_graph(profile), cluster_preset("h100-sxm", 64, None, 8)
+    asked: list[Shape] = []
+
+    def formulated(*args: Any, shape: Shape, **more: Any) -> Formulation:
+        asked.append(shape)
+        return formulate(*args, shape=shape, **more)
+
+    monkeypatch.setattr("parplan.planner.search.formulations.formulate", formulated)
+    with pytest.raises(InfeasiblePlan, match="no plan fits: device 0 has"):
+        decide(graph, cluster, ProfileCosts(profile, graph, cluster), PlanRequest())
+    assert asked
+    assert not any(shape.anywhere for shape in asked)

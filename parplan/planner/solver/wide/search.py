@@ -71,8 +71,7 @@ def improve(
     search = _Search(problem, offer, deadline, cutoff)
     done = 0
     while done < rounds and search.open and not search.halved:
-        settled = search.climb(done)
-        if not search.halved and not (settled and done == 0 and search.pool.tops):
+        if search.climb(done):
             search.polish(done)
         raise_bound(search.bound)
         done += 1
@@ -107,9 +106,10 @@ class _Search:
     def climb(self, number: int) -> bool:
         """Messages under prices that move in ever smaller steps, with a choice made every few passes.
 
+        It ends when nothing moves: choices keep all limits, and the bound rises no more.
+
         Returns:
-            Whether it ended because nothing moves: choices keep all limits, and the bound rises no more. Then other
-            selections of rows may raise it, where there are maxima.
+            Whether windows are next: not where a smaller problem is, and not before maxima had other rows.
         """
         self.linearise(number)
         a, memory = self.arrays, self.arrays.memory
@@ -134,16 +134,16 @@ class _Search:
             if number_of_pass % EVERY == EVERY - 1:
                 self.finish(choice, held)
                 if self.halved:
-                    break
+                    return False
                 if smooth is not None and (smooth <= 0).all() and self.bound <= before:
-                    return True
+                    return number > 0 or not self.pool.tops
                 before = self.bound
             if not self.open:
                 break
             smooth = excess if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * excess
             moved = self.prices * np.exp(step * np.clip(smooth / memory.limit, -1.0, 1.0))
             self.prices = np.maximum(moved, self.floor)
-        return False
+        return not self.halved
 
     def linearise(self, number: int) -> None:
         """Replace maxima by the mean of the selections of rows that are critical at the best choices so far."""

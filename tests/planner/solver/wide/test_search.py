@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.instances import random_problem
 from parplan.planner.solver import elimination
-from parplan.planner.solver.problem import Edge, FloatArray, Node, Problem, Status, evaluate
+from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Node, Problem, Row, Status, Usage, evaluate
 from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.solve import GAP, solve
 from parplan.planner.solver.wide.arrays import Arrays
 from parplan.planner.solver.wide.assignment import Assignment
-from parplan.planner.solver.wide.search import improve
+from parplan.planner.solver.wide.search import FIRST, _Search, improve
 from parplan.planner.solver.wide.windows import solve_window, window
 from tests.planner.oracle import brute_force
 from tests.planner.solver.one_to_one import compiler_problem, with_one_to_one_edges
@@ -136,6 +136,34 @@ def test_a_window_of_many_forbidden_pairs() -> None:
     order = np.argsort(cost)
     part = window(Assignment(arrays, np.array([order[1], order[1]])), np.arange(2))
     assert solve_window(arrays, part, np.inf, 10.0) == [order[0], order[0]]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_climb_ends_when_nothing_moves(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without limits prices stand still: windows wait until the maximum has the rows of a better choice."""
+    rng = np.random.default_rng(2)
+    held = (Usage(0, 0, 1, np.arange(4.0)[::-1].copy()),) if limited else ()
+    nodes = tuple(Node(f"n{v}", np.arange(4) + rng.random(4), held) for v in range(9))
+    edges = tuple(Edge(u, v, rng.integers(0, 9, (4, 4)).astype(float)) for v in range(9) for u in range(v))
+    rows = tuple(Row({v: rng.random(4) for v in part}) for part in (range(5), range(5, 9)))
+    problem = Problem(nodes, edges, limits=(9.0,) * limited, maxima=(Maximum("either", rows, 1.0),))
+    passes: list[None] = []
+    searched: list[int] = []
+    sweep = _Search.sweep
+
+    def swept(self: _Search, costs: FloatArray) -> None:
+        passes.append(None)
+        sweep(self, costs)
+
+    monkeypatch.setattr(_Search, "sweep", swept)
+    monkeypatch.setattr(_Search, "polish", lambda self, number: searched.append(number))
+    listener = Listener(problem)
+    listener.improve()
+    assert (len(passes) < FIRST) is not limited
+    assert searched == [0] * limited
+    listener.improve(rounds=2)
+    assert 1 in searched
+    assert listener.bound <= brute_force(problem).objective
 
 
 @pytest.mark.full
