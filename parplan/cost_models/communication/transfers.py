@@ -82,9 +82,8 @@ class _Table:
             self._index = np.pad(self._index, (0, more), constant_values=-1)
         pairs = np.ix_(rows, columns)
         lacking = {
-            (rows[a], columns[b]): (sources[a], targets[b])
-            for a, b in np.argwhere(self._index[pairs] < 0).tolist()
-        }  # fmt: skip
+            (rows[a], columns[b]): (sources[a], targets[b]) for a, b in np.argwhere(self._index[pairs] < 0).tolist()
+        }
         for place, found in zip(lacking, prices([*lacking.values()]), strict=True):
             number = self._numbers.setdefault(found, len(self.distinct))
             self.distinct += [found] if number == len(self.distinct) else []
