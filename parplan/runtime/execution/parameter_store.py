@@ -109,7 +109,7 @@ class Store:
         self._sharded = sharded
         self._copies = copies if copies is not None else {}
         # By parameters: those with a gradient here, and whether any process has one.
-        self._used: dict[tuple[str, ...], tuple[Set[str], dict[str, bool] | None]] = {}
+        self._used: dict[tuple[str, ...], tuple[Set[str], dict[str, bool]]] = {}
         steps = [step for step in program.forward if isinstance(step, Compute)]
         self._wanted = {
             (id(state), device): self._want(state, device)
@@ -153,18 +153,19 @@ class Store:
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
         exchanged = partial if touched is None else list(found)
         known = touched if touched is not None else {name for name in partial if found[name] is not None}
-        own_before, used = self._used.get(tuple(found), (known, None)) if touched is None else (known, None)
-        if known != own_before:
-            which = ", ".join(self.label(name) for name in sorted(known ^ own_before))
+        before = self._used.get(tuple(found)) if touched is None else None
+        if before is None:
+            flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
+            before = known, dict(zip(exchanged, flags, strict=True))
+            if touched is None:  # a matter of the program alone: asked once
+                self._used[tuple(found)] = before
+        known_before, used = before
+        if known != known_before:
+            which = ", ".join(self.label(name) for name in sorted(known ^ known_before))
             raise RuntimeFailure(
                 f"rank {self._transport.rank}: {which} had a gradient in some steps and has none in others, while "
                 "other processes rely on what the first step had; let a backward of your own return zeros, not None"
             )
-        if used is None:
-            flags = self._transport.any(name in known for name in exchanged) if exchanged else ()
-            used = dict(zip(exchanged, flags, strict=True))
-            if touched is None:  # a matter of the program alone: asked once
-                self._used[tuple(found)] = known, used
         gradients: dict[str, Tensor | None] = {}
         for name, own in found.items():
             if not used.get(name, own is not None):
