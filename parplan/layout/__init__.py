@@ -7,7 +7,6 @@ from parplan.layout.pieces import (
     PieceTable,
     block_shapes,
     in_place,
-    own_places,
     piece_table,
     pieces,
     region,
@@ -33,6 +32,6 @@ from parplan.layout.ranges import (
 
 __all__ = [
     "Block", "Extent", "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Ranges", "Region", "Sections",
-    "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located", "own_places", "piece_table", "pieces",
+    "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located", "piece_table", "pieces",
     "region", "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from parplan.layout.grids import Grid, Layout
 from parplan.layout.ranges import Block, Extent, Range, Region, extent_of
 
 __all__ = [
-    "IntArray", "Piece", "PieceTable", "block_shapes", "in_place", "own_places", "piece_table", "pieces", "region",
+    "IntArray", "Piece", "PieceTable", "block_shapes", "in_place", "piece_table", "pieces", "region",
     "regions", "split_evenly",
 ]  # fmt: skip
 
@@ -214,7 +214,7 @@ def in_place(
     wanted_rows: Sequence[int] | None = None,
 ) -> bool:
     """Whether every device of `wanted` already holds its block in `held`."""
-    places, dims = own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
+    places, dims = _own_places(held.grid, wanted.grid), sorted({*held.cuts, *wanted.cuts})
     if (places < 0).any():
         return False
     if dims and dims[-1] >= len(shape):  # layer profiles name dimensions without their sizes
@@ -327,14 +327,14 @@ def _givers(source: _Cut, target: Layout, takers: IntArray, rows: IntArray, inte
     turns = takers % (alike * (1 if layout.rows_differ else grid.replicas))
     row = rows if layout.rows_differ else turns // alike
     column = first + turns % alike
-    own = own_places(grid, target.grid)[takers]
+    own = _own_places(grid, target.grid)[takers]
     serves_itself = (own >= 0) & (first <= own % grid.shards) & (own % grid.shards < first + alike)
     if layout.rows_differ:
         serves_itself &= own // grid.shards == rows
     return np.where(serves_itself, own, row * grid.shards + column)
 
 
-def own_places(source: Grid, target: Grid) -> IntArray:
+def _own_places(source: Grid, target: Grid) -> IntArray:
     """For every place of the target's grid, its device's place in the source's; -1 where it has none."""
     if source.first is not None and target.first is not None:
         places = np.arange(len(target.devices)) + (target.first - source.first)
