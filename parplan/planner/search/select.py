@@ -114,7 +114,7 @@ class ShapeSearch(Formulations):
             run.with_equal_parts(self._shapes(schemes, pinned))
         else:
             run.attempts(self._shapes(schemes, pinned))
-        anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
+        anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 2
         if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
             run.any_block()
         return run.found(begin)
@@ -159,6 +159,7 @@ class _Run:
         self.limit_s, self.uneven = inf, False
         self.unfit: Candidate | None = None
         self.first: tuple[Formulation, Solution] | None = None
+        self.undecided: tuple[Formulation, Solution] | None = None
 
     @property
     def cutoff(self) -> float:
@@ -183,6 +184,8 @@ class _Run:
         solution = self.fitting(formulation, problem)
         if self.first is None:
             self.first = formulation, solution
+        if solution.status is Status.UNKNOWN and self.cutoff == inf:
+            self.undecided = formulation, solution
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             found = self.candidate(formulation, solution.choice, solution.objective)
             if found is not None:
@@ -206,7 +209,7 @@ class _Run:
         """
         refuted, asked_s, passes_s, every = False, inf, 0.0, None
         for shape in shapes:
-            many = shape.passes > 1 and self.case.cluster.count > ANYWHERE
+            many = shape.passes > 1 and self.case.cluster.count > 2
             if shape.passes > 1 and not refuted and self.cutoff < inf and self.case.deadline.over():
                 self.bound = min(self.bound, passes_s)
                 continue
@@ -369,7 +372,7 @@ class _Run:
         if self.best is None and self.unfit is not None:
             self.best = self.unfit  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
-            raise self._none()
+            raise self._none(time.perf_counter() - begin)
         least, fastest = self.best, self.simulated(self.best)
         best = fastest
         if tolerance > 0 and fastest.changes > 0:
@@ -419,9 +422,11 @@ class _Run:
         step_s = objective(formulation.problem, choice)
         return Found(plan, formulation, choice, step_s, min(self.bound, step_s), seconds, tuple(self.covered))
 
-    def _none(self) -> Exception:
-        """The error that says why there is no plan."""
+    def _none(self, seconds: float) -> Exception:
+        """The error that says why there is no plan, or that a search of so many seconds did not find out."""
         case, asked = self.case, self.search.asked
+        if self.undecided is not None:
+            return InfeasiblePlan(why_not(self.undecided[0], replace(self.undecided[1], seconds=seconds)))
         formulation, solution = self.first or (self.search.one_pass(), None)
         draft = self.plan_of(formulation, solution.choice) if solution is not None and solution.choice else None
         if solution is None or solution.choice is None:

@@ -23,7 +23,7 @@ def why_not(formulation: Formulation, solution: Solution) -> str:
     """The message of a problem without a solution."""
     found = solution.infeasibility
     if found is None:
-        return f"no plan was found in {solution.seconds:.0f} s, and none was excluded; give more --time-limit"
+        return f"no plan was found in {solution.seconds:.3g} s, and none was excluded; give more --time-limit"
     if found.cause is not Cause.MEMORY:
         return f"no plan obeys the rules: {found.message}; relax them with --rules default"
     resource = found.resource or 0

@@ -49,6 +49,8 @@ LATE = 0.02
 """Share of the time limit that settling ties takes at most after the limit."""
 REFUTE = 4.0
 """Deterministic time (about seconds) of the search that only refutes: its problem bounds another one."""
+FAR = 0.9
+"""Part of the cutoff below which bounds of prices and messages are too far for a search that only refutes."""
 NEAR_S = 0.1
 """Seconds before the time limit from which on it has ended something."""
 FIRST = 10 * BRIEF
@@ -156,6 +158,12 @@ class _Run:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
+    def far(self) -> bool:
+        """Whether a refutation is given up, as its bound is far from the cutoff."""
+        if self.refute and self.bound < FAR * self.objective:
+            self.deadline = -np.inf
+        return self.deadline == -np.inf
+
     def finish(self, reduced: Reduced) -> bool:
         """Everything after the reductions; False if it proves that no choice is feasible."""
         if self.left() <= 0:
@@ -241,10 +249,12 @@ class _Run:
             return self.cutoff()
 
         cells = sum(edge.cost_s.size for edge in reduced.problem.edges)
-        rounds = ROUNDS if cells <= SEARCHED_CELLS else np.inf
+        rounds = 1 if self.refute else ROUNDS if cells <= SEARCHED_CELLS else np.inf
         known = reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff()
         marginals, hurried = improve(*known)
         self.limited |= hurried
+        if self.far():
+            return reduced
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
     def cut_off(
@@ -368,7 +378,7 @@ class _Run:
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
-        if self.left() <= 0.05:
+        if self.left() <= 0.05 or self.far():
             return True
         hint = None if np.isfinite(self.objective) else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)

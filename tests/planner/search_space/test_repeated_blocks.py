@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +26,13 @@ from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import decide, predict
 from parplan.planner.decision import Decision
 from parplan.planner.request import PlanRequest
-from parplan.planner.search import context
+from parplan.planner.search import context, select
 from parplan.planner.search.context import shape_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.search_space.verifier import check
-from parplan.planner.solver.problem import objective
+from parplan.planner.solver.problem import Problem, Solution, Status, objective
+from parplan.planner.solver.solve import solve
 from tests.planner.random_plans import FAR_S, case, plan_of
 
 WIDTHS = (16, 64)
@@ -176,19 +179,36 @@ def test_no_plan_with_blocks_alike_is_faster(seed: int, monkeypatch: pytest.Monk
 @pytest.mark.full
 def test_where_no_plan_with_blocks_alike_fits_every_layer_is_planned_for_itself() -> None:
     """One sample and layers of 67 features, so that each runs whole on one of two devices that hold two thirds each."""
-    body = [layer for _ in range(40) for layer in (nn.Linear(67, 67), nn.ReLU())]
-    graph = capture(nn.Sequential(*body), (torch.zeros(1, 67),))
+    graph, cluster = whole_layers_on_two_thirds()
     assert fold(graph) is not None
-    cluster = cluster_preset("k20", 2)
-    costs = RooflineCosts(graph, cluster, optimizer="adam")
-    needed = predict(
-        graph, cluster, costs, plan_of(graph, cluster, dict.fromkeys(graph.layers, Strategy(1, 1, None, (0,))))
-    )
-    small = tuple(replace(device, memory_bytes=int(0.67 * needed.memory_bytes[0])) for device in cluster.devices)
-    cluster = replace(cluster, devices=small)
-    found = decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest(time_limit_s=6.0))
+    found = decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest())
     assert not found.proof.alike
     assert {own.devices for own in found.plan.layers.values()} >= {(0,), (1,)}
+
+
+def test_a_search_that_the_time_limit_ends_does_not_claim_that_no_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(problem: Problem, *args: Any, **options: Any) -> Solution:
+        if len(problem.limits) == 1:
+            return solve(problem, *args, **options)
+        return Solution(Status.UNKNOWN, None, inf, 0.0, inf, 1.0, limited=True)
+
+    graph, cluster = whole_layers_on_two_thirds()
+    monkeypatch.setattr(select, "solve", cut_off)
+    with pytest.raises(
+        InfeasiblePlan, match=r"no plan was found in .* s, and none was excluded; give more --time-limit"
+    ):
+        decide(graph, cluster, RooflineCosts(graph, cluster, optimizer="adam"), PlanRequest())
+
+
+def whole_layers_on_two_thirds() -> tuple[LayerGraph, Cluster]:
+    """36 layers that fit on no single device and lie whole on one."""
+    body = [layer for _ in range(36) for layer in (nn.Linear(67, 67), nn.ReLU())]
+    graph = capture(nn.Sequential(*body), (torch.zeros(1, 67),))
+    cluster = cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster, optimizer="adam")
+    whole = plan_of(graph, cluster, dict.fromkeys(graph.layers, Strategy(1, 1, None, (0,))))
+    limit = int(0.67 * predict(graph, cluster, costs, whole).memory_bytes[0])
+    return graph, replace(cluster, devices=tuple(replace(own, memory_bytes=limit) for own in cluster.devices))
 
 
 def test_memory_that_is_missing_is_told_of_all_blocks() -> None:

@@ -88,14 +88,15 @@ def window(assignment: Assignment, nodes: Ints) -> Window:
         pairs = a.cells[cell : cell + a.size[u] * a.size[v]].reshape(a.size[u], a.size[v])
         costs[u] -= pairs[:, assignment.choice[v]]
         costs[v] -= pairs[assignment.choice[u]]
-        edges.append(Edge(int(place[u]), int(place[v]), pairs))  # nodes are in ascending order, and u < v
+        # Nodes are in ascending order, and u < v. Rows of maxima that are priced in may bring pairs below 0.
+        edges.append(Edge(int(place[u]), int(place[v]), pairs - min(0.0, float(pairs.min()))))
     least = {v: float(cost.min()) for v, cost in costs.items()}
     parts = tuple(Node(str(v), np.maximum(cost - least[v], 0.0)) for v, cost in costs.items())
     now = [int(k) for k in assignment.choice[nodes]]
     cost = sum(float(part.cost_s[k]) for part, k in zip(parts, now, strict=True))
     cost += sum(float(edge.cost_s[now[edge.source], now[edge.target]]) for edge in edges)
     # A strategy or pair that alone makes a choice worse need not cost more than that: sums stay within 64 bits.
-    worse = 2 * (abs(cost) + sum(max(0.0, -float(edge.cost_s.min())) for edge in edges))
+    worse = 2 * cost
     parts = tuple(replace(part, cost_s=np.minimum(part.cost_s, worse)) for part in parts)
     problem = Problem(parts, tuple(replace(edge, cost_s=np.minimum(edge.cost_s, worse)) for edge in edges))
     mine = np.concatenate([np.arange(a.usages[v], a.usages[v + 1]) for v in nodes.tolist()]).astype(np.intp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.instances import random_problem
 from parplan.planner.solver import elimination
 from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Node, Problem, Row, Status, Usage, evaluate
 from parplan.planner.solver.reductions.presolve import presolve
+from parplan.planner.solver.rows import row_table
 from parplan.planner.solver.solve import GAP, solve
 from parplan.planner.solver.wide.arrays import Arrays
 from parplan.planner.solver.wide.assignment import Assignment
@@ -136,6 +138,19 @@ def test_a_window_of_many_forbidden_pairs() -> None:
     order = np.argsort(cost)
     part = window(Assignment(arrays, np.array([order[1], order[1]])), np.arange(2))
     assert solve_window(arrays, part, np.inf, 10.0) == [order[0], order[0]]
+
+
+def test_a_window_of_pairs_that_a_maximum_takes_below_zero() -> None:
+    """Rows in normal form are differences: with their share of the maximum, pairs may be below 0."""
+    rng = np.random.default_rng(1)
+    nodes = tuple(Node(name, rng.random(3)) for name in "abc")
+    edges = (Edge(0, 1, rng.random((3, 3))), Edge(1, 2, rng.random((3, 3))))
+    rows = (Row(edges={0: -2 * rng.random((3, 3))}), Row(edges={1: -rng.random((3, 3))}))
+    table = row_table(problem := Problem(nodes, edges, maxima=(Maximum("either", rows, 1.0),)))
+    arrays = Arrays(problem, table, np.array([0.5, 0.5]))
+    choices = sorted(product(range(3), repeat=3), key=lambda choice: arrays.total(np.array(choice)))
+    part = window(Assignment(arrays, np.array(choices[1])), np.arange(3))
+    assert solve_window(arrays, part, np.inf, 10.0) == list(choices[0])
 
 
 @pytest.mark.parametrize("limited", [False, True])
