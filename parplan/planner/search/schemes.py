@@ -1,19 +1,21 @@
-"""A plan under the three schemes, each simulated, and the prediction of a plan from its simulated step."""
+"""The shapes of plans that schemes allow, a plan under the three schemes, and its prediction from a simulated step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.errors import PinError, PlanError
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.stages import Stage, stages
+from parplan.lowering.stages import Stage, keeps_apart, stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import Baseline, LayerReport, Passes, Prediction, SchemePrice
 from parplan.planner.search.context import SIMULATED, Case
 from parplan.planner.search_space.pin_constraints import Pinned, named
+from parplan.planner.search_space.pin_search import Questions, candidates
+from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.simulation.priced_program import PricedProgram, lowered, priced
 from parplan.planner.simulation.timeline import Kind, Lane, Timeline
@@ -25,6 +27,7 @@ __all__ = [
     "rival_in_passes",
     "scheme_prices",
     "schemes_of",
+    "shapes",
     "simulated_prediction",
     "simulated_reports",
     "under",
@@ -88,6 +91,33 @@ def schemes_of(scheme: str, given: Plan | None = None) -> list[Scheme]:
             "the scheme out, or change it in the plan"
         )
     return [Scheme(scheme)]
+
+
+def shapes(
+    case: Case, asked: Questions, lanes: tuple[int, ...], schemes: Sequence[Scheme], pinned: Pinned
+) -> Iterator[Shape]:
+    """The shapes of plans on the first devices: one pass, then most replicas by fewest, fewer passes first."""
+    graph, count = case.graph, case.cluster.count
+    periods = set(pinned.periods.values())
+    known = {
+        one.replicas
+        for name, own in candidates(asked, graph, case.cluster, False, fold=case.fold).items()
+        if keeps_apart(graph.layers[name])
+        for one in own
+    }
+    if Scheme.GATHER in schemes and periods <= {1}:
+        yield Shape(lanes=lanes)
+    given = case.request.plan
+    for scheme in (Scheme.INTERLEAVE, Scheme.BROADCAST) if count > 1 or given is not None else ():
+        if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
+            continue
+        if Scheme.GATHER not in schemes:
+            for replicas in sorted(known, reverse=True):
+                yield Shape(scheme, replicas, replicas, lanes)
+        pairs = [(most, few) for most in known for few in known if most > few and most % few == 0]
+        for most, few in sorted(pairs, key=lambda pair: (pair[0] // pair[1], -pair[0])):
+            if not any((most // few) % period for period in periods):
+                yield Shape(scheme, most, few, lanes)
 
 
 def rival_in_passes(rival: Baseline, case: Case) -> Baseline:

@@ -13,24 +13,25 @@ bound. OPTIMAL is said of the shapes that were solved or refuted (docs/objective
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from parplan.errors import InfeasiblePlan, PlanError
-from parplan.lowering.stages import keeps_apart, stages
+from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, averaged, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations, OutOfTime
-from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, updates_lost
+from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
+from parplan.planner.search_space.any_block import Arrangement
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
-from parplan.planner.search_space.pin_search import candidates, masked, no_plan
+from parplan.planner.search_space.pin_search import masked, no_plan
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
 from parplan.planner.solver.problem import Problem, Solution, Status, objective
@@ -111,38 +112,16 @@ class ShapeSearch(Formulations):
         schemes = schemes_of(case.request.scheme)
         if case.uneven and case.request.plan is None:
             run.attempt(Shape(lanes=self.lanes, uneven=True))
-            run.with_equal_parts(self._shapes(schemes, pinned))
+            run.with_equal_parts(shapes(case, self.asked, self.lanes, schemes, pinned))
         else:
-            run.attempts(self._shapes(schemes, pinned))
-        anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 2
+            run.attempts(shapes(case, self.asked, self.lanes, schemes, pinned))
+        anywhere = case.request.plan is None and Scheme.GATHER in schemes and case.cluster.count > 1
         if anywhere and not pinned.periods and (run.best is None or not case.deadline.over()):
             run.any_block()
         return run.found(begin)
 
-    def _shapes(self, schemes: Sequence[Scheme], pinned: Pinned) -> Iterator[Shape]:
-        """One pass, then passes: most replicas by fewest, fewer passes first."""
-        graph, count = self.case.graph, self.case.cluster.count
-        periods = set(pinned.periods.values())
-        lanes = self.lanes
-        known = {
-            one.replicas
-            for name, own in candidates(self.asked, graph, self.case.cluster, False, fold=self.case.fold).items()
-            if keeps_apart(graph.layers[name])
-            for one in own
-        }
-        if Scheme.GATHER in schemes and periods <= {1}:
-            yield Shape(lanes=lanes)
-        given = self.case.request.plan
-        for scheme in (Scheme.INTERLEAVE, Scheme.BROADCAST) if count > 1 or given is not None else ():
-            if scheme not in schemes or (scheme is Scheme.BROADCAST and len(schemes) > 1):
-                continue
-            if Scheme.GATHER not in schemes:
-                for replicas in sorted(known, reverse=True):
-                    yield Shape(scheme, replicas, replicas, lanes)
-            pairs = [(most, few) for most in known for few in known if most > few and most % few == 0]
-            for most, few in sorted(pairs, key=lambda pair: (pair[0] // pair[1], -pair[0])):
-                if not any((most // few) % period for period in periods):
-                    yield Shape(scheme, most, few, lanes)
+
+Within = Mapping[str, frozenset[Arrangement]] | None
 
 
 class _Run:
@@ -160,28 +139,35 @@ class _Run:
         self.unfit: Candidate | None = None
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
+        self.within: Within = None
 
     @property
     def cutoff(self) -> float:
         """Seconds that another plan has to stay below."""
         return self.best.step_s * (1 - BETTER) if self.best is not None else self.limit_s
 
-    def attempt(self, shape: Shape, beyond_s: float = 0.0, least_s: float = 0.0) -> float:
+    def attempt(self, shape: Shape, beyond_s: float = 0.0, least_s: float = 0.0, within: Within = None) -> float:
         """Solve or refute a shape; gives the bound of its plans, inf where there are none.
 
         Args:
             beyond_s: seconds that no step worth considering takes, where devices are followed.
             least_s: a bound of its plans that is known.
+            within: arrangements that are worth considering, by the same bound; all if None.
         """
+        if shape.average:
+            self.within = None
         try:
-            formulation = self.search.formulation(shape, beyond_s, self.pinned, in_time=self.cutoff < inf)
+            formulation = self.search.formulation(shape, beyond_s, self.pinned, self.cutoff < inf, within)
         except OutOfTime:
             self.bound = self.bound if shape.average else min(self.bound, least_s)
             return least_s
         if formulation is None:
+            self.covered += [shape.describe()] if within is not None else []
             return inf
         problem = masked(formulation, self.pinned)
         solution = self.fitting(formulation, problem)
+        if shape.average:
+            self.within = None if solution.possible is None else formulation.arrangements(solution.possible)
         if self.first is None:
             self.first = formulation, solution
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
@@ -205,7 +191,8 @@ class _Run:
     def attempts(self, shapes: Iterable[Shape]) -> Candidate | None:
         """Solve or refute shapes; gives the best plan so far. After the time limit those with passes are left out.
 
-        On many devices one bound is for all with passes: it refutes them, or is of those that the limit leaves out.
+        On more than two devices one bound is for all with passes, of which there are several: it refutes them, or is of
+        those that the limit leaves out.
         """
         refuted, asked_s, passes_s, every = False, inf, 0.0, None
         for shape in shapes:
@@ -302,18 +289,20 @@ class _Run:
                 self.branches(phases, 0.0)
             return
         least_s = alone_s = 0.0
+        within: Within = None
         if self.best is not None and not case.cluster.mixed:
             least_s = alone_s = self.folded_bound(phases)
             if least_s >= self.cutoff:
                 self.covered += [ANY_BLOCK, BRANCHES]
                 return
+            within = self.within
             alone_s = self.folded_bound(()) if phases else least_s
         if self.best is not None and alone_s >= self.cutoff:
             self.covered.append(ANY_BLOCK)
         else:
             shape = Shape(lanes=every, anywhere=True, uneven=self.uneven)
-            self.attempt(shape, self.cutoff if self.best is not None else 0.0, alone_s)
-        self.branches(phases, least_s)
+            self.attempt(shape, self.cutoff if self.best is not None else 0.0, alone_s, self.within)
+        self.branches(phases, least_s, within)
 
     def phases(self) -> list[tuple[Branch, ...]]:
         """Phases of branches that could run at the same time, where layers are free to be moved."""
@@ -331,7 +320,7 @@ class _Run:
         shape = replace(averaged(phases), anywhere=anywhere, uneven=self.uneven)
         return self.attempt(shape, self.cutoff)
 
-    def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float) -> None:
+    def branches(self, phases: Sequence[tuple[Branch, ...]], least_s: float, within: Within = None) -> None:
         """Branches at the same time on disjoint blocks of the devices, or one after another, phase by phase."""
         if not phases or self.best is None:
             self.covered.append(BRANCHES)
@@ -351,7 +340,7 @@ class _Run:
             lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
             self.tried += sum(map(len, homes))
             shape = Shape(lanes=tuple(lanes), homes=tuple(homes), uneven=self.uneven, anywhere=anywhere)
-            self.attempt(shape, self.cutoff, least_s)
+            self.attempt(shape, self.cutoff, least_s, within)
         if inner != outer or max(map(len, phases)) > FEW_BRANCHES:
             self.covered = [one for one in self.covered if one not in (BRANCHES, SOME_BRANCHES)]
 

@@ -22,7 +22,7 @@ from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.graph.repeated import Fold
 from parplan.lowering.stages import Stage
 from parplan.plan import Strategy
-from parplan.planner.search_space.any_block import folded
+from parplan.planner.search_space.any_block import Arrangement, arrangement, folded
 from parplan.planner.search_space.edges import edge_parts, equal
 from parplan.planner.search_space.options import LikeReaders, Option, like_readers, node_parts, priced_option
 from parplan.planner.search_space.shape import ONE_PASS, Choice, Placement, Shape, choices, role_rows
@@ -90,6 +90,11 @@ class Formulation:
                         changes[device][moment] = changes[device].get(moment, 0.0) + nbytes
         return tuple(int(np.cumsum([0.0, *(one[t] for t in sorted(one))]).max()) for one in changes)
 
+    def arrangements(self, possible: Sequence[frozenset[int]]) -> dict[str, frozenset[Arrangement]]:
+        """The arrangements of some strategies of every node, by the name of its layer."""
+        named = zip(self.names, self.options, possible, strict=False)
+        return {name: frozenset(arrangement(own[k].strategy) for k in kept) for name, own, kept in named}
+
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategies that a choice stands for, by layer."""
         return {name: self.options[index][choice[index]].strategy for name, index in self.layers.items()}
@@ -105,6 +110,7 @@ def formulate(
     far_s: float = 0.0,
     strict: bool = False,
     fold: Fold | None = None,
+    within: Mapping[str, frozenset[Arrangement]] | None = None,
     on_layer: Callable[[int, int], None] | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> Formulation:
@@ -116,6 +122,7 @@ def formulate(
         far_s: seconds that no step worth considering takes, where devices are followed (step_time.StepParts).
         strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
+        within: arrangements of the layers that are worth considering, where a bound has left out others.
         on_layer: told (done, total) while costs are computed.
         look: called before the costs of every layer and every edge; may raise an error that ends it.
 
@@ -131,6 +138,10 @@ def formulate(
         look()
         layer = graph.layers[name]
         own = _choices(graph, like, layer, candidates[name], shape, strict)
+        if within is not None:
+            own = tuple(one for one in own if arrangement(one.strategy) in within[name])
+        if not own:
+            raise InfeasibleShape(name)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
         if on_layer:
             on_layer(len(options), len(names))
@@ -182,14 +193,9 @@ def _choices(
 ) -> tuple[Choice, ...]:
     """The choices of a layer; for a bound over plans with and without branches at the same time those of like readers
     in branches twice, to share what they read or to pay for it.
-
-    Raises:
-        InfeasibleShape: it has none.
     """
     own = choices(graph, layer, candidates, shape)
     own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
-    if not own:
-        raise InfeasibleShape(layer.name)
     if shape.average and any({layer.name, every.get(layer.name)} <= shape.in_branches for every in like.values()):
         own += tuple(replace(one, pays=True) for one in own)
     return own

@@ -281,6 +281,7 @@ class Solution:
         gap: (objective - bound) / objective.
         seconds: wall time of the solve.
         limited: the time limit ended a part of it, so that another machine may find another choice.
+        possible: per node, the strategies that a choice below the cutoff may have, where a refutation found them.
     """
 
     status: Status
@@ -291,6 +292,7 @@ class Solution:
     seconds: float
     infeasibility: Infeasibility | None = None
     limited: bool = False
+    possible: tuple[frozenset[int], ...] | None = None
 
 
 def row_seconds(problem: Problem, row: Row, choice: Sequence[int], maxima: Sequence[float]) -> float:

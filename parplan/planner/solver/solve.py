@@ -27,7 +27,7 @@ from parplan.planner.solver.problem import (
     evaluate,
     restrict,
 )
-from parplan.planner.solver.reductions.presolve import drop_forbidden, presolve
+from parplan.planner.solver.reductions.presolve import drop_forbidden, possible, presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
 from parplan.planner.solver.rows import least
 from parplan.planner.solver.wide.search import improve
@@ -120,6 +120,8 @@ class _Run:
         self.whole = resolution(problem, 1.0).error == 0
         self.choice: list[int] | None = None
         self.refute = self.limited = False
+        self.worth = cutoff
+        self.possible: tuple[frozenset[int], ...] | None = None
         self.mean: list[tuple[float, Sequence[int]]] = []
         self.objective, self.bound, self.cut = cutoff, least(problem), np.inf
         self.below = np.isfinite(cutoff)
@@ -228,6 +230,9 @@ class _Run:
             prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
         assert relaxation is not None
         marginals = relaxation.marginals(best.prices)
+        keep = [values < self.worth for values in marginals]
+        if self.refute and brief and all(map(np.any, keep)):
+            self.possible = possible(reduced, keep)
         if np.isfinite(self.objective) and best.value < self.cutoff() and (decisions := followed(reduced.problem)):
             self.cut = min(self.cut, self.cutoff())
             keep = [values < self.cutoff() for values in marginals]
@@ -428,7 +433,7 @@ class _Run:
                 None if feasible or self.below else explain(self.problem, EXPLAIN_S, self.workers)
             )
             seconds = time.monotonic() - self.began
-            return Solution(status, None, np.inf, self.bound, np.inf, seconds, cause, limited)
+            return Solution(status, None, np.inf, self.bound, np.inf, seconds, cause, limited, self.possible)
         if self.left() > 0:
             choice = settle(self.problem, self.choice, self.deadline + LATE * self.limit_s)
             final = evaluate(self.problem, choice)
@@ -438,4 +443,6 @@ class _Run:
         gap = (self.objective - bound) / (abs(self.objective) or 1e-300) if self.objective > bound else 0.0
         status = Status.OPTIMAL if gap <= GAP else Status.FEASIBLE
         seconds = time.monotonic() - self.began
-        return Solution(status, tuple(self.choice), self.objective, bound, gap, seconds, limited=limited)
+        return Solution(
+            status, tuple(self.choice), self.objective, bound, gap, seconds, limited=limited, possible=self.possible
+        )

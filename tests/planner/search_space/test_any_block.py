@@ -6,13 +6,22 @@ import random
 from itertools import islice
 
 import pytest
+import torch
+from torch import nn
 
+from parplan.cluster import Cluster
+from parplan.cost_models.costs import CostModel
+from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
-from parplan.plan import Scheme
-from parplan.planner.search.branches import averaged, sections
+from parplan.graph.capture.capture import capture
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Scheme
+from parplan.planner.search.branches import Branch, averaged, sections
 from parplan.planner.search.context import shape_of
+from parplan.planner.search_space.any_block import arrangement
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.shape import Shape
+from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.planner.solver.solve import solve
 from tests.planner.branches import drawn
 from tests.planner.oracle import brute_force
@@ -21,10 +30,10 @@ from tests.planner.random_plans import FAR_S, EveryPlan, case, plan_of, random_p
 EACH = 12
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("branchy", [False, True])
-@pytest.mark.parametrize("seed", range(100))
-def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
+def plans_on_any_blocks(
+    seed: int, branchy: bool
+) -> tuple[tuple[LayerGraph, Cluster, CostModel], list[Plan], list[tuple[Branch, ...]]]:
+    """A random case, some of its plans, with branches at the same time too, and its phases of branches."""
     graph, cluster, costs = case(seed)
     draw = random.Random(seed)
     if branchy:
@@ -40,6 +49,14 @@ def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
             if all(on.values()):
                 moved = {name: draw.choice(own) for name, own in on.items()}
                 plans.append(plan_of(graph, cluster, {**plan.layers, **moved}))
+    return (graph, cluster, costs), plans, phases
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("branchy", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
+    (graph, cluster, costs), plans, phases = plans_on_any_blocks(seed, branchy)
     for plan in plans:
         alone = {name: (strategy,) for name, strategy in plan.layers.items()}
         step_s = step_time_s(graph, cluster, costs, plan)
@@ -47,6 +64,38 @@ def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
         for shape in [averaged(phases), *([] if at_once else [averaged(())])]:
             bound = solve(formulate(graph, cluster, costs, alone, shape=shape, far_s=FAR_S).problem, 10.0).bound
             assert bound <= step_s * (1 + 1e-9)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("branchy", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_arrangements_of_faster_plans_are_possible(seed: int, branchy: bool) -> None:
+    """All that a plan just below the cutoff uses, and fewer than there are, in most cases."""
+    (graph, cluster, costs), plans, phases = plans_on_any_blocks(seed, branchy)
+    known = EveryPlan(graph, cluster, costs).strategies(Shape(anywhere=True))
+    for shape in {averaged(phases), averaged(())}:
+        formulation = formulate(graph, cluster, costs, known, shape=shape, far_s=FAR_S)
+        for plan in plans:
+            cutoff = step_time_s(graph, cluster, costs, plan) * (1 + 1e-6)
+            possible = solve(formulation.problem, cutoff=cutoff, refute=True).possible
+            if possible is not None and (shape.homes or not shape_of(plan, graph, cluster).homes):
+                within = formulation.arrangements(possible)
+                assert all(arrangement(own) in within[name] for name, own in plan.layers.items())
+
+
+def test_a_bound_leaves_out_arrangements() -> None:
+    """A wide layer between narrow ones: the fastest plan shards it, and close to that every plan does."""
+    graph = capture(nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64)), (torch.zeros(8, 64),))
+    cluster = cluster_preset("v100", 4)
+    costs = RooflineCosts(graph, cluster)
+    known = {name: strategies(layer, 8, cluster_blocks(cluster, True)) for name, layer in graph.layers.items()}
+    formulation = formulate(graph, cluster, costs, known, shape=averaged(()), far_s=FAR_S)
+    truth = brute_force(formulation.problem)
+    assert truth.choice is not None
+    found = solve(formulation.problem, cutoff=1.001 * truth.objective, refute=True)
+    assert found.possible is not None
+    assert all(k in own for own, k in zip(found.possible, truth.choice, strict=True))
+    assert sum(map(len, found.possible)) < sum(formulation.problem.sizes) / 2
 
 
 def test_cpsat_finds_what_is_below_a_cutoff() -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
-from parplan.planner.solver.problem import Edge, FloatArray, Problem, Reduced, restrict
+from parplan.planner.solver.problem import Edge, FloatArray, Mask, Problem, Reduced, restrict
 from parplan.planner.solver.reductions.dominance import undominated
 from parplan.planner.solver.reductions.folding import fold
 from parplan.planner.solver.reductions.joins import join
@@ -28,6 +28,7 @@ __all__ = [
     "merge_parallel_edges",
     "normalise",
     "pair_linear",
+    "possible",
     "presolve",
 ]
 
@@ -53,6 +54,17 @@ def presolve(problem: Problem, deadline: float = np.inf, brief: bool = False) ->
         elif step is not fold or time.monotonic() < deadline:
             reduced = reduced and reduced.then(step)
     return reduced
+
+
+def possible(reduced: Reduced, keep: Sequence[Mask]) -> tuple[frozenset[int], ...]:
+    """Per node of the first problem, the strategies that some strategies of the reduced one stand for.
+
+    Only after a brief `presolve`, where each of its nodes is one node of the reduced problem, whatever the others are.
+    """
+    kept = [np.flatnonzero(mask).tolist() for mask in keep]
+    first = [own[0] for own in kept]
+    choices = [[*first[:v], k, *first[v + 1 :]] for v, own in enumerate(kept) for k in own]
+    return tuple(map(frozenset, zip(*map(reduced.lift, choices), strict=True)))
 
 
 def pair_linear(problem: Problem) -> Reduced:
