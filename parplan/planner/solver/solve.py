@@ -231,8 +231,8 @@ class _Run:
         assert relaxation is not None
         marginals = relaxation.marginals(best.prices)
         keep = [values < self.worth for values in marginals]
-        if self.refute and brief and all(map(np.any, keep)):
-            self.possible = possible(reduced, keep)
+        if self.refute and brief and self.possible is None and all(map(np.any, keep)):
+            self.possible = possible(reduced, keep)  # before anything is cut off at a better choice
         if np.isfinite(self.objective) and best.value < self.cutoff() and (decisions := followed(reduced.problem)):
             self.cut = min(self.cut, self.cutoff())
             keep = [values < self.cutoff() for values in marginals]
