@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.search.context import Case, far_s, followed, plain
-from parplan.planner.search_space.any_block import Arrangement
 from parplan.planner.search_space.formulation import Formulation, InfeasibleShape, formulate
 from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import Questions, candidates
@@ -59,19 +58,13 @@ class Formulations:
         return least - sum(memories)
 
     def formulation(
-        self,
-        shape: Shape,
-        beyond_s: float = 0.0,
-        pinned: Pinned = FREE,
-        in_time: bool = False,
-        within: Mapping[str, frozenset[Arrangement]] | None = None,
+        self, shape: Shape, beyond_s: float = 0.0, pinned: Pinned = FREE, in_time: bool = False
     ) -> Formulation | None:
         """The problem of a shape with the strategies that some pins allow; None where a layer has none.
 
         Args:
             beyond_s: seconds that no step worth considering takes, where devices are followed.
             in_time: not after the time limit.
-            within: arrangements that are worth considering, all if None.
 
         Raises:
             OutOfTime: the limit is over before it is done.
@@ -79,23 +72,16 @@ class Formulations:
         key = (shape, beyond_s, pinned.pins)
         if key not in self._formulations:
             begin = time.perf_counter()
-            found = self._formulated(shape, beyond_s, pinned, in_time, within)
+            found = self._formulated(shape, beyond_s, pinned, in_time)
             self.costs_s += time.perf_counter() - begin
-            if within is not None or (shape.in_roles and not self.case.request.pins):
-                return found  # asked for once; many devices have many shapes in passes, too large to keep
+            if shape.in_roles and not self.case.request.pins:
+                return found  # asked for once; many devices have many such shapes, too large to keep
             self._formulations[key] = found
             if len(self._formulations) == 1:  # layers may have been measured
                 self.case.deadline.extend(time.perf_counter() - begin)
         return self._formulations[key]
 
-    def _formulated(
-        self,
-        shape: Shape,
-        beyond_s: float,
-        pinned: Pinned,
-        in_time: bool,
-        within: Mapping[str, frozenset[Arrangement]] | None,
-    ) -> Formulation | None:
+    def _formulated(self, shape: Shape, beyond_s: float, pinned: Pinned, in_time: bool) -> Formulation | None:
         case = self.case
 
         def look() -> None:
@@ -118,7 +104,7 @@ class Formulations:
         try:
             return formulate(
                 case.graph, case.cluster, case.costs, options, shape=shape, far_s=beyond_s, strict=strict,
-                fold=case.fold, within=within, on_layer=on_layer, look=look,
+                fold=case.fold, on_layer=on_layer, look=look,
             )  # fmt: skip
         except InfeasibleShape:
             return None

@@ -13,7 +13,7 @@ bound. OPTIMAL is said of the shapes that were solved or refuted (docs/objective
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -27,7 +27,7 @@ from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations, OutOfTime
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
-from parplan.planner.search_space.any_block import Arrangement
+from parplan.planner.search_space.any_block import Within
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned
@@ -121,9 +121,6 @@ class ShapeSearch(Formulations):
         return run.found(begin)
 
 
-Within = Mapping[str, frozenset[Arrangement]] | None
-
-
 class _Run:
     """One search: the best plan so far, and what the bound covers."""
 
@@ -157,14 +154,13 @@ class _Run:
         if shape.average:
             self.within = None
         try:
-            formulation = self.search.formulation(shape, beyond_s, self.pinned, self.cutoff < inf, within)
+            formulation = self.search.formulation(shape, beyond_s, self.pinned, in_time=self.cutoff < inf)
         except OutOfTime:
             self.bound = self.bound if shape.average else min(self.bound, least_s)
             return least_s
         if formulation is None:
-            self.covered += [shape.describe()] if within is not None else []
             return inf
-        problem = masked(formulation, self.pinned)
+        problem = masked(formulation, self.pinned, within)
         solution = self.fitting(formulation, problem)
         if shape.average:
             self.within = None if solution.possible is None else formulation.arrangements(solution.possible)

@@ -12,7 +12,7 @@ of the size of one pass; where its optimum is no better than the best plan, no p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from parplan.plan import Strategy
 from parplan.planner.search_space.step_time import EdgeParts, NodeParts
 from parplan.planner.solver.problem import FloatArray
 
-__all__ = ["Arrangement", "arrangement", "folded"]
+__all__ = ["Arrangement", "Within", "arrangement", "folded"]
 
 HEAVY = 4
 """Layers whose devices are followed, those with the longest updates and gradient sums."""
@@ -32,6 +32,9 @@ Groups = list[NDArray[np.intp]]
 
 Arrangement = tuple[int, int, str | None, int]
 """Replicas, shards, axis and number of devices: a strategy wherever its block is."""
+
+Within = Mapping[str, frozenset[Arrangement]] | None
+"""Arrangements that layers may have, by name; all if None."""
 
 
 def arrangement(strategy: Strategy) -> Arrangement:

@@ -110,7 +110,6 @@ def formulate(
     far_s: float = 0.0,
     strict: bool = False,
     fold: Fold | None = None,
-    within: Mapping[str, frozenset[Arrangement]] | None = None,
     on_layer: Callable[[int, int], None] | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> Formulation:
@@ -122,7 +121,6 @@ def formulate(
         far_s: seconds that no step worth considering takes, where devices are followed (step_time.StepParts).
         strict: forbid what R2 to R4 and R7 forbid, instead of pricing the transfer; without a fold.
         fold: repeated blocks to plan alike; layers for which others stand need no candidates.
-        within: arrangements of the layers that are worth considering, where a bound has left out others.
         on_layer: told (done, total) while costs are computed.
         look: called before the costs of every layer and every edge; may raise an error that ends it.
 
@@ -138,10 +136,6 @@ def formulate(
         look()
         layer = graph.layers[name]
         own = _choices(graph, like, layer, candidates[name], shape, strict)
-        if within is not None:
-            own = tuple(one for one in own if arrangement(one.strategy) in within[name])
-        if not own:
-            raise InfeasibleShape(name)
         options.append(tuple(priced_option(graph, cluster, costs, like, layer, one, shape) for one in own))
         if on_layer:
             on_layer(len(options), len(names))
@@ -193,9 +187,14 @@ def _choices(
 ) -> tuple[Choice, ...]:
     """The choices of a layer; for a bound over plans with and without branches at the same time those of like readers
     in branches twice, to share what they read or to pay for it.
+
+    Raises:
+        InfeasibleShape: it has none.
     """
     own = choices(graph, layer, candidates, shape)
     own = tuple(one for one in own if not (strict and layer.is_loss and one.strategy.shards > 1))  # R7
+    if not own:
+        raise InfeasibleShape(layer.name)
     if shape.average and any({layer.name, every.get(layer.name)} <= shape.in_branches for every in like.values()):
         own += tuple(replace(one, pays=True) for one in own)
     return own

@@ -20,6 +20,7 @@ from parplan.graph.repeated import Fold
 from parplan.pins import Pin
 from parplan.plan import Strategy
 from parplan.planner.decision import PinPrice, Pins
+from parplan.planner.search_space.any_block import Within, arrangement
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.search_space.infeasible_message import why_not
 from parplan.planner.search_space.pin_constraints import Pinned, named, pinned, pinned_blocks
@@ -151,13 +152,18 @@ def candidates(
     }
 
 
-def masked(formulation: Formulation, pins: Pinned) -> Problem:
-    """The problem where layers have the strategies that these pins allow."""
+def masked(formulation: Formulation, pins: Pinned, within: Within = None) -> Problem:
+    """The problem where layers have the strategies that these pins allow, in arrangements that are worth considering.
+
+    Args:
+        within: those arrangements, by layer; all if None.
+    """
     nodes = list(formulation.problem.nodes)
     for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
-        if name in pins.allowed:
-            own = set(pins.allowed[name])
-            keep = [option.strategy in own for option in options]
+        if name in pins.allowed or within is not None:
+            own = set(pins.allowed[name]) if name in pins.allowed else {option.strategy for option in options}
+            worth = within[name] if within is not None else {arrangement(option.strategy) for option in options}
+            keep = [option.strategy in own and arrangement(option.strategy) in worth for option in options]
             nodes[index] = replace(nodes[index], cost_s=np.where(keep, nodes[index].cost_s, np.inf))
     return replace(formulation.problem, nodes=tuple(nodes))
 
