@@ -153,10 +153,10 @@ def candidates(
 
 
 def masked(formulation: Formulation, pins: Pinned, within: Within = None) -> Problem:
-    """The problem where layers have the strategies that these pins allow, in arrangements that are worth considering.
+    """The problem without strategies that these pins, or a bound, leave out.
 
     Args:
-        within: those arrangements, by layer; all if None.
+        within: arrangements that a bound leaves.
     """
     nodes = list(formulation.problem.nodes)
     for index, (name, options) in enumerate(zip(formulation.names, formulation.options, strict=False)):
