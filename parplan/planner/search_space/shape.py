@@ -1,7 +1,7 @@
 """Shapes of plans: scheme, passes and devices followed one by one, each an abstract problem of its own.
 
 Inside a shape the solver chooses a strategy and a role (before, in or behind the passes) for every layer. Between
-shapes the driver chooses (planner/search/shapes.py).
+shapes the driver chooses (planner/search/select.py).
 """
 
 from __future__ import annotations

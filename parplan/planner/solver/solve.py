@@ -160,8 +160,8 @@ class _Run:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def far(self) -> bool:
-        """Whether a refutation is given up, as its bound is far from the cutoff."""
+    def given_up(self) -> bool:
+        """End a refutation whose bound is far from the cutoff; whether the run is over."""
         if self.refute and self.bound < FAR * self.objective:
             self.deadline = -np.inf
         return self.deadline == -np.inf
@@ -230,9 +230,9 @@ class _Run:
             prices = replace(best.prices, limits=np.append(best.prices.limits, np.zeros(len(more))))
         assert relaxation is not None
         marginals = relaxation.marginals(best.prices)
-        keep = [values < self.worth for values in marginals]
-        if self.refute and brief and self.possible is None and all(map(np.any, keep)):
-            self.possible = possible(reduced, keep)  # before anything is cut off at a better choice
+        if self.refute and brief and self.possible is None:  # before anything is cut off at a better choice
+            keep = [values < self.worth for values in marginals]
+            self.possible = possible(reduced, keep) if all(map(np.any, keep)) else None
         if np.isfinite(self.objective) and best.value < self.cutoff() and (decisions := followed(reduced.problem)):
             self.cut = min(self.cut, self.cutoff())
             keep = [values < self.cutoff() for values in marginals]
@@ -258,7 +258,7 @@ class _Run:
         known = reduced.problem, offer, self.raise_bound, rounds, self.deadline, self.cutoff()
         marginals, hurried = improve(*known)
         self.limited |= hurried
-        if self.far():
+        if self.given_up():
             return reduced
         return self.cut_off(reduced, marginals) if np.isfinite(self.objective) and self.left() > 0 else reduced
 
@@ -383,7 +383,7 @@ class _Run:
 
     def search(self, reduced: Reduced) -> bool:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
-        if self.left() <= 0.05 or self.far():
+        if self.left() <= 0.05 or self.given_up():
             return True
         hint = None if np.isfinite(self.objective) else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)
