@@ -6,6 +6,7 @@ of Python or NumPy would be drawn once and stay: they are refused.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -273,10 +274,10 @@ class RandomNumbers:
                 setattr(home, name, partial(draw, plain))
 
     @staticmethod
-    def _states() -> dict[str, Any]:
+    def _states() -> dict[str, bytes]:  # bytes, because two states are compared at every capture
         numpy = sys.modules.get("numpy")
-        found = {"random": random.getstate()}
-        return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
+        found = {"random": pickle.dumps(random.getstate())}
+        return found if numpy is None else {**found, "numpy.random": pickle.dumps(numpy.random.get_state())}
 
     def end(self) -> None:
         """Put back functions and generators.
@@ -287,12 +288,12 @@ class RandomNumbers:
         for home, name, plain in self._replaced:
             setattr(home, name, plain)
         self._replaced = []
-        drawn = [name for name, state in self._states().items() if str(state) != str(self._before[name])]
+        drawn = [name for name, state in self._states().items() if state != self._before[name]]
         if not drawn:
             return
-        random.setstate(self._before["random"])
+        random.setstate(pickle.loads(self._before["random"]))
         if "numpy.random" in self._before:
-            sys.modules["numpy"].random.set_state(self._before["numpy.random"])
+            sys.modules["numpy"].random.set_state(pickle.loads(self._before["numpy.random"]))
         raise CaptureError(
             f"the forward draws random numbers from {' and '.join(drawn)}, which a captured model would draw once and "
             f"not at every call{self._line}\n  draw them with torch (torch.rand(()), and torch.where instead of a "
