@@ -9,6 +9,7 @@ Garbage is collected of what tests make: importing and collecting leave a millio
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ SEED = 20140423
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, pytest's workers among them
 gc.disable()  # until the tests are collected
 # A shell starts what it puts in the background deaf to Ctrl-C, and the processes that tests interrupt would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

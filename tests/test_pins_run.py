@@ -25,7 +25,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("pins", TOWERS.values(), ids=TOWERS)
 def test_pinned_towers_give_the_plain_models_numbers(pins: dict[str, Any]) -> None:
     model, inputs = small()

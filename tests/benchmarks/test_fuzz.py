@@ -16,7 +16,7 @@ from benchmarks.training import Outcome, Run, Verdict, judge
 from benchmarks.workers import Workers
 
 FIRST = 9000  # seeds of the slice, which the whole run does not have
-ALONE, OVER_RANKS = 40, {2: 3, 4: 3}
+ALONE, OVER_RANKS = 26, {2: 2, 4: 2}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,7 @@ def _fails_with_reversal(rank: int, ranks: int, spec: fuzz.Spec) -> Outcome:
     return Outcome(Verdict.WRONG if "Reversed" in spec.blocks and "clamp" in spec.actions else Verdict.RIGHT)
 
 
+@pytest.mark.full
 def test_a_failure_is_shrunk(one: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "run_spec", _fails_with_reversal)
     spec = replace(fuzz.drawn(3, 1), blocks=("Plain", "Reversed", "Normed"), actions=("clip norm", "clamp"))

@@ -188,6 +188,7 @@ STEPS: dict[str, Step] = {
 }
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4), st.sampled_from([4, 6]), st.booleans())
 def test_replicas_of_random_networks_compute_the_whole(steps: list[str], batch: int, training: bool) -> None:

@@ -51,7 +51,7 @@ def every_block(count: int) -> list[tuple[int, ...]]:
     return [tuple(d for d, used in enumerate(mask) if used) for mask in chosen if any(mask)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("link", [LINK, replace(LINK, latency_s=1e-5, bandwidth_bytes_per_s=1e8)], ids=["fast", "slow"])
 @in_every_order
 def test_no_choice_of_devices_is_faster(devices: tuple[Device, ...], link: Link) -> None:
@@ -78,6 +78,7 @@ def test_the_two_gpus_and_not_the_slow_one(devices: tuple[Device, ...]) -> None:
     assert {strategy.devices for strategy in one.layers.values()} == {gpus_of(devices)[:1]}
 
 
+@pytest.mark.sampled(2)
 @in_every_order
 def test_memory_is_each_devices_own(devices: tuple[Device, ...]) -> None:
     """On GPUs that hold a third of the model the slow device, which has room, takes the rest."""

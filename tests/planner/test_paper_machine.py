@@ -333,6 +333,7 @@ def test_a_larger_batch_moves_towards_replicas(gpus: int, side: int, width: int)
     assert found[0] < found[-1] == gpus**2
 
 
+@pytest.mark.full
 @settings(max_examples=4)
 @given(*SEEDS, st.sampled_from([32, 64, 128]))
 def test_wider_layers_move_towards_shards(gpus: int, side: int, each: int) -> None:

@@ -39,7 +39,7 @@ def planned(name: str, gpus: int, cores: int, seed: int, path: Path) -> bytes:
 # Two of these searches end by their effort, alexnet's on 5 with a gap; two_tower branches on placements.
 FULL = [
     ("examples/alexnet.profile", 4, (1, 8)),
-    ("alexnet", 5, (1, 2, 4, 8)),
+    ("alexnet", 5, (1, 2, 8)),
     ("mlp", 7, (1, 8)),
     ("two_tower", 6, (1, 8)),
     ("vgg16", 8, (1, 8)),
@@ -47,7 +47,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "cores"), [("mlp", 4, (1, 8)), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
+    ("name", "gpus", "cores"), [("mlp", 4, (1, 2)), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
 )
 def test_the_plan_does_not_depend_on_cores_threads_or_hash_seeds(
     name: str, gpus: int, cores: tuple[int, ...], tmp_path: Path

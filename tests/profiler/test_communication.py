@@ -15,7 +15,7 @@ from tests.profiler.rank_cases import CASES
 from tests.runtime.ranks import run_case
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(case: str) -> None:
     run_case(CASES[case], 2)

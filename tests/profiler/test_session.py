@@ -120,6 +120,7 @@ def test_one_device(file: Path) -> None:
     assert profile(Perceptron().load, settings(file, time_cap_s=60.0)).outcome.known == len(kept)
 
 
+@pytest.mark.full
 def test_two_devices(file: Path) -> None:
     first = profile(Perceptron().load, settings(file, 2))
     assert first.outcome == Outcome(len(distinct(2)), 0, 0)

@@ -48,7 +48,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) ->
     run_case(partial(read, cell, written), cell.target.processes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ALONE)
 def test_checkpoints_keep_their_promises(case: Case) -> None:
     run_case(case, 2)

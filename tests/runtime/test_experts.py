@@ -41,7 +41,7 @@ def test_experts_are_one_layer_with_samples_and_experts(form: str, biased: bool)
     assert not graph.fixed_batch
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lonely", [None, 1])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("form", FORMS)

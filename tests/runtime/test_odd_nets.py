@@ -173,6 +173,7 @@ HALVES: dict[str, tuple[Callable[[Tensor], object], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HALVES)
 def test_results_along_the_samples_are_what_they_are_at_every_number_of_samples(name: str) -> None:
     """Where it is odd, halves are not in proportion to it, and it has a capture of its own."""

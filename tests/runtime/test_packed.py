@@ -18,7 +18,7 @@ from tests.runtime.ranks import run_case
 MODELS = {**PACKED, **{f"grouped_{name}": make for name, make in GROUPED.items() if name not in PACKED}}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_three_steps_are_the_plain_models(name: str, devices: int) -> None:
@@ -27,7 +27,7 @@ def test_three_steps_are_the_plain_models(name: str, devices: int) -> None:
     train_alike(compiled(plain, cut_widely(devices), devices), plain, slice(None), 4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_plan_gives_the_plain_models_numbers(name: str) -> None:
     """Layouts with sections meet every other layout: shards of other axes and counts, replicas, single devices."""

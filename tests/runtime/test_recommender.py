@@ -68,7 +68,7 @@ def cut(devices: int, axis: str) -> Rule:
     return rule
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by_offsets", [False, True], ids=["rectangular", "by offsets"])
 @pytest.mark.parametrize("axis", ["data", "features", "vocabulary"])
 @pytest.mark.parametrize("devices", [2, 4])

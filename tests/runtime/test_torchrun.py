@@ -22,10 +22,15 @@ from tests.runtime.ranks import on_two_and_four, run_case
 LONG = ("drawn_passes", "own_backwards", "running_statistics", "train_steps")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    on_two_and_four(CASES, full_on_two=LONG, few_on_four=("group_inputs", "group_train_steps", "hybrid")),
+    on_two_and_four(
+        CASES,
+        full_on_two=LONG,
+        few_on_four=("group_inputs", "group_train_steps", "hybrid"),
+        on_two_alone=("drawn_passes", "own_backwards"),
+    ),
 )
 def test_ranks_agree_with_the_plain_model(case: str, ranks: int) -> None:
     run_case(CASES[case], ranks)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from parplan.planner.solver.problem import FloatArray, Mask, Problem
 from parplan.planner.solver.rows import RowTable
 
-__all__ = ["Classes", "Tree", "classes_of", "group_lines", "plant"]
+__all__ = ["Classes", "Tree", "classes_of", "followed", "group_lines", "plant", "runs"]
 
 MAX_TABLE = 1_000_000
 MAX_TOTAL = 10_000_000
@@ -143,6 +143,27 @@ class Tree:
             picked[bucket.node] = int(bucket.own[entries][tables.table[bucket.node][entries].argmin()])
         return picked
 
+    def below(self, tables: Tables, cutoff: float, limit: int) -> tuple[Ints, FloatArray] | None:
+        """All choices of classes that cost less than `cutoff`, shape (choices, nodes), and what each costs.
+
+        None where they, or the beginnings of choices tried on the way, have more than `limit` entries. Tables tell what
+        the best choice with a given beginning costs: every beginning that is kept has one below the cutoff.
+        """
+        picked, cost = np.zeros((1, len(self.sizes)), dtype=np.intp), np.array([tables.value])
+        if not tables.table:
+            return picked[:0], cost[:0]
+        for bucket in reversed(self.buckets):
+            key = _number([picked[:, u] for u in bucket.scope], bucket.sizes)
+            place = np.searchsorted(bucket.keys, np.broadcast_to(key, len(picked)))
+            kept, entries = runs(bucket.starts[place], bucket.starts[place + 1])
+            if len(kept) * len(self.sizes) > limit:
+                return None
+            whole = cost[kept] + tables.table[bucket.node][entries] - tables.message[bucket.node][place][kept]
+            less = whole < cutoff
+            picked, cost = picked[kept[less]], whole[less]
+            picked[:, bucket.node] = bucket.own[entries[less]]
+        return picked, cost
+
     def marginals(self, tables: Tables) -> list[FloatArray]:
         """Per node and class, the least cost of all choices that use it."""
         total: dict[int, FloatArray] = {}
@@ -190,17 +211,28 @@ class _Listed:
         theirs, own = (_number([one.columns[u] for u in shared], widths) for one in (other, self))
         order = np.argsort(theirs, kind="stable")
         first, last = (np.searchsorted(theirs[order], own, side) for side in ("left", "right"))
-        counts = last - first
-        if counts.sum() > MAX_TABLE:
+        if (last - first).sum() > MAX_TABLE:
             return None
-        kept = np.repeat(np.arange(len(self)), counts)
-        added = order[np.arange(len(kept)) + (first - np.cumsum(counts) + counts)[kept]]
+        kept, places = runs(first, last)
+        added = order[places]
 
         def both(mine: dict[int, Ints], more: dict[int, Ints]) -> dict[int, Ints]:
             return {key: of[added] for key, of in more.items()} | {key: of[kept] for key, of in mine.items()}
 
         columns, edges = both(self.columns, other.columns), both(self.edges, other.edges)
         return _Listed(columns, edges, both(self.senders, other.senders))
+
+
+def followed(problem: Problem) -> list[int]:
+    """Nodes of several strategies of which every strategy of their neighbours allows one."""
+    allowed: list[list[Mask]] = [[] for _ in problem.nodes]
+    for edge in problem.edges:
+        allowed[edge.source].append(np.isfinite(edge.cost_s))
+        allowed[edge.target].append(np.isfinite(edge.cost_s).T)
+    return [
+        v for v, own in enumerate(allowed)
+        if problem.nodes[v].size > 1 and len(own) > 1 and all((pairs.sum(axis=0) == 1).all() for pairs in own)
+    ]  # fmt: skip
 
 
 def plant(problem: Problem, classes: Sequence[Classes]) -> Tree | None:
@@ -245,6 +277,13 @@ def plant(problem: Problem, classes: Sequence[Classes]) -> Tree | None:
         bounds, keys = np.append(starts, len(table)), number[by][starts]
         buckets.append(_Bucket(v, scope, widths, table.columns[v][by], edges, senders, bounds, keys))
     return Tree(tuple(buckets), tuple(sizes))
+
+
+def runs(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """The numbers from each `first` up to its `last`, one run after the other: the run of each, and the number."""
+    counts = last - first
+    run = np.repeat(np.arange(len(counts)), counts)
+    return run, np.arange(len(run)) + (first - np.cumsum(counts) + counts)[run]
 
 
 def _number(columns: Sequence[Ints | int], sizes: Sequence[int]) -> Ints:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.elimination import Classes, Tables, Tree, classes_of, plant
+from parplan.planner.solver.elimination import Classes, Ints, Tables, Tree, classes_of, plant, runs
 from parplan.planner.solver.limits import LimitRow
 from parplan.planner.solver.problem import FloatArray, Problem
 from parplan.planner.solver.rows import RowTable, Terms, row_table
@@ -30,6 +30,9 @@ PATIENCE = 6
 
 STARTS = 4
 """Selections tried for the start: each is critical at the best choice for the one before."""
+
+LISTED, AT_ONCE = 4_000_000, 20_000
+"""Strategies in a list of choices up to which it is made, and choices of which T is worked out at once."""
 
 ENUMERATED = 100_000
 """Selections of a maximum times rows up to which all are in the pool from the start."""
@@ -169,6 +172,35 @@ class Relaxation:
             rest = np.subtract(best, low, out=np.full_like(best, np.inf), where=np.isfinite(low))
             result.append(rest[c.of] + cost + costs.constant)
         return result
+
+    def below(self, prices: Prices, cutoff: float) -> tuple[Ints, FloatArray] | None:
+        """All choices with T below `cutoff` that meet the limits, the fastest first, and their T.
+
+        Shapes (choices, nodes) and (choices,). None where too many cost less than `cutoff` at `prices` alone.
+        """
+        costs = self._costs(prices.rows, prices.limits)
+        found = self.tree.below(self.tree.upward(costs.node_class, costs.edge), cutoff - costs.constant, LISTED)
+        if found is None:
+            return None
+        picked, cost = found
+        for v, own in enumerate(self.classes):  # of a class, every strategy that is not too much dearer than its first
+            members = np.argsort(own.of, kind="stable")
+            ends = np.cumsum(np.bincount(own.of))
+            kept, places = runs(np.append(0, ends)[picked[:, v]], ends[picked[:, v]])
+            if len(kept) * len(self.classes) > LISTED:
+                return None
+            strategy = members[places]
+            whole = cost[kept] + costs.node[v][strategy] - costs.node_class[v][own.of[strategy]]
+            less = whole < cutoff - costs.constant
+            picked, cost = picked[kept[less]], whole[less]
+            picked[:, v] = strategy[less]
+        for row in self.rows:
+            loads = sum((values[picked[:, v]] for v, values in row.terms.items()), np.zeros(len(picked)))
+            picked = picked[(row.low <= loads) & (loads <= row.high)]
+        parts = np.split(picked, range(AT_ONCE, len(picked), AT_ONCE))
+        seconds = np.concatenate([self.table.objectives(part) for part in parts])
+        order = np.argsort(seconds, kind="stable")[: int((seconds < cutoff).sum())]
+        return picked[order], seconds[order]
 
     def _solved(self, multiplicity: FloatArray, limits: FloatArray) -> tuple[float, list[int]]:
         costs = self._costs(multiplicity, limits)

@@ -7,16 +7,16 @@ seconds times its multiplicity, which follows from weights and factors (a maximu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.planner.solver.problem import FloatArray, Problem
+from parplan.planner.solver.problem import FloatArray, Problem, Row
 
-__all__ = ["RowTable", "Terms", "least", "row_table"]
+__all__ = ["RowTable", "Terms", "least", "row_table", "without_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +95,25 @@ class RowTable:
                     reach[other] += factor * reach[m]
         return result
 
+    def objectives(self, choices: NDArray[np.intp]) -> FloatArray:
+        """T of many choices, shape (choices, nodes), whatever limits they break; shape (choices,)."""
+        seconds = np.repeat(self.constant[:, None], len(choices), axis=1)
+        total = np.zeros(len(choices))
+        for v, (node, terms) in enumerate(zip(self.problem.nodes, self.nodes, strict=True)):
+            total += node.cost_s[choices[:, v]]
+            seconds[terms.rows] += terms.seconds[:, choices[:, v]]
+        for edge, terms in zip(self.problem.edges, self.edges, strict=True):
+            total += edge.cost_s[choices[:, edge.source], choices[:, edge.target]]
+            seconds[terms.rows] += terms.seconds[:, choices[:, edge.source], choices[:, edge.target]]
+        values = np.zeros((len(self.problem.maxima), len(choices)))
+        for m, maximum in enumerate(self.problem.maxima):
+            for row in range(self.first[m], self.first[m + 1]):
+                for other, factor in self.uses[row]:
+                    seconds[row] += factor * values[other]
+            values[m] = seconds[self.first[m] : self.first[m + 1]].max(axis=0)
+            total += maximum.weight * values[m]
+        return total
+
     @property
     def tops(self) -> list[int]:
         """The maxima with a weight: T adds up their values."""
@@ -142,6 +161,21 @@ def least(problem: Problem) -> float:
         values.append(max(sums))
         total += maximum.weight * values[-1]
     return total - 1e-12 * abs(total) if np.isfinite(total) else 0.0
+
+
+def without_rows(problem: Problem, counted: FloatArray) -> Problem:
+    """The problem without rows of weighted maxima that `counted`, a number per row of all maxima, has as 0.
+
+    Its T is a lower bound. A maximum keeps all of its rows where none of them counts, and has one of zero seconds
+    where no maximum that is left uses it.
+    """
+    rows = iter(counted > 0)
+    kept = [[row for row in own.rows if next(rows) or not own.weight] or own.rows for own in problem.maxima]
+    used = {m for m, own in enumerate(problem.maxima) if own.weight}
+    for m in range(len(kept) - 1, -1, -1):
+        used.update(*(row.maxima for row in kept[m] if m in used))
+    maxima = (replace(own, rows=tuple(kept[m]) if m in used else (Row(),)) for m, own in enumerate(problem.maxima))
+    return replace(problem, maxima=tuple(maxima))
 
 
 @lru_cache(maxsize=1)

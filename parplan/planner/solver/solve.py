@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from parplan.planner.solver.cpsat import resolution, search
+from parplan.planner.solver.elimination import followed
 from parplan.planner.solver.infeasible import explain, overfull
 from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
 from parplan.planner.solver.local_search import BRIEF, descend, first_choice, leanest_choice, settle
@@ -18,10 +19,8 @@ from parplan.planner.solver.master import Master
 from parplan.planner.solver.problem import (
     FloatArray,
     Infeasibility,
-    Mask,
     Problem,
     Reduced,
-    Row,
     Solution,
     Status,
     evaluate,
@@ -29,7 +28,7 @@ from parplan.planner.solver.problem import (
 )
 from parplan.planner.solver.reductions.presolve import drop_forbidden, possible, presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb, relax
-from parplan.planner.solver.rows import least
+from parplan.planner.solver.rows import least, without_rows
 from parplan.planner.solver.wide.search import improve
 
 __all__ = ["GAP", "Progress", "solve"]
@@ -62,6 +61,9 @@ PRICED_TERMS, SEARCHED_TERMS = 10_000, 50_000
 SEARCHED_CELLS = 300_000
 """Pairs of strategies on all edges above which integer search sees parts of a problem, not the whole."""
 EXPLAIN_S = 5.0
+LISTED, TRIED = 1e12, 200
+"""Combinations of strategies up to which all choices below the cutoff are listed, and how many of them are tried: the
+search would branch long on maxima of nearly equal rows."""
 
 Progress = Callable[[float, float], None]
 
@@ -94,18 +96,6 @@ def solve(
         run.offer(hint)
     reduced = presolve(problem, run.deadline, brief=run.below)
     return run.solution(feasible=reduced is not None and run.finish(reduced))
-
-
-def followed(problem: Problem) -> list[int]:
-    """Nodes of several strategies of which every strategy of their neighbours allows one."""
-    allowed: list[list[Mask]] = [[] for _ in problem.nodes]
-    for edge in problem.edges:
-        allowed[edge.source].append(np.isfinite(edge.cost_s))
-        allowed[edge.target].append(np.isfinite(edge.cost_s).T)
-    return [
-        v for v, own in enumerate(allowed)
-        if problem.nodes[v].size > 1 and len(own) > 1 and all((pairs.sum(axis=0) == 1).all() for pairs in own)
-    ]  # fmt: skip
 
 
 class _Run:
@@ -277,18 +267,7 @@ class _Run:
             return None
         smaller = reduced.then(lambda problem: restrict(problem, keep))
         if self.refute and counted is not None and smaller is not None:
-            rows = iter(counted > 0)
-            kept = [
-                [row for row in own.rows if next(rows) or not own.weight] or own.rows for own in smaller.problem.maxima
-            ]
-            used = {m for m, own in enumerate(smaller.problem.maxima) if own.weight}
-            for m in range(len(kept) - 1, -1, -1):
-                used.update(*(row.maxima for row in kept[m] if m in used))
-            maxima = tuple(
-                replace(own, rows=tuple(kept[m]) if m in used else (Row(),))
-                for m, own in enumerate(smaller.problem.maxima)
-            )
-            smaller = replace(smaller, problem=replace(smaller.problem, maxima=maxima))
+            smaller = replace(smaller, problem=without_rows(smaller.problem, counted))
         return smaller and smaller.then(self.presolved)
 
     def presolved(self, problem: Problem) -> Reduced | None:
@@ -385,6 +364,9 @@ class _Run:
         """Integer search over what is left, with limits added as choices break them; False if nothing is left."""
         if self.left() <= 0.05 or self.given_up():
             return True
+        small = np.isfinite(self.objective) and np.prod(reduced.problem.sizes, dtype=float) <= LISTED
+        if small and (listed := self.listed(reduced)) is not None:
+            return listed
         hint = None if np.isfinite(self.objective) else self.local(reduced, SHARE * self.left())
         rows = some_rows(reduced.problem, SEARCHED_TERMS)
         partial = count_terms(reduced.problem) > SEARCHED_TERMS
@@ -412,6 +394,25 @@ class _Run:
                 break
             rows += more
         return True
+
+    def listed(self, reduced: Reduced) -> bool | None:
+        """Try all choices below the cutoff, the fastest first; False if there is none, None if they are too many."""
+        relaxation = relax(reduced.problem, some_rows(reduced.problem, PRICED_TERMS))
+        if relaxation is None:
+            return None
+        best, cutoff = self.climb(reduced, relaxation, None, []), self.cutoff()
+        self.cut = min(self.cut, cutoff)
+        found = relaxation.below(best.prices, cutoff) if np.isfinite(best.value) else None
+        if found is None or self.left() <= 0:
+            return None
+        for choice, seconds in list(zip(*found, strict=True))[:TRIED]:
+            if self.offer(reduced.lift(choice.tolist())):
+                self.raise_bound(float(seconds))
+                return True
+        if len(found[1]) > TRIED:
+            return None
+        self.raise_bound(self.cut)
+        return self.choice is not None
 
     def local(self, reduced: Reduced, seconds: float) -> list[int]:
         """A choice to start the search from, also offered as it is."""

@@ -79,7 +79,7 @@ def random_plan(graph: LayerGraph, devices: int, random: Random) -> dict[str, St
     return plan
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [network.name for network in NETWORKS])
 def test_all_devices_at_once_and_one_after_another(name: str) -> None:
     graph = captured(name)

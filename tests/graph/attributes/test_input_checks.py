@@ -42,6 +42,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_assertion_on_an_input_is_checked_at_every_step(check: Check) -> None:
     plain = Checked(check).double()

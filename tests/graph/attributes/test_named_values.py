@@ -221,7 +221,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", READS)
 def test_a_change_counts_at_the_next_call(case: str) -> None:
     forward, change = READS[case]

@@ -67,6 +67,7 @@ CONDITIONS: dict[str, Condition] = {
 OUT_OF_SIGHT = ("int", "root", "text", "key")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_a_branch_on_the_number_of_samples_is_taken_as_in_the_plain_model(name: str) -> None:
     plain = Branched(CONDITIONS[name]).double()
@@ -131,6 +132,7 @@ FACTORS: dict[str, Condition] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["one", "data"])
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_number_that_follows_from_the_number_of_samples_is_that_of_every_batch(name: str, kind: str) -> None:

@@ -33,7 +33,7 @@ def last_axis(graph: LayerGraph, layer: Layer) -> Strategy:
     return Strategy(replicas, shards, axis, tuple(range(replicas * shards)))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_numbers(name: str, training: bool) -> None:

@@ -258,7 +258,7 @@ def facts(graph: LayerGraph) -> list[Any]:
     return [len(numbers), ops, layers, *rest, graph.sample_indices, graph.unplaced, graph.flattened]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NETS)
 def test_the_capture_is_that_of_two_full_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, second = NETS[name]
@@ -327,7 +327,7 @@ LENGTHS: dict[str, tuple[Callable[[], Net], list[int]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_capture_of_longer_sequences_is_that_of_full_exports(name: str) -> None:
     make, expected = LENGTHS[name]

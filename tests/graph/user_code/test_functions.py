@@ -237,7 +237,7 @@ def agrees(model: nn.Module, plan: str) -> None:
     assert found.passed, found.rows
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", APART)
 def test_samples_stay_apart_where_forward_and_backward_say_so(name: str) -> None:
     layer = function_of(capture(Between(APART[name]), (torch.randn(8, 6),)))

@@ -38,6 +38,7 @@ def devices_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return {name: strategy.devices for name, strategy in plan.layers.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_towers_win_where_weights_are_heavy_and_links_slow(devices: int) -> None:
     graph, cluster = pair(width=256), cluster_preset("k20", devices, "10gbe")
@@ -77,6 +78,7 @@ def test_a_decision_with_towers_says_what_runs_beside_what_and_what_is_copied() 
     assert to_dict(decision)["beside"]["phases"][0]["tracks"][1]["devices"] == [1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("graph", [perceptron, classifier], ids=["perceptron", "residual add"])
 def test_nothing_is_spent_on_models_without_branches(graph) -> None:  # type: ignore[no-untyped-def]
     assert decided(graph(), cluster_preset("k20", 4)).branches is None

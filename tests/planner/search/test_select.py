@@ -40,7 +40,7 @@ from tests.planner.simulation.test_timeline import alexnet, hybrid
 MOST = 40_000
 """Plans of a case, counted with all placements of branches; with more the case has fewer devices."""
 
-SIMULATED = 50
+SIMULATED = 20
 """Fastest plans by T that are simulated."""
 
 CHAINS_WITHIN = 1.05  # tiny interleaved layers, of which T is too high by up to 8 %
@@ -81,11 +81,11 @@ def check_against_every_plan(drawn: Drawn, decision: Decision) -> None:
     )
 
 
-CHAINS = [seed for seed in range(400) if kind_of(seed) != "rows"]
+CHAINS = [seed for seed in range(260) if kind_of(seed) != "rows"]
 ROWS = [seed for seed in range(200) if kind_of(seed) == "rows"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", CHAINS)
 def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
@@ -95,15 +95,15 @@ def test_no_plan_of_a_chain_beats_what_is_called_optimal(seed: int) -> None:
     check_against_every_plan(drawn, decision)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", ROWS)
 def test_no_plan_of_rows_of_layers_beats_what_is_called_optimal(seed: int) -> None:
     drawn = small_case(seed)
     check_against_every_plan(drawn, fastest(drawn))
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(66))
 def test_nor_where_memory_is_short(seed: int) -> None:
     """A device has room for a part of what the fastest plan takes."""
     graph, cluster, costs = small_case(seed)
@@ -232,6 +232,7 @@ def test_the_plan_does_not_hang_on_the_time_limit() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.full
 def test_no_block_is_searched_where_copies_of_layers_fit_on_none_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """405 B parameters on 64 devices: split as far as can be they fit, but not as few as all copies need to fit one."""
     profile = transformer_profile(replace(LLAMA_405B, samples=8))

@@ -52,7 +52,7 @@ def plans_on_any_blocks(
     return (graph, cluster, costs), plans, phases
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("branchy", [False, True])
 @pytest.mark.parametrize("seed", range(50))
 def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
@@ -66,7 +66,7 @@ def test_no_plan_on_any_blocks_takes_less(seed: int, branchy: bool) -> None:
             assert bound <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("branchy", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_arrangements_of_faster_plans_are_possible(seed: int, branchy: bool) -> None:
@@ -98,6 +98,7 @@ def test_a_bound_leaves_out_arrangements() -> None:
     assert sum(map(len, found.possible)) < sum(formulation.problem.sizes) / 2
 
 
+@pytest.mark.full
 def test_cpsat_finds_what_is_below_a_cutoff() -> None:
     """Its presolve took this model for an infeasible one."""
     graph, (_, cluster, _) = drawn(45), case(45)

@@ -164,7 +164,7 @@ def seeds() -> Iterator[tuple[str, int, int]]:
     yield from (("branches", 3, seed) for seed in (205, 208, 211))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("model", "devices", "seed"), list(seeds()))
 def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
@@ -201,7 +201,7 @@ def test_no_legal_plan_that_keeps_the_pins_is_faster(model: str, devices: int, s
         assert not all(allowed(graph, left, devices).values())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "devices", "seed"), [case for case in seeds() if case[2] % 3 == 0])
 def test_plans_keep_their_pins(model: str, devices: int, seed: int) -> None:
     graph, cluster = {"perceptron": perceptron, "branches": branches}[model](), cluster_preset(SLOW, devices)
@@ -417,6 +417,7 @@ def test_a_plan_leaves_nothing_to_pin() -> None:
 # ---- prices ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_pinning_what_the_solver_chooses_costs_nothing() -> None:
     graph, cluster = classifier(), cluster_preset(SLOW, 3)
     free = decided(graph, cluster)

@@ -17,7 +17,7 @@ from parplan.planner.solver.reductions.presolve import presolve
 from parplan.planner.solver.relaxation import Priced, Relaxation, climb, relax
 from parplan.planner.solver.rows import row_table
 from parplan.planner.solver.solve import solve
-from tests.planner.oracle import brute_force
+from tests.planner.oracle import brute_force, objectives
 
 ALL = 10**9
 
@@ -98,3 +98,27 @@ def test_changes_of_maxima_are_exact_and_bounded() -> None:
             assert state.least(changes)[0] == pytest.approx(truth[0], rel=1e-9, abs=1e-9)
             state.move(changes, 1)
             assert weighted(state.seconds) == pytest.approx(float(state.weights @ state.values), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "branches"])
+def test_the_choices_below_a_cutoff_are_all_of_them(kind: str) -> None:
+    for seed in range(8):
+        problem = (
+            on_blocks(chain(4, seed), 2, seed, limit=0.8, bandwidth=1e9)
+            if kind == "blocks"
+            else branches(1, 2, 1, 2, seed)
+        )
+        relaxation = relax(problem, some_rows(problem, 10**6))
+        assert relaxation is not None
+        truth = objectives(problem).ravel()
+        feasible = np.sort(truth[np.isfinite(truth)])
+        if not len(feasible):
+            continue
+        for cutoff in (feasible[0], feasible[len(feasible) // 3] * (1 + 1e-9), 1.1 * feasible[-1]):
+            found = relaxation.below(relaxation.start(), cutoff)
+            assert found is not None
+            choices, seconds = found
+            assert len(seconds) == np.count_nonzero(truth < cutoff)
+            assert seconds == pytest.approx(np.sort(truth[truth < cutoff]))
+            assert len(np.unique(choices, axis=0)) == len(choices)
+            assert truth[np.ravel_multi_index(tuple(choices.T), problem.sizes)] == pytest.approx(seconds)

@@ -19,6 +19,7 @@ from parplan.planner.solver.solve import GAP, solve
 from tests.planner.oracle import brute_force
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_agrees_with_brute_force(seed: int) -> None:
     statuses = []
