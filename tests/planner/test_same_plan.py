@@ -40,7 +40,6 @@ def planned(name: str, gpus: int, cores: int, seed: int, path: Path) -> bytes:
 FULL = [
     ("examples/alexnet.profile", 4, (1, 8)),
     ("alexnet", 5, (1, 2, 8)),
-    ("mlp", 7, (1, 8)),
     ("two_tower", 6, (1, 8)),
     ("vgg16", 8, (1, 8)),
 ]
