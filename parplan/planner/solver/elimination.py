@@ -155,9 +155,10 @@ class Tree:
         for bucket in reversed(self.buckets):
             key = _number([picked[:, u] for u in bucket.scope], bucket.sizes)
             place = np.searchsorted(bucket.keys, np.broadcast_to(key, len(picked)))
-            kept, entries = runs(bucket.starts[place], bucket.starts[place + 1])
-            if len(kept) * len(self.sizes) > limit:
+            first, last = bucket.starts[place], bucket.starts[place + 1]
+            if (last - first).sum() * len(self.sizes) > limit:
                 return None
+            kept, entries = runs(first, last)
             whole = cost[kept] + tables.table[bucket.node][entries] - tables.message[bucket.node][place][kept]
             less = whole < cutoff
             picked, cost = picked[kept[less]], whole[less]

@@ -186,9 +186,10 @@ class Relaxation:
         for v, own in enumerate(self.classes):  # of a class, every strategy that is not too much dearer than its first
             members = np.argsort(own.of, kind="stable")
             ends = np.cumsum(np.bincount(own.of))
-            kept, places = runs(np.append(0, ends)[picked[:, v]], ends[picked[:, v]])
-            if len(kept) * len(self.classes) > LISTED:
+            first, last = np.append(0, ends)[picked[:, v]], ends[picked[:, v]]
+            if (last - first).sum() * len(self.classes) > LISTED:
                 return None
+            kept, places = runs(first, last)
             strategy = members[places]
             whole = cost[kept] + costs.node[v][strategy] - costs.node_class[v][own.of[strategy]]
             less = whole < cutoff - costs.constant
