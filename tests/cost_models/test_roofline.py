@@ -51,6 +51,15 @@ def test_alexnet_has_the_published_arithmetic() -> None:
     assert sum(found.values()) == pytest.approx(1428, abs=0.5)
 
 
+def test_peaks_are_the_slower_of_arithmetic_and_memory() -> None:
+    graph, cluster = full_alexnet(), cluster_preset("k20", 1)
+    costs, device = RooflineCosts(graph, cluster), cluster.devices[0]
+    compute_s, memory_s = 1e12 / device.flops_per_s["fp32"], 1e11 / device.bandwidth_bytes_per_s
+    assert costs.peak_seconds(1e12, 1.0) == pytest.approx(compute_s)
+    assert costs.peak_seconds(1.0, 1e11) == pytest.approx(memory_s)
+    assert costs.ideal_seconds(0.0, 0.0) == device.launch_s
+
+
 def test_numbers_of_two_bytes_take_half_of_what_those_of_four_take() -> None:
     """Of what ops read and write, and of weights and saved activations."""
     found: list[list[int]] = []
