@@ -54,11 +54,9 @@ def test_it_is_as_if_captured_at_that_batch(name: str) -> None:
         assert made.batch == meant.batch
         assert made.values == meant.values
         assert {n: layer.batch for n, layer in made.layers.items()} == {n: o.batch for n, o in meant.layers.items()}
-    prices = [
-        decide(g, K20, RooflineCosts(g, K20), PlanRequest(scheme="gather")).prediction
-        for g in (at_batch(few, 12), many)
-    ]
-    assert prices[0] == prices[1]
+        request = PlanRequest(scheme="gather")
+        prices = [decide(g, K20, RooflineCosts(g, K20), request).prediction for g in (made, meant)]
+        assert prices[0] == prices[1]
 
 
 def test_there_and_back_is_the_same() -> None:

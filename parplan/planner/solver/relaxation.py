@@ -31,7 +31,7 @@ PATIENCE = 6
 STARTS = 4
 """Selections tried for the start: each is critical at the best choice for the one before."""
 
-LISTED, AT_ONCE = 4_000_000, 20_000
+LISTED_CELLS, AT_ONCE = 4_000_000, 20_000
 """Strategies in a list of choices up to which it is made, and choices of which T is worked out at once."""
 
 ENUMERATED = 100_000
@@ -179,7 +179,7 @@ class Relaxation:
         Shapes (choices, nodes) and (choices,). None where too many cost less than `cutoff` at `prices` alone.
         """
         costs = self._costs(prices.rows, prices.limits)
-        found = self.tree.below(self.tree.upward(costs.node_class, costs.edge), cutoff - costs.constant, LISTED)
+        found = self.tree.below(self.tree.upward(costs.node_class, costs.edge), cutoff - costs.constant, LISTED_CELLS)
         if found is None:
             return None
         picked, cost = found
@@ -187,7 +187,7 @@ class Relaxation:
             members = np.argsort(own.of, kind="stable")
             ends = np.cumsum(np.bincount(own.of))
             first, last = np.append(0, ends)[picked[:, v]], ends[picked[:, v]]
-            if (last - first).sum() * len(self.classes) > LISTED:
+            if (last - first).sum() * len(self.classes) > LISTED_CELLS:
                 return None
             kept, places = runs(first, last)
             strategy = members[places]

@@ -56,9 +56,12 @@ class RowTable:
     nodes: tuple[Terms, ...]
     edges: tuple[Terms, ...]
 
-    def seconds(self, choice: Sequence[int]) -> FloatArray:
-        """The own seconds of every row (without the maxima that it uses), shape (rows,)."""
-        total: FloatArray = self.constant.copy()
+    def seconds(self, choice: Sequence[int] | NDArray[np.intp]) -> FloatArray:
+        """The own seconds of every row (without the maxima that it uses), shape (rows,).
+
+        Of many choices, shape (nodes, choices), at once: shape (rows, choices).
+        """
+        total: FloatArray = np.multiply.outer(self.constant, np.ones(np.shape(choice)[1:]))
         for terms, k in zip(self.nodes, choice, strict=True):
             if len(terms.rows):
                 total[terms.rows] += terms.seconds[:, k]
@@ -97,14 +100,11 @@ class RowTable:
 
     def objectives(self, choices: NDArray[np.intp]) -> FloatArray:
         """T of many choices, shape (choices, nodes), whatever limits they break; shape (choices,)."""
-        seconds = np.repeat(self.constant[:, None], len(choices), axis=1)
-        total = np.zeros(len(choices))
-        for v, (node, terms) in enumerate(zip(self.problem.nodes, self.nodes, strict=True)):
-            total += node.cost_s[choices[:, v]]
-            seconds[terms.rows] += terms.seconds[:, choices[:, v]]
-        for edge, terms in zip(self.problem.edges, self.edges, strict=True):
+        seconds, total = self.seconds(choices.T), np.zeros(len(choices))
+        for node, own in zip(self.problem.nodes, choices.T, strict=True):
+            total += node.cost_s[own]
+        for edge in self.problem.edges:
             total += edge.cost_s[choices[:, edge.source], choices[:, edge.target]]
-            seconds[terms.rows] += terms.seconds[:, choices[:, edge.source], choices[:, edge.target]]
         values = np.zeros((len(self.problem.maxima), len(choices)))
         for m, maximum in enumerate(self.problem.maxima):
             for row in range(self.first[m], self.first[m + 1]):

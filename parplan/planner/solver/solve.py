@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -401,11 +402,11 @@ class _Run:
         if relaxation is None:
             return None
         best, cutoff = self.climb(reduced, relaxation, None, []), self.cutoff()
-        self.cut = min(self.cut, cutoff)
         found = relaxation.below(best.prices, cutoff) if np.isfinite(best.value) else None
         if found is None or self.left() <= 0:
             return None
-        for choice, seconds in list(zip(*found, strict=True))[:TRIED]:
+        self.cut = min(self.cut, cutoff)
+        for choice, seconds in islice(zip(*found, strict=True), TRIED):
             if self.offer(reduced.lift(choice.tolist())):
                 self.raise_bound(float(seconds))
                 return True
