@@ -20,6 +20,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.roofline import PRECISIONS
 from parplan.errors import InfeasiblePlan, PinError, PlanError
 from parplan.fields import counted
+from parplan.garbage import seldom_collected
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Plan
 from parplan.planner.decision import Baseline, Decision, Prediction, PricedGraph, Proof, Seconds
@@ -57,6 +58,7 @@ BASELINE_TIME = 0.2
 """Part of the time left that the solve of each baseline may take."""
 
 
+@seldom_collected()
 def decide(
     graph: LayerGraph,
     cluster: Cluster,
@@ -90,6 +92,7 @@ def decide(
     return with_pins(case, decision, search, pins) if request.pins else decision
 
 
+@seldom_collected()
 def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -> Prediction:
     """The predicted step of `plan`; nothing is searched or proven.
 
@@ -99,6 +102,7 @@ def predict(graph: LayerGraph, cluster: Cluster, costs: CostModel, plan: Plan) -
     return _predicted(_reviewed(plan, graph, cluster), graph, cluster, costs)
 
 
+@seldom_collected()
 def estimate(graph: LayerGraph, cluster: Cluster, costs: CostModel, request: PlanRequest) -> Prediction:
     """The predicted step of the fastest plan (or of `request.plan`), to compare graphs with.
 

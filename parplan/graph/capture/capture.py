@@ -20,6 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.garbage import seldom_collected
 from parplan.graph.attributes.containers import ContainerResults, register_caches
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
@@ -30,6 +31,7 @@ from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
 from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
+from parplan.graph.capture.first_blocks import FirstBlocks
 from parplan.graph.capture.merged_heads import merged_heads
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
@@ -47,6 +49,7 @@ from parplan.graph.user_code.opaque import OpaqueCalls
 __all__ = ["batch_of", "capture"]
 
 
+@seldom_collected()
 def capture(
     model: nn.Module,
     args: Sequence[Any],
@@ -196,10 +199,28 @@ def _first_export(call: ExportRequest, earlier: EarlierExport | None) -> Exporte
         if made is not None and not made.recorder.host_reads.any and made.containers == ContainerResults():
             return made
         earlier.unlike = True
-    made = export_call(call, given, call.sites, call.opaque)
+    made = _from_first_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
     if earlier is not None and _is_plain(call, made) and equal_blocks(call.model, *_ops(made)):
         earlier.keep(made.program)
     return made
+
+
+def _from_first_blocks(call: ExportRequest, given: Any) -> Exported | None:
+    """An export that traces three of many blocks of one structure; None where it has to be one in full.
+
+    Args:
+        given: (args, kwargs).
+    """
+    blocks, opaque, sites = FirstBlocks(call.model), OpaqueCalls(), dict[str, Site]()
+    if not blocks.blocks or call.numbers:
+        return None
+    try:
+        made = export_call(call, given, sites, opaque, blocks)
+    except (CaptureError, UnequalBlocks):
+        return None
+    code, recorder = sites or opaque.sites or opaque.checkpoints, made.recorder
+    plain = not (code or recorder.host_reads.any) and made.containers == ContainerResults()
+    return made if plain and blocks.stores_alike(recorder.stored) else None
 
 
 def _ops(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:

@@ -1,14 +1,16 @@
 """Export of a model in which one of several equal blocks is traced, and the others are copied from it.
 
-A deep network has many blocks that an export has traced to the same ops. In another export, with other sizes, one of
-them is traced, and an op stands for each other one until its ops are copied in: in the export with another number of
-samples, which tells sizes only, and in captures for other lengths of sequences, which run. This is done where a block
-cannot be traced otherwise than the one that was: its modules are of the same types, with equal parameters, buffers and
-settings; whatever attribute the forward has read of the one has the same value in the other; and both are called with
-tensors of the same shapes, types and aliases and with equal numbers. Where anything in the two programs does not fit
-afterwards, the model is exported in full. The known exception is state that nobody records, such as `next()` on a
-module-level counter in a block's forward: a copied block does not call it, so a difference at the
-other size is not seen.
+A deep network has many blocks that an export traces to the same ops. One of them is traced, and an op stands for each
+other one until its ops are copied in. This is done where a block cannot be traced otherwise than the one that was: its
+modules are of the same types, with equal parameters, buffers and settings; whatever attribute the forward has read of
+the one has the same value in the other; and both are called with tensors of the same shapes, types and aliases and with
+equal numbers.
+
+Exports with other sizes than the first have its program to compare with: with another number of samples, which tells
+sizes only, and for other lengths of sequences, which run. The first one traces the last of the blocks, too
+(first_blocks.py). Where anything does not fit, the model is exported in full. The known exception is state that nobody
+records, such as `next()` on a module-level counter in a block's forward: a copied block does not call it, so a
+difference is seen in the last block only, or not at the other size.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from parplan.graph.attributes.recording import Recorder
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.export.functionalise import rename_output
 
-__all__ = ["Block", "EarlierExport", "EqualBlocks", "UnequalBlocks", "equal_blocks"]
+__all__ = ["Block", "EarlierExport", "EqualBlocks", "Traced", "UnequalBlocks", "alike", "copied", "equal_blocks"]
 
 # Equal blocks from which tracing one of them is worth the search.
 LEAST_COPIES = 3
@@ -63,7 +65,7 @@ class UnequalBlocks(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A module that is called once, and the ops of that call in an exported program.
+    """A module that is called once, and the ops of that call in an exported program, if there is one.
 
     Args:
         kind: the same for blocks of the same structure and the same ops.
@@ -92,7 +94,23 @@ class EarlierExport:
 
     def keep(self, program: ExportedProgram) -> None:
         """Take a copy of an export's ops."""
-        self.graph, self.inputs = _copied(program.graph), program.graph_signature.input_specs
+        self.graph, self.inputs = copied(program.graph), program.graph_signature.input_specs
+
+
+def alike(model: nn.Module, least: int) -> dict[str, Hashable]:
+    """Structures of the outermost modules of which at least so many have the same, by path."""
+    alike: dict[Hashable, list[str]] = defaultdict(list)
+    kinds: dict[str, Hashable] = {}
+    for path, module in model.named_modules():
+        if path and any(True for _ in module.children()) and (kind := _structure(module)) is not None:
+            kinds[path] = kind
+            alike[kind].append(path)
+    found: dict[str, Hashable] = {}
+    for path, kind in kinds.items():  # outer modules come first
+        inside = any(path[:at] in found for at, letter in enumerate(path) if letter == ".")
+        if len(alike[kind]) >= least and not inside:
+            found[path] = kind
+    return found
 
 
 def equal_blocks(model: nn.Module, graph: fx.Graph, inputs: Sequence[InputSpec]) -> dict[nn.Module, Block]:
@@ -101,22 +119,12 @@ def equal_blocks(model: nn.Module, graph: fx.Graph, inputs: Sequence[InputSpec])
     Args:
         graph, inputs: of an export in full, and of its signature.
     """
-    alike: dict[Hashable, list[str]] = defaultdict(list)
-    kinds: dict[str, Hashable] = {}
-    for path, module in model.named_modules():
-        if path and any(True for _ in module.children()) and (kind := _structure(module)) is not None:
-            kinds[path] = kind
-            alike[kind].append(path)
-    paths = set[str]()
-    for path, kind in kinds.items():  # outer modules come first
-        inside = any(path[:at] in paths for at, letter in enumerate(path) if letter == ".")
-        if len(alike[kind]) >= LEAST_COPIES and not inside:
-            paths.add(path)
+    kinds = alike(model, LEAST_COPIES)
     calls = [node for node in graph.nodes if node.op != "placeholder"]
     places: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(calls):
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            if path in paths:
+            if path in kinds:
                 places[path].append(-1 if "@" in key else number)
     constants = {spec.arg.name for spec in inputs if spec.kind is InputKind.CONSTANT_TENSOR}
     written = {memory_of_node(node) for node in calls if is_inplace(node) and is_tensor(node)}
@@ -175,7 +183,7 @@ def _described(nodes: Sequence[fx.Node], constants: set[str], written: set[int])
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
     """A block that was traced, and how it makes its results.
 
     Args:
@@ -201,7 +209,7 @@ class EqualBlocks:
     """
 
     blocks: dict[nn.Module, Block]
-    _traced: dict[Hashable, list[_Traced]] = field(default_factory=lambda: defaultdict(list))
+    _traced: dict[Hashable, list[Traced]] = field(default_factory=lambda: defaultdict(list))
     _called: set[nn.Module] = field(default_factory=set)
     _copied: dict[str, tuple[Block, Block]] = field(default_factory=dict)
 
@@ -236,7 +244,7 @@ class EqualBlocks:
                 return plain(module, *args, **kwargs)
         known = self._traced[block.kind, given]
         for traced in known:
-            if recorder.reads_alike(traced.block.module, module):
+            if recorder.reads_alike(traced.block.module, module) and not self._is_compared(traced, block):
                 recorder.read_like(traced.block.module, module)
                 sizes.values += sizes.values[traced.sizes]
                 return self._copy(traced, block, leaves)
@@ -248,9 +256,18 @@ class EqualBlocks:
         same = len(again) == len(leaves) and all(a is b for a, b in zip(again, leaves, strict=True))
         made = _results_of(block, result, leaves, slice(begin, len(sizes.values)))
         if made is not None and same and spec == same_spec and recorder.is_untouched(module):
-            known.append(made)
             self._mark(block, block, made.made)
+            if self._may_be_copied(made):
+                known.append(made)
         return result
+
+    def _is_compared(self, traced: Traced, block: Block) -> bool:
+        """Whether a block that could be copied from a traced one is traced, to compare the two."""
+        return False
+
+    def _may_be_copied(self, traced: Traced) -> bool:
+        """Whether other blocks may be copied from a traced one."""
+        return True
 
     def _mark(self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[_Meta] = ()) -> list[Tensor]:
         """An op on what a block takes or makes, with results of shapes `made`."""
@@ -259,7 +276,7 @@ class EqualBlocks:
         found: list[Tensor] = equal_block(list(tensors), key)
         return found
 
-    def _copy(self, traced: _Traced, block: Block, leaves: Sequence[Any]) -> Any:
+    def _copy(self, traced: Traced, block: Block, leaves: Sequence[Any]) -> Any:
         """The results of a block as those of one op."""
         shapes = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in traced.made]
         made = self._mark(traced.block, block, _taken(block, leaves), shapes)
@@ -317,10 +334,10 @@ class EqualBlocks:
             spec.arg.name = named.get(name := getattr(spec.arg, "name", ""), name)
         for one, node in pairs.items():
             node.name = one.name
-        program.graph_module.graph = _copied(graph)  # which knows these names as taken
+        program.graph_module.graph = copied(graph)  # which knows these names as taken
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     """A copy whose nodes have the same names: fx gives those that are Python's (`input`) another one."""
     made = copy.deepcopy(graph)
     for node, twin in zip(graph.nodes, made.nodes, strict=True):
@@ -369,8 +386,9 @@ def _match(fits: bool) -> None:
 
 def _taken(block: Block, arguments: Sequence[Any]) -> list[Tensor]:
     """All tensors that the call of a block takes."""
-    given = [argument for argument in arguments if isinstance(argument, Tensor)]
-    return [*given, *block.module.parameters(), *block.module.buffers()]
+    module, given = block.module, [argument for argument in arguments if isinstance(argument, Tensor)]
+    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [*given, *(tensor for _, tensor in state)]
 
 
 def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
@@ -394,7 +412,7 @@ def _is_plain(spec: Any) -> bool:
     return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children())))
 
 
-def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slice) -> _Traced | None:
+def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slice) -> Traced | None:
     """How a traced block makes its results; None where they share memory with what they are not."""
     leaves, spec = pytree.tree_flatten(result)
     if not _is_plain(spec) or not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
@@ -415,4 +433,4 @@ def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slic
             memories.add(memory_of(leaf))
             found.append(("made", len(made)))
             made.append(leaf)
-    return _Traced(block, spec, tuple(found), tuple(made), sizes)
+    return Traced(block, spec, tuple(found), tuple(made), sizes)

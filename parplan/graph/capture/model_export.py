@@ -28,6 +28,7 @@ from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.attributes.surroundings import compiling_branches
 from parplan.graph.axes.bags import join_bags
 from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks
+from parplan.graph.capture.first_blocks import FirstBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
@@ -143,7 +144,7 @@ def export_call(
     in Python, and only where that cannot be exported the other, of which the caller is warned.
 
     Args:
-        equal: blocks of which one is traced; their ops are not filled in.
+        equal: blocks of which one is traced; their ops are filled in if they are `FirstBlocks`.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
@@ -211,6 +212,8 @@ def _export(
             equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False)
+            if isinstance(equal, FirstBlocks):
+                equal.fill_in_alike(exported)
             if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)

@@ -1,9 +1,11 @@
-"""Of equal blocks one is traced at other sizes than the first: nothing of the capture differs from one in full."""
+"""Of equal blocks few are traced: nothing of a capture differs from one whose exports are in full."""
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.graph.capture import capture as module
+from parplan.graph.capture import first_blocks
 from parplan.graph.capture.capture import capture
 from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.layer_graph import LayerGraph
@@ -272,6 +275,125 @@ def test_the_capture_is_that_of_two_full_exports(name: str, monkeypatch: pytest.
     monkeypatch.setattr(module, "_from_equal_blocks", lambda *given: None)
     assert facts(found) == facts(capture(net, (torch.randn(BATCH, 8),)))
     assert traced == first + second
+
+
+def counted(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x * numbered()
+
+
+numbered = count(1).__next__  # an iterator that the forward names would be refused
+
+
+def borrowing(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    return x @ elsewhere(block.index)
+
+
+BORROWED: list[nn.Linear] = []
+
+
+def elsewhere(index: int) -> Tensor:
+    return BORROWED[index % 2].weight
+
+
+def borrower() -> Net:
+    """Blocks that use weights of layers beside them, which they have no name for."""
+    net = Net(borrowing)
+    BORROWED[:] = [net.start, net.start]
+    return net
+
+
+def noting(block: Block, x: Tensor, beside: Tensor) -> Tensor:
+    block.settings["seen"] = 4
+    return x * block.settings["shift"]
+
+
+class Shifted(Net):
+    """What a block makes is written in place behind it."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        made, _ = block(x, beside)
+        return made.add_(1), beside
+
+
+class Unwatched(Net):
+    """Ops without gradients before, between and behind the blocks."""
+
+    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+        made: Tensor
+        made, _ = block(x, beside)
+        with torch.no_grad():
+            largest = made.detach().abs().amax() * 2 + 1
+        return made / largest, beside
+
+
+class Groups(Net):
+    """Every second block is given a number of its own, and the model calls them from the last to the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        beside = x.relu()
+        for index in range(len(self.blocks) - 1, -1, -1):
+            x, beside = self.blocks[index](x, beside, 4 + index % 2)
+        found: Tensor = self.end(x)
+        return found
+
+
+class Twice(Net):
+    """The first block is also the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).repeat(1, 3)[:, :8]
+        found: Tensor = self.block(0)(x, x)[0]
+        return found
+
+
+MANY = 8
+ALL = list(range(MANY))
+COMPARED = [0, 1, MANY - 1]
+# By name the model, and the blocks that are traced at the first number of samples of a model with many.
+FIRST: dict[str, tuple[Callable[[], Net], list[int]]] = {
+    **{name: (NETS[name][0], COMPARED) for name in ("equal", "dropout", "kept results", "tied", "wiring", "exchanged")},
+    **{
+        name: (NETS[name][0], [0, 1, ODD, MANY - 1]) for name in ("constant", "setting", "size of a buffer", "argument")
+    },
+    **{name: (NETS[name][0], ALL) for name in ("branch", "in place", "constant tensor")},
+    "frozen": (frozen, [0, 1, ODD, MANY - 1]),
+    "hooks": (hooked, [0, 1, ODD, MANY - 1, *ALL]),
+    "attribute set meanwhile": (lambda: ByAttribute(scaled), ALL),
+    "a counter that nobody sees": (lambda: Net(counted), [*COMPARED, *ALL]),
+    "weights from elsewhere": (borrower, ALL),
+    "notes of each block": (lambda: Net(noting), [*COMPARED, *ALL]),
+    "written behind": (Shifted, [*COMPARED, *ALL]),
+    "without gradients": (Unwatched, COMPARED),
+    "two groups": (Groups, [7, 6, 5, 4, 0]),
+    "called twice": (Twice, [*COMPARED, *ALL]),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", FIRST)
+def test_a_first_capture_of_many_blocks_is_that_of_a_full_export(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", MANY)
+    monkeypatch.setattr(first_blocks, "LEAST_ALIKE", 6)
+    monkeypatch.setattr(first_blocks, "LEAST_PARTS", 3)
+    make, expected = FIRST[name]
+    torch.manual_seed(0)
+    net, given = make(), (torch.randn(BATCH, 8),)
+    index = {id(block): number for number, block in enumerate(net.blocks)}
+    TRACED.clear()
+    found = capture(net, given)
+    assert [index[block] for block in TRACED][: len(expected)] == expected
+    if name == "a counter that nobody sees":  # which a capture cannot be asked for twice
+        return
+    monkeypatch.setattr(first_blocks, "LEAST_ALIKE", MANY + 1)
+    TRACED.clear()
+    full = capture(net, given)
+    assert set(ALL).issubset(index[block] for block in TRACED[: 2 * MANY])
+    assert facts(found) == facts(full)
+    assert {(e.path, str(e.key)) for e in found.reads.entries} == {(e.path, str(e.key)) for e in full.reads.entries}
+    assert [(one.path, one.template.leaves) for one in found.stored] == [
+        (one.path, one.template.leaves) for one in full.stored
+    ]
 
 
 def long_branch(block: Block, x: Tensor, beside: Tensor) -> Tensor:
