@@ -20,7 +20,7 @@ import networkx as nx
 from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search_space.shape import Placement, Shape
 
-__all__ = ["Branch", "Section", "averaged", "beside", "homes_of", "sections", "sections_of"]
+__all__ = ["Branch", "Section", "averaged", "beside", "foldable", "homes_of", "sections", "sections_of"]
 
 Branch = tuple[str, ...]
 """Layers in forward order."""
@@ -186,6 +186,26 @@ def homes_of(graph: LayerGraph, devices: Mapping[str, Collection[int]]) -> tuple
             if all(len(block) == 1 for block in blocks) and len(own) > 1 and apart and free:
                 found.append(tuple((branch, block.pop()) for branch, block in zip(phase, blocks, strict=True)))
     return tuple(found)
+
+
+def foldable(phases: Sequence[tuple[Branch, ...]], kept: Mapping[str, str]) -> list[tuple[Branch, ...]]:
+    """Phases that a plan with equal blocks alike can have.
+
+    No layer stands for layers in two branches of one, or in two phases that have no layer in common and are not alike:
+    keys and values of all blocks of a decoder are branches of one phase, as they read the encoder's result.
+
+    Args:
+        kept: by layer, the one that stands for it.
+    """
+    own = [tuple(tuple(dict.fromkeys(kept[name] for name in branch)) for branch in phase) for phase in phases]
+    members = [frozenset(name for branch in phase for name in branch) for phase in phases]
+    standing = [frozenset(name for branch in phase for name in branch) for phase in own]
+
+    def fits(v: int) -> bool:
+        pairs = (u for u, phase in enumerate(own) if phase != own[v] and not members[u] & members[v])
+        return sum(map(len, own[v])) == len(standing[v]) and not any(standing[u] & standing[v] for u in pairs)
+
+    return [phase for v, phase in enumerate(phases) if fits(v)]
 
 
 def averaged(phases: Sequence[tuple[Branch, ...]]) -> Shape:

@@ -21,7 +21,7 @@ from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
-from parplan.planner.search.branches import Branch, averaged, sections
+from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
 from parplan.planner.search.formulations import Formulations, OutOfTime
@@ -137,6 +137,7 @@ class _Run:
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
         self.within: Within = None
+        self.left_out = False  # phases of branches that are neither tried nor bounded
 
     @property
     def cutoff(self) -> float:
@@ -302,10 +303,13 @@ class _Run:
 
     def phases(self) -> list[tuple[Branch, ...]]:
         """Phases of branches that could run at the same time, where layers are free to be moved."""
-        request = self.case.request
+        request, fold = self.case.request, self.case.fold
         if request.rules == "strict" or self.pinned.layers:
             return []
-        return [phase for section in sections(self.case.graph) for phase in section.phases if len(phase) > 1]
+        found = [phase for section in sections(self.case.graph) for phase in section.phases if len(phase) > 1]
+        fit = found if fold is None else foldable(found, fold.kept)
+        self.left_out = fit != found
+        return fit
 
     def folded_bound(self, phases: Sequence[tuple[Branch, ...]], anywhere: bool = True) -> float:
         """Seconds that no plan on any blocks, with branches of `phases` at the same time, takes less than.
@@ -369,13 +373,14 @@ class _Run:
                 lambda problem, hint: self.case.deadline.watched(solve(problem, limit_s, hint=hint)),
                 self.candidate,
             )
+        covered = tuple(one for one in self.covered if not self.left_out or one not in (BRANCHES, SOME_BRANCHES))
         fewer = best.changes < fastest.changes
         best = best if fewer else fastest
         alone, choice = formulated(best.plan, self.case.graph, self.case.cluster, self.case.costs)
         step_s = min(best.step_s, objective(alone.problem, choice))
         return Found(
             best.plan, best.formulation, best.choice, step_s, min(self.bound, fastest.step_s, step_s),
-            time.perf_counter() - begin, tuple(self.covered), self.tried, self.without_s,
+            time.perf_counter() - begin, covered, self.tried, self.without_s,
             Simpler(fastest.step_s, fastest.changes, best.changes) if fewer else None, self.uneven,
             fastest is not least,
         )  # fmt: skip

@@ -248,17 +248,21 @@ def _counted_often(
 def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Option]]) -> list[EdgeParts]:
     """Edges by which layers that are alike have the same strategy, all but those of the first block in the same role.
 
-    What begins the passes may be in the first block.
+    What begins the passes may be in the first block. Branches of all copies are at the same time, or none are, so like
+    readers in them share or pay alike.
     """
     ties = []
     for alike in fold.alike:
-        for first, (one, other) in zip((True, False), pairwise(place[name] for name in alike), strict=True):
+        for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
+            # Of a layer that nothing in the first block is like, the first copy pays in any case.
+            both = all({o.pays for o in options[v]} == {False, True} for v in ends)
             known, again = (
-                [(o.strategy, o.placement, None if first else o.role) for o in options[v]] for v in (one, other)
+                [(o.strategy, o.placement, both and o.pays, None if first else o.role) for o in options[v]]
+                for v in ends
             )
             same = np.where(equal(known, again), 0.0, np.inf)
             zero = np.zeros_like(same)
-            ties.append(EdgeParts(one, other, same, (zero, zero)))
+            ties.append(EdgeParts(*ends, same, (zero, zero)))
     return ties
 
 

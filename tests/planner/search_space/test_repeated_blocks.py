@@ -24,9 +24,10 @@ from parplan.lowering.stages import stages
 from parplan.pins import Pin
 from parplan.plan import Plan, Scheme, Strategy
 from parplan.planner.decide import decide, predict
-from parplan.planner.decision import Decision
+from parplan.planner.decision import BRANCHES, SOME_BRANCHES, Decision
 from parplan.planner.request import PlanRequest
 from parplan.planner.search import context, select
+from parplan.planner.search.branches import averaged, foldable, sections
 from parplan.planner.search.context import shape_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
@@ -39,20 +40,24 @@ WIDTHS = (16, 64)
 
 
 class Block(nn.Module):
-    """Two rows of layers side by side on one value, or layers one after another, and a residual sum."""
+    """Two rows of layers side by side on one value, or layers one after another, and a residual sum.
+
+    Of some, the second row is on a value that all blocks read.
+    """
 
     def __init__(self, draw: random.Random, width: int) -> None:
         super().__init__()
-        self.rows = draw.random() < 0.5
+        self.rows, self.common = draw.random() < 0.5, draw.random() < 0.3
         hidden = draw.choice(WIDTHS)
         self.a, self.b = nn.Linear(width, hidden), nn.Linear(width if self.rows else hidden, hidden)
         self.norm = nn.LayerNorm(width) if draw.random() < 0.5 else nn.Identity()
         self.last = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, width) to the same."""
+    def forward(self, x: Tensor, common: Tensor) -> Tensor:
+        """Both (N, width), to the same."""
         y = self.norm(x)
-        y = torch.relu(self.a(y)) * self.b(y) if self.rows else self.b(torch.relu(self.a(y)))
+        beside = common if self.common else y
+        y = torch.relu(self.a(y)) * self.b(beside) if self.rows else self.b(torch.relu(self.a(y)))
         result: Tensor = x + self.last(y)
         return result
 
@@ -70,12 +75,15 @@ class Deep(nn.Module):
         for _ in range(copies):
             draw.setstate(state)
             blocks.append(Block(draw, self.width))
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Sequential(nn.Linear(self.width, 32), nn.ReLU(), nn.Linear(32, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, width) to (N, 8)."""
-        result: Tensor = self.head(self.blocks(self.stem(x)))
+        x = common = self.stem(x)
+        for block in self.blocks:
+            x = block(x, common)
+        result: Tensor = self.head(x)
         return result
 
 
@@ -142,6 +150,44 @@ def test_t_and_memory_are_those_of_all_layers(seed: int, everywhere: bool, schem
     assert seen or scheme is Scheme.INTERLEAVE
 
 
+def branches_at_once(seed: int, draw: random.Random) -> Plan | None:
+    """A plan in which the rows of every block are on two disjoint parts of the devices; None where they cannot be."""
+    graph, cluster, _, _ = deep(seed)
+    plan, blocks = random_plan(seed, draw, Scheme.GATHER, True), cluster_blocks(cluster, True)
+    pairs = [(one, other) for one in blocks for other in blocks if not set(one) & set(other)]
+    if plan is None or not pairs:
+        return None
+    layers, pair, drawn = dict(plan.layers), draw.choice(pairs), dict[tuple[int, int], Strategy]()
+    for phase in (phase for section in sections(graph) for phase in section.phases if len(phase) == 2):
+        for row, (branch, block) in enumerate(zip(phase, pair, strict=True)):
+            for number, name in enumerate(branch):
+                known = list(strategies(graph.layers[name], graph.batch or 1, [block]))
+                if not known:
+                    return None
+                layers[name] = drawn.setdefault((row, number), draw.choice(known))
+    return replace(plan, layers=layers)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_with_blocks_alike_takes_less_than_the_bound_over_any_blocks(seed: int) -> None:
+    draw = random.Random(seed)
+    graph, cluster, costs, found = deep(seed)
+    every = [phase for section in sections(graph) for phase in section.phases if len(phase) > 1]
+    phases = foldable(every, found.kept)
+    for _ in range(12):
+        for plan in (random_plan(seed, draw, Scheme.GATHER, True), branches_at_once(seed, draw)):
+            if plan is None:
+                continue
+            alone = {name: (own,) for name, own in plan.layers.items()}
+            (whole, choice), _ = both(seed, plan)
+            step_s = objective(whole.problem, choice)
+            at_once = bool(shape_of(plan, graph, cluster).homes)
+            for shape in [averaged(phases), *([] if at_once else [averaged(())])]:
+                bounding = formulate(graph, cluster, costs, alone, shape=shape, far_s=FAR_S, fold=found)
+                assert solve(bounding.problem, 10.0).bound <= step_s * (1 + 1e-9)
+
+
 def planned(seed: int, patch: pytest.MonkeyPatch, alike: bool, plan: Plan | None = None) -> Decision:
     """The decision on a model, with blocks alike or every layer for itself."""
     graph, cluster, costs, found = deep(seed)
@@ -163,6 +209,19 @@ def test_the_report_of_a_plan_is_that_of_all_layers(seed: int, monkeypatch: pyte
             other.name, other.strategy, other.forward_s, other.memory_bytes,
         )  # fmt: skip
         assert one.transfer_s == pytest.approx(other.transfer_s, rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize(("seed", "claimed"), [(6, False), (2, True)])
+def test_branches_that_all_blocks_have_in_one_phase_are_not_claimed(
+    seed: int, claimed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one the second rows of all blocks read the stem's result: all could run at the same time, each elsewhere."""
+    graph, _, _, found = deep(seed)
+    every = [phase for section in sections(graph) for phase in section.phases if len(phase) > 1]
+    assert every
+    assert foldable(every, found.kept) == (every if claimed else [])
+    proof = planned(seed, monkeypatch, True).proof
+    assert (BRANCHES in proof.covered or SOME_BRANCHES in proof.covered) == claimed
 
 
 @pytest.mark.full
