@@ -158,14 +158,16 @@ def export_call(
         except FirstCallChanges:
             raise
         except CaptureError as error:
-            if not lines or call.compiling is not None or call.numbers or equal is not None:
+            other = equal is not None and not isinstance(equal, FirstBlocks)
+            if not lines or call.compiling is not None or call.numbers or other:
                 raise
             reason = error
     sites.clear()
     opaque.clear()
+    again = FirstBlocks(call.model) if equal is not None else None
     with compiling_branches(taken=True) as lines:
         try:
-            made = _export(call, given, sites, opaque, equal)
+            made = _export(call, given, sites, opaque, again)
         except FirstCallChanges:
             raise
         except CaptureError:
