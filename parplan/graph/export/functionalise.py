@@ -3,8 +3,8 @@
 torch.export keeps `relu_`, `add_` and no_grad regions as they were written. Its own functionalisation
 (`run_decompositions`) handles every case by tracing once more, which costs more than the export itself
 (measured: 3.7 s against 1.1 s for ResNet-50). Networks whose in-place ops change values that nobody
-else views are rewritten here node by node; all others go the long way, and so do those with ops that are made of others
-and have no row in the axis table, where these cannot be put in their place.
+else views, or sections of them (`y[:, 1:] = x`), are rewritten here node by node; all others go the long way, and so do
+those with ops that are made of others and have no row in the axis table, where these cannot be put in their place.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ __all__ = ["Functional", "functionalise", "out_of_place", "rename_output", "with
 
 aten = torch.ops.aten
 
+SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+"""Ops that give a section of a tensor, and those that give the tensor with another section."""
+
 
 @dataclass(frozen=True)
 class Functional:
@@ -52,6 +55,7 @@ def functionalise(exported: ExportedProgram) -> Functional:
     _inline_grad_regions(exported)
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
+    _write_sections(exported)
     late = written_late(exported)
     counters, graph = _counters(exported), exported.graph
     known = not any(node.op == "get_attr" for node in graph.nodes)
@@ -174,6 +178,50 @@ def _reveal_aliases(graph: fx.Graph) -> None:
         if holders != [node.args[0]] or len(holders[0].users) > 1 or holders[0].op == "placeholder":
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _write_sections(exported: ExportedProgram) -> None:
+    """Changes in place of sections of tensors, one after the other, as new tensors that have the changed section.
+
+    Those of a tensor that the graph makes itself, where neither the section nor another view from before the change is
+    read behind it: who reads the tensor there reads the new one.
+    """
+    graph = exported.graph
+    for node in list(graph.nodes):
+        views = list[Any]()
+        while (taken := views[-1] if views else node).args and getattr(taken.args[0], "target", None) in SCATTERS:
+            views.append(taken.args[0])
+        if not views or node.users or not is_inplace(node) or (plain := out_of_place(node.target)) is None:
+            continue
+        whole, memory = views[-1].args[0], memory_of_node(node)
+        alike = [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
+        earlier = [other for other in alike if other < node and other is not whole]
+        if alike[0] is not whole or whole.op == "placeholder" or any(u > node for one in earlier for u in one.users):
+            continue
+        with graph.inserting_before(node):
+            part = _called(graph, node, plain, node.args, node.kwargs)
+            if part.meta["val"].dtype != node.meta["val"].dtype:  # which a change in place keeps
+                graph.erase_node(part)
+                continue
+            for view in views:
+                part = _called(graph, node, SCATTERS[view.target], (view.args[0], part, *view.args[1:]), view.kwargs)
+        for user in [user for user in whole.users if user > node]:
+            user.replace_input_with(whole, part)
+        graph.erase_node(node)
+        rename_output(exported, whole.name, part.name)
+        for other in (other for other in alike if other > part):  # views of the new tensor share its memory
+            values = fx.node.map_arg((other.args, other.kwargs), lambda one: one.meta["val"])
+            with part.meta["val"].fake_mode:
+                other.meta["val"] = values[0][0] if is_inplace(other) else other.target(*values[0], **values[1])
+
+
+def _called(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    """A call of an op, with the origin of another node."""
+    made = graph.call_function(target, args, kwargs)
+    given, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+    with like.meta["val"].fake_mode:
+        made.meta = {**like.meta, "val": target(*given, **named)}
+    return made
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
