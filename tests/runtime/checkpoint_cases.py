@@ -36,7 +36,7 @@ from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
 from tests.runtime.helpers import planner, spread
 from tests.runtime.nets import conv_net, mlp
 
-__all__ = ["ALONE", "WITH_FILES"]
+__all__ = ["ALONE", "WITH_FILES", "on_one_rank_alone"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

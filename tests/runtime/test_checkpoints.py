@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.checkpoint_cases import ALONE, WITH_FILES
+from tests.runtime.checkpoint_cases import ALONE, WITH_FILES, on_one_rank_alone
 from tests.runtime.checkpoint_cells import Cell, Setup, read, write
 from tests.runtime.ranks import Case, run_case
 
@@ -49,7 +49,11 @@ def test_training_goes_on_as_if_it_had_not_stopped(written: Path, cell: Cell) ->
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize(
+    "case",
+    [case if case is not on_one_rank_alone else pytest.param(case, marks=pytest.mark.full) for case in ALONE],
+    ids=lambda case: case.__name__,
+)
 def test_checkpoints_keep_their_promises(case: Case) -> None:
     run_case(case, 2)
 
