@@ -142,8 +142,8 @@ class FirstBlocks(EqualBlocks):
         for node in [node for node in graph.nodes if node.target is MARK]:
             graph.erase_node(node)
         _name_in_order(program.graph_module)
-        made_last = graph.output_node().args[0]
-        for spec, node in zip(program.graph_signature.output_specs, made_last, strict=True):
+        results: Any = graph.output_node().args[0]
+        for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
             if isinstance(node, fx.Node):
                 spec.arg.name = node.name
         program.graph_module.graph = copied(graph)  # which knows these names as taken
@@ -236,7 +236,7 @@ def _regions(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 def _name_in_order(module: fx.GraphModule) -> None:
     """Names of all ops as tracing gives them: that of the op, with a number from the second on."""
-    names, calls = fx.Graph(), list(_calls(module))
+    names, calls = fx.Graph(), dict.fromkeys(_calls(module))
     for node in module.graph.nodes:
         if node not in calls:
             names.create_node("call_function", operator.getitem, (), name=node.name)

@@ -13,7 +13,7 @@ from parplan.graph.repeated import Fold, fold
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Strategy
 from parplan.planner.request import Listener, PlanRequest
-from parplan.planner.search.branches import homes_of
+from parplan.planner.search.branches import foldable, homes_of
 from parplan.planner.search_space.formulation import Formulation, formulate
 from parplan.planner.search_space.shape import ONE_PASS, Shape
 from parplan.planner.simulation.simulator import Layers, StepSimulator
@@ -169,10 +169,10 @@ def formulated(
         PlanError: the plan's scheme asks for passes that cannot be.
     """
     own = {name: (strategy,) for name, strategy in plain(plan).items()}
-    alike = fold(graph)
-    if alike is not None and not alike.treated_alike(own):
+    alike, shape = fold(graph), shape_of(plan, graph, cluster)
+    phases = [tuple(branch for branch, _ in placement) for (placement,) in shape.homes]
+    if alike is not None and not (alike.treated_alike(own) and foldable(phases, alike.kept) == phases):
         alike = None
-    shape = shape_of(plan, graph, cluster)
     beyond_s = far_s(graph, cluster, costs, own, alike) if shape.by_device else 0.0
     formulation = formulate(graph, cluster, costs, own, shape=shape, far_s=beyond_s, fold=alike)
     return formulation, formulation.choice(plain(plan), stages(graph, plain(plan), plan.scheme).of)

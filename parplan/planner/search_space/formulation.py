@@ -254,7 +254,7 @@ def _ties(fold: Fold, place: Mapping[str, int], options: Sequence[Sequence[Optio
     ties = []
     for alike in fold.alike:
         for first, ends in zip((True, False), pairwise(place[name] for name in alike), strict=True):
-            # Of a layer that nothing in the first block is like, the first copy pays in any case.
+            # The first copy of all that read a value has nobody to share with.
             both = all({o.pays for o in options[v]} == {False, True} for v in ends)
             known, again = (
                 [(o.strategy, o.placement, both and o.pays, None if first else o.role) for o in options[v]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -222,6 +223,28 @@ def test_branches_that_all_blocks_have_in_one_phase_are_not_claimed(
     assert foldable(every, found.kept) == (every if claimed else [])
     proof = planned(seed, monkeypatch, True).proof
     assert (BRANCHES in proof.covered or SOME_BRANCHES in proof.covered) == claimed
+
+
+@pytest.mark.parametrize("seed", [6, 16, 2])
+def test_a_plan_with_such_branches_at_the_same_time_is_priced_layer_by_layer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, cluster, costs, found = deep(seed)
+    monkeypatch.setattr(context, "fold", lambda graph: found)
+    drawn = (random_plan(seed, random.Random(number), Scheme.GATHER, True) for number in count())
+    plan = next(plan for plan in drawn if plan is not None)
+    layers = dict(plan.layers)
+    for name, layer in graph.layers.items():
+        row = name.removeprefix("blocks.").partition(".")[2]
+        if row in ("norm", "a", "relu", "b"):
+            block = (cluster.count - 1,) if row == "b" else (0,)
+            layers[name] = strategies(layer, graph.batch or 1, [block])[0]
+    plan = replace(plan, layers=layers)
+    assert shape_of(plan, graph, cluster).homes
+    (whole, choice), _ = both(seed, plan)
+    step_s = objective(whole.problem, choice)
+    folded, folded_choice = context.formulated(plan, graph, cluster, costs)
+    assert objective(folded.problem, folded_choice) == pytest.approx(step_s, rel=1e-9)
 
 
 @pytest.mark.full
