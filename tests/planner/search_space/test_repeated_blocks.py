@@ -176,7 +176,7 @@ def test_no_plan_with_blocks_alike_takes_less_than_the_bound_over_any_blocks(see
     graph, cluster, costs, found = deep(seed)
     every = [phase for section in sections(graph) for phase in section.phases if len(phase) > 1]
     phases = foldable(every, found.kept)
-    for _ in range(12):
+    for _ in range(5):
         for plan in (random_plan(seed, draw, Scheme.GATHER, True), branches_at_once(seed, draw)):
             if plan is None:
                 continue
