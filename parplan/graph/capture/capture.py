@@ -195,8 +195,7 @@ def _first_export(call: ExportRequest, earlier: EarlierExport | None) -> Exporte
     given = call.resized(call.alike, call.batch)
     if earlier is not None and earlier.graph is not None and not earlier.unlike and not call.numbers:
         made = _from_equal_blocks(call, earlier.graph, earlier.inputs, given)
-        # Values of tensors that a copied block would read on the host, and caches that it would change, are not known.
-        if made is not None and not made.recorder.host_reads.any and made.containers == ContainerResults():
+        if made is not None and not _is_unseen(made):
             return made
         earlier.unlike = True
     made = _from_first_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
@@ -211,16 +210,20 @@ def _from_first_blocks(call: ExportRequest, given: Any) -> Exported | None:
     Args:
         given: (args, kwargs).
     """
-    blocks, opaque, sites = FirstBlocks(call.model), OpaqueCalls(), dict[str, Site]()
-    if not blocks.blocks or call.numbers:
+    if call.numbers or not (blocks := FirstBlocks(call.model)).blocks:
         return None
+    opaque, sites = OpaqueCalls(), dict[str, Site]()
     try:
         made = export_call(call, given, sites, opaque, blocks)
     except (CaptureError, UnequalBlocks):
         return None
-    code, recorder = sites or opaque.sites or opaque.checkpoints, made.recorder
-    plain = not (code or recorder.host_reads.any) and made.containers == ContainerResults()
-    return made if plain and blocks.stores_alike(recorder.stored) else None
+    code = sites or opaque.sites or opaque.checkpoints
+    return made if not code and not _is_unseen(made) and blocks.stores_alike(made.recorder.stored) else None
+
+
+def _is_unseen(made: Exported) -> bool:
+    """Whether the forward reads tensors on the host or changes caches, which nobody sees copied blocks do."""
+    return made.recorder.host_reads.any or made.containers != ContainerResults()
 
 
 def _ops(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:

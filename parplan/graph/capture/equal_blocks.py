@@ -7,10 +7,10 @@ the one has the same value in the other; and both are called with tensors of the
 equal numbers.
 
 Exports with other sizes than the first have its program to compare with: with another number of samples, which tells
-sizes only, and for other lengths of sequences, which run. The first one traces the last of the blocks, too
+sizes only, and for other lengths of sequences, which run. The first one traces the second and the last block, too
 (first_blocks.py). Where anything does not fit, the model is exported in full. The known exception is state that nobody
 records, such as `next()` on a module-level counter in a block's forward: a copied block does not call it, so a
-difference is seen in the last block only, or not at the other size.
+difference is seen in those two blocks only, or not at the other size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from parplan.graph.attributes.recording import Recorder
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.export.functionalise import rename_output
 
-__all__ = ["Block", "EarlierExport", "EqualBlocks", "Traced", "UnequalBlocks", "alike", "copied", "equal_blocks"]
+__all__ = [
+    "Block", "EarlierExport", "EqualBlocks", "Traced", "UnequalBlocks",
+    "alike", "copied", "equal_blocks", "tensor_facts",
+]  # fmt: skip
 
 # Equal blocks from which tracing one of them is worth the search.
 LEAST_COPIES = 3
@@ -147,12 +150,15 @@ def _structure(module: nn.Module) -> Hashable | None:
     for name, part in module.named_modules(remove_duplicate=False):
         if any(getattr(part, hooks, None) for hooks in HOOK_FIELDS if hooks != "_is_full_backward_hook"):
             return None
-        state = [(key, _tensor(tensor)) for held in (part._parameters, part._buffers) for key, tensor in held.items()]
+        state = [
+            (key, tensor_facts(tensor)) for held in (part._parameters, part._buffers) for key, tensor in held.items()
+        ]
         found.append((name, type(part), part.training, tuple(state)))
     return tuple(found)
 
 
-def _tensor(tensor: Tensor | None) -> Hashable:
+def tensor_facts(tensor: Tensor | None) -> Hashable:
+    """All that a trace depends on but aliases and values."""
     if tensor is None:
         return None
     return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
@@ -178,7 +184,7 @@ def _described(nodes: Sequence[fx.Node], constants: set[str], written: set[int])
         if not plain or is_inplace(node) or any(memory_of(tensor) in written for tensor in tensors):
             return None
         named = tuple((key, word(value)) for key, value in node.kwargs.items())
-        found.append((node.target, tuple(map(word, node.args)), named, tuple(map(_tensor, tensors))))
+        found.append((node.target, tuple(map(word, node.args)), named, tuple(map(tensor_facts, tensors))))
     return None if any(node.name in constants for node in outside) else tuple(found)
 
 
@@ -402,7 +408,7 @@ def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
         (objects.setdefault(id(x), len(objects)), memories.setdefault(memory_of(x), len(memories)), x.storage_offset())
         for x in tensors
     )
-    words = tuple(_tensor(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
+    words = tuple(tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
     modes = is_grad_enabled(), is_autocast_enabled("cpu"), is_autocast_enabled("cuda")  # torch's are being recorded
     return str(spec), words, aliases, modes
 

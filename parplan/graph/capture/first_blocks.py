@@ -3,7 +3,8 @@
 The others are copied from the first (equal_blocks.py says when they may be). As there is no export in full to compare
 with, the second and the last one have to have been traced to the same ops with the same operands; nothing that blocks
 take or make may be written in place; and all that their ops use is an argument, a parameter or a buffer of the block,
-or made in it. The ops and their names are those of an export in full.
+or made in it. The ops are those of an export in full, and so are their names, but for numbers behind regions without
+gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from parplan.compat import pytree, traced_node
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.attributes.stored_results import Stored
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
-from parplan.graph.capture.equal_blocks import Block, EqualBlocks, Traced, UnequalBlocks, alike, copied
+from parplan.graph.capture.equal_blocks import Block, EqualBlocks, Traced, UnequalBlocks, alike, copied, tensor_facts
 
 __all__ = ["FirstBlocks"]
 
@@ -59,10 +60,12 @@ class _Span:
             if not _is_plain(node) or not own.keys() >= set(node.all_input_nodes):
                 return None
             named = tuple((key, word(value)) for key, value in node.kwargs.items())
-            found.append((node.target, word(node.args), named, *map(_facts, pytree.tree_leaves(node.meta.get("val")))))
+            made = pytree.tree_leaves(node.meta.get("val"))
+            facts = (tensor_facts(one) if isinstance(one, Tensor) else repr(one) for one in made)
+            found.append((node.target, word(node.args), named, *facts))
             own[node] = number
-        made = _listed(self.end) if self.end is not None else None
-        return None if made is None or not own.keys() >= set(made) else (*found, word(made))
+        results = _listed(self.end) if self.end is not None else None
+        return None if results is None or not own.keys() >= set(results) else (*found, word(results))
 
 
 class FirstBlocks(EqualBlocks):
@@ -188,12 +191,6 @@ def _listed(mark: fx.Node) -> list[fx.Node]:
 def _is_plain(node: fx.Node) -> bool:
     """Whether a node calls an op that writes nothing, or takes a part of a result."""
     return node.target is operator.getitem or (isinstance(node.target, OpOverload) and not is_inplace(node))
-
-
-def _facts(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
 
 
 def _moved(node: fx.Node, begin: fx.Node, mark: fx.Node, paths: tuple[str, ...]) -> dict[str, tuple[str, Any]]:

@@ -207,21 +207,26 @@ def _write_sections(exported: ExportedProgram) -> None:
                 part = _called(graph, node, SCATTERS[view.target], (view.args[0], part, *view.args[1:]), view.kwargs)
         for user in [user for user in whole.users if user > node]:
             user.replace_input_with(whole, part)
-        graph.erase_node(node)
         rename_output(exported, whole.name, part.name)
-        for other in (other for other in alike if other > part):  # views of the new tensor share its memory
-            values = fx.node.map_arg((other.args, other.kwargs), lambda one: one.meta["val"])
-            with part.meta["val"].fake_mode:
-                other.meta["val"] = values[0][0] if is_inplace(other) else other.target(*values[0], **values[1])
+        for other in (other for other in alike if other > node):  # views of the new tensor share its memory
+            source: Any = other.args[0]
+            changed = is_inplace(other)
+            other.meta["val"] = source.meta["val"] if changed else _value(other.target, other.args, other.kwargs)
+        graph.erase_node(node)
 
 
 def _called(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
     """A call of an op, with the origin of another node."""
     made = graph.call_function(target, args, kwargs)
-    given, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
-    with like.meta["val"].fake_mode:
-        made.meta = {**like.meta, "val": target(*given, **named)}
+    made.meta = {**like.meta, "val": _value(target, args, kwargs)}
     return made
+
+
+def _value(target: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op on the values of nodes, of which the first argument is one."""
+    given, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+    with given[0].fake_mode:
+        return target(*given, **named)
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
