@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parplan.cluster import Cluster, Link
-from parplan.cost_models.communication.flows import Amounts, Flows
+from parplan.cost_models.communication.flows import Flows
 from parplan.layout import IntArray
 
 __all__ = ["Linear", "Topology"]
@@ -64,26 +63,23 @@ class Topology:
         every level the busiest device and the busiest way out of a domain set the pace, in and out counted apart.
         """
         total, latency_s, slowest = np.array(totals), np.zeros(len(totals)), np.zeros(len(totals))
-        last = max(flows.givers.numbers.max(), flows.takers.numbers.max())
-        inside = flows.own
+        inner = 1
         for level in self.levels:
-            link, left = level.link, flows.everything - inside
-            if not left.messages_in.any():
+            link, uplink = level.link, np.maximum(*flows.elements(inner, None, level.domain))
+            if not uplink.any():
                 break
-            within = flows.within(link.size) if link.size <= last else flows.everything
-            messages = within - inside
-            latency_s += _most(flows, messages.messages_in, messages.messages_out) * link.latency_s
-            busiest = _most(flows, left.received, left.sent, level.domain)
-            slowest = np.maximum(slowest, busiest / total / level.uplink_bytes_per_s)
+            outer = link.size if link.size <= flows.last else None
+            latency_s += flows.messages(inner, outer) * link.latency_s
+            slowest = np.maximum(slowest, uplink / total / level.uplink_bytes_per_s)
             if link.pair < 1:  # each message has wires of its own
-                received = _each(messages.received, messages.messages_in)
-                sent = _each(messages.sent, messages.messages_out)
                 rate = link.pair * link.bandwidth_bytes_per_s
-                slowest = np.maximum(slowest, _most(flows, received, sent) / total / rate)
+                slowest = np.maximum(slowest, flows.message(inner, outer) / total / rate)
             if level.domain > 1:  # else the device is the domain
-                busiest = _most(flows, left.received, left.sent)
+                busiest = np.maximum(*flows.elements(inner, None))
                 slowest = np.maximum(slowest, busiest / total / link.bandwidth_bytes_per_s)
-            inside = within
+            if outer is None:
+                break
+            inner = outer
         return [Linear(*one) for one in zip(latency_s.tolist(), slowest.tolist(), strict=True)]
 
     def all_reduce(self, groups: Sequence[Sequence[int]]) -> Linear:
@@ -110,13 +106,3 @@ class Topology:
                 rate = min(rate, share)
                 latency_s += 2 * (domains - joined) * level.link.latency_s
         return Linear(latency_s, 2 * (n - 1) / n / rate)
-
-
-def _each(amounts: IntArray, messages: IntArray) -> NDArray[np.float64]:
-    """What one message of a device carries, where its messages are of one size."""
-    return amounts / np.maximum(messages, 1)
-
-
-def _most(flows: Flows, received: Amounts, sent: Amounts, size: int = 1) -> Amounts:
-    """By transfer, the most that any domain of `size` devices receives or sends."""
-    return np.maximum(flows.takers.most(received, size), flows.givers.most(sent, size))

@@ -1,4 +1,4 @@
-"""Elements and messages of transfers, added up by device: what the pieces of changes of layout amount to."""
+"""Elements and messages of transfers, added up by device and by domain: what pieces of changes of layout amount to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from parplan.layout import IntArray
 
-__all__ = ["Amounts", "Ends", "Flow", "Flows"]
+__all__ = ["Amounts", "Ends", "Flow", "Flows", "ListedFlows"]
 
 Amounts = TypeVar("Amounts", IntArray, NDArray[np.float64])
 
@@ -59,7 +59,37 @@ class Ends:
 
 
 class Flows(ABC):
-    """What goes from device to device in several transfers; figures are by their receivers and senders."""
+    """What goes from device to device in several transfers; figures are of each transfer's busiest.
+
+    Domains begin at every multiple of their size; a piece is between `inner` and `outer` where its ends are in one
+    domain of `outer` (None: anywhere), but not of `inner`.
+    """
+
+    @property
+    @abstractmethod
+    def last(self) -> int:
+        """The last device of all."""
+
+    @property
+    @abstractmethod
+    def pieces(self) -> IntArray:
+        """Pieces that a receiver gets, its own too."""
+
+    @abstractmethod
+    def elements(self, inner: int, outer: int | None, unit: int = 1) -> tuple[IntArray, IntArray]:
+        """Elements that any domain of `unit` devices receives, and sends, between `inner` and `outer`."""
+
+    @abstractmethod
+    def messages(self, inner: int, outer: int | None) -> IntArray:
+        """Messages that a device receives, or sends, between `inner` and `outer`."""
+
+    @abstractmethod
+    def message(self, inner: int, outer: int | None) -> NDArray[np.float64]:
+        """Elements of each message of a device between `inner` and `outer`, where its messages are of one size."""
+
+
+class ListedFlows(Flows):
+    """Flows by arrays of figures of all their receivers and senders."""
 
     @property
     @abstractmethod
@@ -76,6 +106,14 @@ class Flows(ABC):
         """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces."""
 
     @cached_property
+    def last(self) -> int:
+        return int(max(self.givers.numbers.max(), self.takers.numbers.max()))
+
+    @cached_property
+    def pieces(self) -> IntArray:
+        return self.takers.most(self.everything.messages_in)
+
+    @cached_property
     def everything(self) -> Flow:
         """All pieces, also those with which devices serve themselves."""
         return self.within(None)
@@ -89,3 +127,26 @@ class Flows(ABC):
     def foreign(self) -> Flow:
         """The pieces that really move."""
         return self.everything - self.own
+
+    def elements(self, inner: int, outer: int | None, unit: int = 1) -> tuple[IntArray, IntArray]:
+        flow = self._between(inner, outer)
+        return self.takers.most(flow.received, unit), self.givers.most(flow.sent, unit)
+
+    def messages(self, inner: int, outer: int | None) -> IntArray:
+        flow = self._between(inner, outer)
+        return np.maximum(self.takers.most(flow.messages_in), self.givers.most(flow.messages_out))
+
+    def message(self, inner: int, outer: int | None) -> NDArray[np.float64]:
+        flow = self._between(inner, outer)
+        received, sent = flow.received / np.maximum(flow.messages_in, 1), flow.sent / np.maximum(flow.messages_out, 1)
+        return np.maximum(self.takers.most(received), self.givers.most(sent))
+
+    def _between(self, inner: int, outer: int | None) -> Flow:
+        for size in {inner, outer} - self._inside.keys():
+            self._inside[size] = self.within(size)
+        return self._inside[outer] - self._inside[inner]
+
+    @cached_property
+    def _inside(self) -> dict[int | None, Flow]:
+        """The pieces between devices of one domain, by its size."""
+        return {None: self.everything, 1: self.own}

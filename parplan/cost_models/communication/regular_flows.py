@@ -16,22 +16,22 @@ from functools import cached_property
 
 import numpy as np
 
-from parplan.cost_models.communication.flows import Ends, Flow, Flows
+from parplan.cost_models.communication.flows import Ends, Flow, ListedFlows
 from parplan.layout import IntArray, Layout
 
-__all__ = ["RegularFlows", "fits", "regular"]
+__all__ = ["RegularFlows", "copies", "fits", "regular"]
 
 
-class RegularFlows(Flows):
+class RegularFlows(ListedFlows):
     """The pieces between pairs of regular layouts, each of which is one element of the tensor of its `Traffic`."""
 
     def __init__(self, pairs: Sequence[tuple[Layout, Layout]]) -> None:
         givers, takers = [], []
         for source, target in pairs:
-            rows, columns = copies = _copies(source)
+            rows, columns = copied = copies(source)
             grid, readers = source.grid, target.grid
-            givers.append((*_figures(source, target, readers.replicas, readers.shards), *copies))
-            takers.append((*_figures(target, source, grid.replicas // rows, grid.shards // columns), *copies))
+            givers.append((*_figures(source, target, readers.replicas, readers.shards), *copied))
+            takers.append((*_figures(target, source, grid.replicas // rows, grid.shards // columns), *copied))
         self._given, self._taken = _Side.of(givers), _Side.of(takers)
 
     @cached_property
@@ -103,7 +103,7 @@ def regular(source: Layout, target: Layout) -> bool:
     numbered = source.grid.first is not None and target.grid.first is not None
     if not numbered or source.sections is not None or target.sections is not None:
         return False
-    rows, columns = _copies(source)
+    rows, columns = copies(source)
     nested = all(_nest(first[dim], second[dim]) for dim in first.keys() & second.keys())
     return nested and _nest(rows * columns, target.grid.shards)
 
@@ -115,7 +115,7 @@ def fits(layout: Layout, size: int) -> bool:
     return covered or (_nest(size, shards) and first % min(size, shards) == 0)
 
 
-def _copies(source: Layout) -> tuple[int, int]:
+def copies(source: Layout) -> tuple[int, int]:
     """How many rows, and how many columns, hold the same."""
     grid = source.grid
     return 1 if source.rows_differ else grid.replicas, 1 if source.columns_differ else grid.shards

@@ -2,7 +2,8 @@
 
 The same as counting the pieces of `parplan.layout.pieces`, with whole numbers, on a tensor whose cut dimensions are
 just long enough for both layouts to divide. The pieces of regular layouts are counted by formula (regular_flows.py), in
-a time that grows with the devices; those of others are listed, and there may be as many as devices squared.
+a time that grows with the devices, or with the digits of their numbers where all counts are powers of two
+(binary_flows.py); those of others are listed, and there may be as many as devices squared.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from math import lcm, prod
 
 import numpy as np
 
-from parplan.cost_models.communication.flows import Ends, Flow, Flows
+from parplan.cost_models.communication.binary_flows import BinaryFlows, binary
+from parplan.cost_models.communication.flows import Ends, Flow, Flows, ListedFlows
 from parplan.cost_models.communication.regular_flows import RegularFlows, fits, regular
 from parplan.layout import Grid, IntArray, Layout, piece_table
 
 __all__ = ["Traffic", "together", "traffic"]
 
 TOGETHER = 1 << 15
-"""Devices of transfers that are counted together: few enough for their figures to stay in a processor's cache."""
+"""Devices of transfers that are counted together: few enough for their figures to stay in a processor's cache. More of
+them are counted by digits where they can be."""
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic(Flows):
+class Traffic(ListedFlows):
     """What goes from where to where, in elements of a tensor that has `total` of them.
 
     Args:
@@ -148,15 +151,22 @@ def _block(layout: Layout, shape: Sequence[int]) -> int:
 
 def together(moved: Sequence[Traffic], sizes: Sequence[int]) -> Iterator[tuple[Sequence[int], Flows]]:
     """Which of these are counted together, and their flows; `sizes` of domains are what they will be asked for."""
+    ends = [(one.source, one.target) for one in moved]
+    counts = [len(source.grid.devices) + len(target.grid.devices) for source, target in ends]
+    by_digits = list[int]()
+    if sum(counts) > TOGETHER:
+        by_digits += (n for n, one in enumerate(moved) if one.regular and binary(*ends[n], sizes))
+        if by_digits:
+            yield by_digits, BinaryFlows([ends[n] for n in by_digits])
     some, count = list[int](), 0
-    for number, one in enumerate(moved):
-        if not one.fits(*sizes):
-            yield (number,), one
+    for n in sorted({*range(len(moved))} - {*by_digits}):
+        if not moved[n].fits(*sizes):
+            yield (n,), moved[n]
             continue
-        some.append(number)
-        count += len(one.senders) + len(one.receivers)
+        some.append(n)
+        count += counts[n]
         if count >= TOGETHER:
-            yield some, RegularFlows([(moved[n].source, moved[n].target) for n in some])
+            yield some, RegularFlows([ends[n] for n in some])
             some, count = [], 0
     if some:
-        yield some, RegularFlows([(moved[n].source, moved[n].target) for n in some])
+        yield some, RegularFlows([ends[n] for n in some])

@@ -147,9 +147,7 @@ class Transfers:
     def _priced(self, moved: Sequence[Traffic], flows: Flows) -> Iterator[_Price]:
         """Of several changes of layout, with the flows of all of them."""
         times = self.topology.traffic(flows, [one.total for one in moved])
-        every, foreign = flows.takers.most(flows.everything.messages_in), flows.foreign
-        received, sent = flows.takers.most(foreign.received), flows.givers.most(foreign.sent)
-        partners = np.maximum(flows.takers.most(foreign.messages_in), flows.givers.most(foreign.messages_out))
+        every, (received, sent), partners = flows.pieces, flows.elements(1, None), flows.messages(1, None)
         figures = (own.tolist() for own in (every, received, sent, partners))
         for one, time, own_every, own_received, own_sent, own_partners in zip(moved, times, *figures, strict=True):
             kind = _kind(one, own_every, own_partners)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from math import lcm, prod
 from random import Random
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from parplan.cluster import Cluster, Link
+from parplan.cost_models.communication.binary_flows import BinaryFlows, binary
 from parplan.cost_models.communication.collectives import Topology
-from parplan.cost_models.communication.regular_flows import regular
+from parplan.cost_models.communication.regular_flows import RegularFlows, regular
 from parplan.cost_models.communication.traffic import Traffic, traffic
 from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.devices.presets import device_preset
@@ -160,3 +162,58 @@ def test_pairs_counted_together_cost_what_each_costs_alone(monkeypatch: pytest.M
     found = Transfers(cluster).transfer_matrix(value, *ends).forward_s
     alone = [[Transfers(cluster).transfer(value, a, b).forward_s for b in ends[1]] for a in ends[0]]
     assert found.tolist() == alone
+
+
+def binary_pairs(devices: int, draw: Random | None = None) -> list[tuple[Layout, Layout]]:
+    """Pairs of layouts on aligned blocks of powers of two: all of them, or 3,000 that are drawn."""
+    grids = [
+        Grid(tuple(range(first, first + count)), rows, count // rows)
+        for count in (1 << n for n in range(devices.bit_length()))
+        for first in range(0, devices, count)
+        for rows in (1 << n for n in range(count.bit_length()))
+    ]
+    cuts = [(None, None), (None, 0), (0, None), (0, 1), (1, 0), (0, 2), (2, None), (None, 1)]
+    wanted = [(grid, *cut) for grid in grids for cut in cuts]
+    given = [(*one, partial) for one in wanted for partial in (False, True) if not partial or one[2] is None]
+    ends = [(a, b) for a in given for b in wanted] if draw is None else []
+    ends += [(draw.choice(given), draw.choice(wanted)) for _ in range(3000)] if draw is not None else []
+    return [(Layout(*a), Layout(*b)) for a, b in ends]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 16, 64, 1024])
+def test_digits_count_what_arrays_of_all_devices_add_up_to(devices: int) -> None:
+    draw = Random(devices) if devices > 4 else None
+    sizes = [size for size in (1, 2, 8, 32) if size < devices]
+    pairs = [pair for pair in binary_pairs(devices, draw) if regular(*pair) and binary(*pair, sizes)]
+    pairs = pairs[: 300 if devices > 64 else None]
+    assert len(pairs) > 100
+    by_digits, by_arrays = BinaryFlows(pairs), RegularFlows(pairs)
+    assert by_digits.last == by_arrays.last
+    assert by_digits.pieces.tolist() == by_arrays.pieces.tolist()
+    for inner, outer in combinations([*sizes, None], 2):
+        assert inner is not None
+        for unit in {1, inner}:
+            found, expected = (one.elements(inner, outer, unit) for one in (by_digits, by_arrays))
+            assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+        for find in ("messages", "message"):
+            found, expected = (getattr(one, find)(inner, outer) for one in (by_digits, by_arrays))
+            assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("levels", [(16,), (8, 64), (2, 8, 32), (8, 24), (4, 12, 24)], ids=str)
+def test_many_pairs_cost_the_same_counted_by_digits(levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    links = tuple(
+        Link(str(size), size, 1e-6 * (3 + place), 1e9 / (1 + place), 1 / (1 + place), pair=0.5 if place == 0 else 1.0)
+        for place, size in enumerate(levels)
+    )
+    cluster = Cluster.of(device_preset("v100"), levels[-1], links)
+    value = TensorSpec((1024, 1024), torch.float32, True)
+    draw = Random(levels[-1])
+    pairs = binary_pairs(1 << (levels[-1].bit_length() - 1), draw)[:80]
+    found = []
+    for together in (0, 1 << 40):
+        monkeypatch.setattr("parplan.cost_models.communication.traffic.TOGETHER", together)
+        transfers = Transfers(cluster)
+        matrix = transfers.transfer_matrix(value, [a for a, _ in pairs], [b for _, b in pairs])
+        found.append((matrix.forward_s.tolist(), [transfers.transfer(value, *pair) for pair in pairs]))
+    assert found[0] == found[1]
