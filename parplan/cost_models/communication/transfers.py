@@ -117,9 +117,11 @@ class Transfers:
         self, value: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> TransferMatrix:
         """The times of `transfer` for all pairs, shape (sources, targets)."""
-        numbers, places = np.unique(self._table.index(sources, targets, self._prices), return_inverse=True)
-        distinct = [self._table.distinct[number].time.seconds(value.nbytes) for number in numbers]
-        forward_s = np.array(distinct)[places.reshape(len(sources), len(targets))]
+        numbers = self._table.index(sources, targets, self._prices)
+        seconds = np.zeros(len(self._table.distinct))
+        for number in np.flatnonzero(np.bincount(numbers.ravel())).tolist():
+            seconds[number] = self._table.distinct[number].time.seconds(value.nbytes)
+        forward_s = seconds[numbers]
         return TransferMatrix(forward_s, forward_s if value.requires_grad else np.zeros_like(forward_s))
 
     def all_reduce(self, grid: Grid, nbytes: int) -> float:

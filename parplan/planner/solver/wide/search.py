@@ -28,7 +28,9 @@ from parplan.planner.solver.wide.windows import Window, solve_window, window, wi
 __all__ = ["improve"]
 
 WARM, FIRST, GROWTH = 20, 300, 1.5
-"""Passes without prices, passes of the first climb, and the factor from one climb to the next."""
+"""Passes without prices at most, passes of the first climb, and the factor from one climb to the next."""
+SLOW = 1e-3
+"""Rise of the bound in a pass, relative, from which on passes without prices end where a smaller problem is next."""
 STEPS = (0.5, 0.15)
 """Logarithm of the largest change of a price per pass, at the start of the first climb and of later ones."""
 LAST_STEP = 0.02
@@ -117,7 +119,10 @@ class _Search:
         if number == 0:
             began = time.monotonic()
             for _ in range(WARM):
+                before = self.bound
                 self.sweep(a.cost)
+                if not self.open or (self.halved and self.bound - before <= SLOW * abs(self.bound)):
+                    return False
             scale = max(self.bound, 1e-3 * abs(a.total(self.messages.decode(a.cost))), 1e-300)
             scale /= np.maximum(memory.capacity, 1.0).sum() or 1.0
             self.prices, self.floor = np.full_like(self.prices, 1e-3 * scale), 1e-6 * scale
