@@ -47,10 +47,10 @@ MASTER_GAP, MASTER_STEPS = 1e-3, 100
 """Relative gap above which the best prices are looked for by cutting planes, and in how many steps at most."""
 LATE = 0.02
 """Share of the time limit that settling ties takes at most after the limit."""
-REFUTE = 4.0
+REFUTE = 2.0
 """Deterministic time (about seconds) of the search that only refutes: its problem bounds another one."""
-FAR = 0.9
-"""Part of the cutoff below which bounds of prices and messages are too far for a search that only refutes."""
+FAR, NEAR = 0.9, 0.99
+"""Parts of the cutoff below which bounds of prices and messages, and choices, are too far to go on with refuting."""
 NEAR_S = 0.1
 """Seconds before the time limit from which on it has ended something."""
 FIRST = 10 * BRIEF
@@ -88,7 +88,7 @@ def solve(
         hint: a choice to start from, used if it is feasible.
         cutoff: seconds that a choice has to stay below; INFEASIBLE then says that none does, by more than GAP.
         on_progress: called with (objective, bound) in seconds whenever one improves, sometimes from another thread.
-        refute: only find out whether a choice stays below the cutoff: the first that does ends the search, with the
+        refute: only find out whether a choice stays below the cutoff: one that clearly does ends the search, with the
             bound so far, and so does a fixed effort.
     """
     run = _Run(problem, time_limit_s, workers or WORKERS, cutoff, on_progress)
@@ -124,7 +124,7 @@ class _Run:
         better = found.feasible and found.objective < self.objective
         if better:
             self.choice, self.objective = [int(k) for k in choice], found.objective
-            self.deadline = -np.inf if self.refute else self.deadline
+            self.deadline = -np.inf if self.refute and self.objective < NEAR * self.worth else self.deadline
             self.report(self.objective, self.bound)
         return better
 
