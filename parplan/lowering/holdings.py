@@ -113,7 +113,8 @@ def buckets(
         if not spec.requires_grad or all(len({memories[device] for device in group}) == 1 for group in groups):
             continue
         kind = _Kind(groups, spec.dtype, periods.get(parameter, 0))
-        size = max(prod(map(len, block)) for block in held[parameter].values()) * spec.dtype.itemsize
+        blocks = {id(block): block for block in held[parameter].values()}  # most devices' blocks are few objects
+        size = max(prod(map(len, block)) for block in blocks.values()) * spec.dtype.itemsize
         if size >= ALONE_BYTES:
             filled.append(Bucket((parameter,), groups))
             continue
@@ -129,8 +130,11 @@ def buckets(
 
 def _groups(held: Mapping[int, Block]) -> tuple[tuple[int, ...], ...]:
     same: dict[Block, list[int]] = {}
+    known: dict[int, list[int]] = {}  # by the block's identity: hashing each of thousands takes long
     for device, block in held.items():
-        same.setdefault(block, []).append(device)
+        if id(block) not in known:
+            known[id(block)] = same.setdefault(block, [])
+        known[id(block)].append(device)
     return tuple(tuple(devices) for devices in same.values())
 
 

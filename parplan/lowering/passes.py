@@ -43,7 +43,7 @@ class Pass:
 
     def rows(self, replicas: int) -> tuple[int, ...]:
         """Samples per replica; where the ranges divide into replicas, each takes its own as they are."""
-        return samples_per_replica([len(extent) for extent in self.ranges], replicas)
+        return samples_per_replica(tuple(map(len, self.ranges)), replicas)
 
 
 def passes_of(stages: Stages, scheme: Scheme, step_setting: StepSetting) -> tuple[Pass, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parplan.cluster import Cluster
 from parplan.layout import Grid, Layout, Range, split_evenly
@@ -12,7 +12,8 @@ from parplan.plan import Scheme
 __all__ = ["StepSetting", "samples_per_replica"]
 
 
-def samples_per_replica(brought: Sequence[int], replicas: int) -> tuple[int, ...]:
+@lru_cache(maxsize=1000)
+def samples_per_replica(brought: tuple[int, ...], replicas: int) -> tuple[int, ...]:
     """Samples per replica; where those who bring them divide into replicas, each takes its own as they are."""
     if len(brought) % replicas:
         return split_evenly(sum(brought), replicas)
