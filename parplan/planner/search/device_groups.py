@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
 from parplan.cluster import Cluster
@@ -13,7 +12,7 @@ from parplan.plan import Strategy
 from parplan.planner.search.branches import Branch
 from parplan.planner.search_space.strategies import device_blocks
 
-__all__ = ["FEW_BRANCHES", "Group", "Share", "balance", "groupings", "placements"]
+__all__ = ["FEW_BRANCHES", "Group", "balance", "groupings", "placements"]
 
 Group = tuple[int, ...]
 """Devices, ascending."""
@@ -26,19 +25,6 @@ FEW_BRANCHES = 3
 
 FEW_DEVICES = 4
 """Up to so many devices of several kinds are grouped in every way."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """A branch to be placed.
-
-    Args:
-        work_s: what it takes on one device.
-        from_groups: seconds that bringing its inputs takes from each group it does not lie in itself.
-    """
-
-    work_s: float
-    from_groups: Mapping[int, float]
 
 
 def groupings(
@@ -97,25 +83,22 @@ def _partitions(devices: Group, count: int) -> Iterator[tuple[Group, ...]]:
             yield groups
 
 
-def balance(shares: Sequence[Share], speeds: Sequence[float], backwards: bool = False) -> tuple[int, ...]:
+def balance(works: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
     """The group of every branch: the longest first, each to where it would be done soonest.
 
     Args:
-        speeds: of the groups, relative to the device that `work_s` is for.
-        backwards: between groups that are as good prefer the last one to the first.
+        works: seconds that each branch takes on one device.
+        speeds: of the groups, relative to that device.
 
-    >>> balance([Share(2.0, {}), Share(3.0, {}), Share(1.0, {})], [1.0, 1.0])
+    >>> balance([2.0, 3.0, 1.0], [1.0, 1.0])
     (1, 0, 1)
     """
     loads = [0.0] * len(speeds)
-    order = range(len(speeds) - 1, -1, -1) if backwards else range(len(speeds))
-    chosen = [0] * len(shares)
-    for index in sorted(range(len(shares)), key=lambda index: -shares[index].work_s):
-        share = shares[index]
-        own_s = [share.work_s / speed + share.from_groups.get(g, 0.0) for g, speed in enumerate(speeds)]
-        best = min(order, key=lambda group: loads[group] + own_s[group])
-        loads[best] += own_s[best]
-        chosen[index] = best
+    chosen = [0] * len(works)
+    for index in sorted(range(len(works)), key=lambda index: -works[index]):
+        done = [load + works[index] / speed for load, speed in zip(loads, speeds, strict=True)]
+        chosen[index] = done.index(min(done))
+        loads[chosen[index]] = min(done)
     return tuple(chosen)
 
 
@@ -153,7 +136,7 @@ def placements(
             if len(phase) <= FEW_BRANCHES:
                 ways = [one for one in product(range(count), repeat=len(phase)) if len(set(one)) == count]
             else:
-                ways = [balance([Share(own, {}) for own in works], spread)]
+                ways = [balance(works, spread)]
             placed_ways = [tuple((branch, groups[g]) for branch, g in zip(phase, way, strict=True)) for way in ways]
             fresh = [placed for placed in placed_ways if placed not in seen]
             seen.update(fresh)

@@ -20,7 +20,7 @@ from parplan.pins import pins_from
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
 from parplan.planner.decision import Decision
-from parplan.planner.search.device_groups import Share, balance, groupings
+from parplan.planner.search.device_groups import balance, groupings
 from parplan.planner.simulation.timeline import simulate
 from parplan.report.as_json import to_dict
 from parplan.report.terminal import render
@@ -223,6 +223,6 @@ def test_groups_of_several_kinds_come_in_every_way_or_kind_by_kind() -> None:
 
 
 def test_a_branch_goes_to_where_it_is_done_soonest() -> None:
-    assert balance([Share(1.0, {})] * 4, [1.0, 3.0]).count(1) == 3
-    assert balance([Share(1.0, {0: 0.5}), Share(1.0, {1: 0.5})], [1.0, 1.0]) == (1, 0)
-    assert balance([Share(1.0, {})], [1.0, 1.0], backwards=True) == (1,)
+    assert balance([1.0] * 4, [1.0, 3.0]).count(1) == 3
+    assert balance([2.0, 3.0, 1.0], [1.0, 1.0]) == (1, 0, 1)
+    assert balance([1.0], [1.0, 1.0]) == (0,)
