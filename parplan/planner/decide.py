@@ -88,7 +88,7 @@ def decide(
     simulated = tuple(rival_in_passes(baseline, case) for baseline in by_hand)
     decision = _explained(case, found, search.costs_s, simulated, pins.whole, begin)
     if request.plan is None and memory_excess(cluster, decision.prediction):
-        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction))
+        raise InfeasiblePlan(nearest_to_fitting(cluster, decision.prediction, by_hand))
     return with_pins(case, decision, search, pins) if request.pins else decision
 
 

@@ -24,6 +24,7 @@ from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES,
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placements
+from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
 from parplan.planner.search.simpler import Candidate, simplest
@@ -42,9 +43,6 @@ __all__ = ["ANYWHERE", "Found", "ShapeSearch"]
 MAIN, AGAIN, SHARE, SIMPLER = 0.5, 0.5, 0.5, 0.2
 """Parts of the time left for the first proof, for each solve after one whose plan did not fit, for other shapes, and
 for a simpler plan."""
-
-ATTEMPTS = 4
-"""How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
 
 ANYWHERE = 8
 """Devices up to which layers may lie on any aligned block; on more, a plan lies on the first devices."""
@@ -133,7 +131,7 @@ class _Run:
         self.tried = 0
         self.without_s: float | None = None
         self.limit_s, self.uneven = inf, False
-        self.unfit: Candidate | None = None
+        self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
         self.first: tuple[Formulation, Solution] | None = None
         self.undecided: tuple[Formulation, Solution] | None = None
         self.within: Within = None
@@ -162,7 +160,7 @@ class _Run:
         if formulation is None:
             return inf
         problem = masked(formulation, self.pinned, within)
-        solution = self.fitting(formulation, problem)
+        solution = self.solved(formulation, problem)
         if shape.average:
             self.within = None if solution.possible is None else formulation.arrangements(solution.possible)
         if self.first is None:
@@ -174,8 +172,6 @@ class _Run:
             if found is not None:
                 self.earlier += [self.best] if self.best is not None else []
                 self.best = found
-            elif not updates_lost(plan := self.plan_of(formulation, solution.choice), self.case.graph, self.pinned):
-                self.unfit = self.unfit or Candidate(solution.objective, plan, formulation, solution.choice)
         refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
         bound = (
             (self.best.step_s if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
@@ -226,39 +222,26 @@ class _Run:
         count, rules = self.case.cluster.count, self.case.request.rules
         return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, layers, rules, scheme)
 
-    def fitting(self, formulation: Formulation, problem: Problem) -> Solution:
-        """A solution that fits with its transfers, which the solver only estimates: again with so much less memory.
-
-        The bound stays that of the first one, which nothing beats. Where no attempt finds a plan that fits, the first
-        solution is returned: another search may still find one, and `decide` refuses a plan that does not fit.
-        """
-        case = self.case
+    def solved(self, formulation: Formulation, problem: Problem) -> Solution:
+        """A solution of a shape's problem, one that fits with its transfers where it is to become a plan."""
+        case, bound_only = self.case, formulation.shape.average
         tell = case.progress.solver if case.progress is not None else None
 
-        def once(problem: Problem, part: float) -> Solution:
+        def once(problem: Problem, first: bool) -> Solution:
+            part = MAIN if first and self.best is None else SHARE if first else AGAIN
             limit_s = case.deadline.part_s(part * self.part)
-            bound_only = formulation.shape.average
             found = solve(problem, limit_s, cutoff=self.cutoff, on_progress=tell, refute=bound_only)
             return case.deadline.watched(found)
 
-        first = found = once(problem, MAIN if self.best is None else SHARE)
-        if case.request.plan is not None or formulation.shape.average:
-            return first
-        devices = case.cluster.devices
-        lowered = limits = problem.limits
-        for _ in range(ATTEMPTS):
-            peaks = case.costs.peaks(formulation.strategies(found.choice)) if found.choice else None
-            if peaks is None:
-                break
-            # A device that is followed stands for all of its kind.
-            kinds = [devices[lane] for lane in formulation.shape.lanes]
-            most = [max(p for p, own in zip(peaks, devices, strict=True) if own == kind) for kind in kinds]
-            over = [max(0.0, peak - limit) for peak, limit in zip(most, limits, strict=True)]
-            if not any(over):
-                return found if found is first else replace(found, bound=first.bound)
-            lowered = tuple(max(0.0, known - more) for known, more in zip(lowered, over, strict=True))
-            found = once(replace(problem, limits=lowered), AGAIN)
-        return first
+        if case.request.plan is not None or bound_only:
+            return once(problem, True)
+        found, closest = fitting(case, formulation, problem, once)
+        if closest is not None and (self.unfit is None or closest.lacking_bytes < self.unfit[0]):
+            plan = self.plan_of(formulation, closest.choice)
+            if not updates_lost(plan, case.graph, self.pinned):
+                step_s = objective(problem, closest.choice)
+                self.unfit = closest.lacking_bytes, Candidate(step_s, plan, formulation, closest.choice)
+        return found
 
     def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
         """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
@@ -359,7 +342,7 @@ class _Run:
         if given is not None:
             return self._given(given, time.perf_counter() - begin)
         if self.best is None and self.unfit is not None:
-            self.best = self.unfit  # the nearest to fitting, which `decide` refuses with its numbers
+            self.best = self.unfit[1]  # the nearest to fitting, which `decide` refuses with its numbers
         if self.best is None:
             raise self._none(time.perf_counter() - begin)
         least, fastest = self.best, self.simulated(self.best)

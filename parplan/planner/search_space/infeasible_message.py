@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import Moments
 from parplan.fields import size_text
-from parplan.planner.decision import Prediction
+from parplan.planner.decision import Baseline, Prediction
 from parplan.planner.search_space.formulation import Formulation
 from parplan.planner.solver.problem import Cause, Solution
 
@@ -44,12 +45,21 @@ def why_not(formulation: Formulation, solution: Solution) -> str:
     return f"no plan fits: {lacks}, where the most is held by {held}\n  {_REMEDIES}"
 
 
-def nearest_to_fitting(cluster: Cluster, step: Prediction) -> str:
-    """The message of a search that ended with a plan which needs more memory than a device has, transfers included."""
+def nearest_to_fitting(cluster: Cluster, step: Prediction, by_hand: Sequence[Baseline]) -> str:
+    """The message of a search that ended with a plan which needs more memory than a device has, transfers included.
+
+    Args:
+        by_hand: plans of which one may lack less.
+    """
     limits = [device.memory_bytes for device in cluster.devices]
-    pairs = enumerate(zip(step.memory_bytes, limits, strict=True))
-    number, (needed, limit) = max(pairs, key=lambda pair: pair[1][0] / pair[1][1])
+    peaks = enumerate(zip(step.memory_bytes, limits, strict=True))
+    tried = [(needed, limit, "", f"device {number}") for number, (needed, limit) in peaks]
+    needs = [max(tried, key=lambda one: one[0] - one[1])]
+    for own in by_hand:
+        if own.memory_bytes is not None and own.limit_bytes is not None and own.memory_bytes > own.limit_bytes:
+            needs.append((own.memory_bytes, own.limit_bytes, f", {own.name},", "a device"))
+    needed, limit, name, device = min(needs, key=lambda one: one[0] - one[1])
     return (
-        f"no plan was found that fits with its transfers: the nearest one needs {size_text(needed)} on device {number},"
-        f" which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
+        f"no plan was found that fits with its transfers: the nearest one{name} needs {size_text(needed)} on {device}, "
+        f"which has {size_text(limit)} and lacks {size_text(needed - limit)}\n  {_REMEDIES}"
     )

@@ -1,0 +1,62 @@
+"""Plans that fit with their transfers, whose memory no formulation knows: the search is repeated with less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from parplan.planner.search.context import Case
+from parplan.planner.search_space.formulation import Formulation
+from parplan.planner.solver.problem import Problem, Solution
+
+__all__ = ["Lacking", "fitting"]
+
+ATTEMPTS = 4
+"""How often a plan that does not fit with its transfers makes the solver search again, with so much less memory."""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """A choice that lacks so many bytes on some device, transfers included."""
+
+    lacking_bytes: float
+    choice: tuple[int, ...]
+
+
+def fitting(
+    case: Case, formulation: Formulation, problem: Problem, solve: Callable[[Problem, bool], Solution]
+) -> tuple[Solution, Lacking | None]:
+    """A solution that fits with its transfers, and of those tried that do not the nearest to it.
+
+    What transfers need is known once a plan is lowered. Where that is too much, limits are lowered by what is lacking.
+    The bound stays that of the first solution, which nothing beats. Where nothing that fits is found, the first one is
+    returned: another shape may still have a plan, and `decide` refuses one that does not fit.
+
+    Args:
+        solve: a solution of a problem; told whether it is the first.
+    """
+    first = found = solve(problem, True)
+    limits, closest = problem.limits, None
+    for again in range(ATTEMPTS + 1):
+        if again:
+            found = solve(replace(problem, limits=limits), False)
+        over = _lacking(case, formulation, found.choice) if found.choice is not None else None
+        if found.choice is None or over is None:
+            break
+        if not any(over):
+            return found if found is first else replace(found, bound=first.bound), closest
+        if closest is None or max(over) < closest.lacking_bytes:
+            closest = Lacking(max(over), found.choice)
+        limits = tuple(max(0.0, known - more) for known, more in zip(limits, over, strict=True))
+    return first, closest
+
+
+def _lacking(case: Case, formulation: Formulation, choice: Sequence[int]) -> list[float] | None:
+    """Bytes that a choice lacks by kind of device, transfers included; None where costs do not know."""
+    peaks, devices = case.costs.peaks(formulation.strategies(choice)), case.cluster.devices
+    if peaks is None:
+        return None
+    # A device that is followed stands for all of its kind.
+    kinds = [devices[lane] for lane in formulation.shape.lanes]
+    most = (max(p for p, own in zip(peaks, devices, strict=True) if own == kind) for kind in kinds)
+    return [max(0.0, peak - kind.memory_bytes) for peak, kind in zip(most, kinds, strict=True)]

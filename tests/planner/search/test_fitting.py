@@ -1,0 +1,83 @@
+"""Plans that do not fit with their transfers: others are tried, and the nearest to fitting is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from parplan.cost_models.devices.presets import cluster_preset
+from parplan.cost_models.roofline import RooflineCosts
+from parplan.errors import InfeasiblePlan
+from parplan.plan import Strategy
+from parplan.planner.decide import PlanRequest, decide
+from parplan.planner.search.context import Case
+from parplan.planner.search.fitting import ATTEMPTS, fitting
+from parplan.planner.search.formulations import Formulations
+from parplan.planner.search_space.pin_search import pin_questions
+from parplan.planner.solver.problem import Problem, Solution
+from parplan.planner.solver.solve import solve
+from tests.planner.graphs import perceptron
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("excess", [[4, 3, 1, 2, 5], [3, 2, 0, 1, 0], [0, 9, 9, 9, 9], [2, 3, 4, 5, 1]], ids=str)
+def test_tries_less_memory_and_keeps_the_nearest(excess: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = perceptron(), cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster)
+    case = Case.of(graph, cluster, costs, PlanRequest())
+    formulation = Formulations(case, pin_questions((), graph, cluster)).one_pass()
+    assert len(excess) == ATTEMPTS + 1
+    best, limit = solve(formulation.problem), cluster.devices[0].memory_bytes
+    sizes = formulation.problem.sizes
+    assert best.choice is not None
+    choices = [(k % sizes[0], k // sizes[0], *best.choice[2:]) for k in range(len(excess))]
+    assert len(set(choices)) == len(choices)
+    lacking = {costs_key(formulation.strategies(c)): n * GIB for c, n in zip(choices, excess, strict=True)}
+    monkeypatch.setattr(costs, "peaks", lambda layers: (limit, limit + lacking[costs_key(layers)]))
+    asked: list[Problem] = []
+
+    def next_choice(problem: Problem, first: bool) -> Solution:
+        assert first == (not asked)
+        asked.append(problem)
+        return replace(best, choice=choices[len(asked) - 1], bound=float(-len(asked)))
+
+    found, closest = fitting(case, formulation, formulation.problem, next_choice)
+    tried = excess[: excess.index(0) + 1] if 0 in excess else excess
+    assert found.choice == choices[excess.index(0) if 0 in excess else 0]
+    assert found.bound == -1.0  # nothing beats that of the first
+    short = [n for n in tried if n]
+    assert (closest is None) == (not short)
+    if closest is not None:
+        assert (closest.lacking_bytes, closest.choice) == (min(short) * GIB, choices[excess.index(min(short))])
+    assert [problem.limits[0] for problem in asked] == [max(0, limit - sum(tried[:n]) * GIB) for n in range(len(tried))]
+
+
+def costs_key(layers: Mapping[str, Strategy]) -> tuple[Strategy, ...]:
+    return tuple(layers.values())
+
+
+def test_a_habit_that_lacks_less_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = perceptron(), cluster_preset("k20", 2)
+    costs, limit = RooflineCosts(graph, cluster), cluster.devices[0].memory_bytes
+
+    def peaks(layers: Mapping[str, Strategy]) -> tuple[int, ...]:
+        cut = sum(own.shards == 2 for own in layers.values())
+        return (limit + (GIB if cut >= 3 else 3 * GIB),) * 2
+
+    monkeypatch.setattr(costs, "peaks", peaks)
+    with pytest.raises(InfeasiblePlan, match=r"the nearest one, pure model parallel, needs .* and lacks 1 GiB"):
+        decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+
+
+@pytest.mark.full
+def test_no_plan_named_lacks_more_than_data_parallelism() -> None:
+    """ResNet-50 on five K20: 12.4 GiB were said to be the least, where 6.6 are enough for replicas."""
+    from examples import resnet50
+    from parplan.graph.capture.capture import capture
+
+    graph, cluster = capture(resnet50.build(), resnet50.example_inputs()), cluster_preset("k20", 5)
+    with pytest.raises(InfeasiblePlan, match=r"needs 6\.\d+ GiB on a device, which has 4\.7 GiB and lacks 1\.\d+ GiB"):
+        decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0, time_limit_s=4.0))
