@@ -172,6 +172,8 @@ class _Run:
             if found is not None:
                 self.earlier += [self.best] if self.best is not None else []
                 self.best = found
+            elif self.unfit is None:  # by costs that know no transfers
+                self.lacks(inf, formulation, solution.choice)
         refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
         bound = (
             (self.best.step_s if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
@@ -237,11 +239,15 @@ class _Run:
             return once(problem, True)
         found, closest = fitting(case, formulation, problem, once)
         if closest is not None and (self.unfit is None or closest.lacking_bytes < self.unfit[0]):
-            plan = self.plan_of(formulation, closest.choice)
-            if not updates_lost(plan, case.graph, self.pinned):
-                step_s = objective(problem, closest.choice)
-                self.unfit = closest.lacking_bytes, Candidate(step_s, plan, formulation, closest.choice)
+            self.lacks(closest.lacking_bytes, formulation, closest.choice)
         return found
+
+    def lacks(self, nbytes: float, formulation: Formulation, choice: Sequence[int]) -> None:
+        """Keep a choice as the nearest to fitting."""
+        plan = self.plan_of(formulation, choice)
+        if not updates_lost(plan, self.case.graph, self.pinned):
+            step_s = objective(formulation.problem, choice)
+            self.unfit = nbytes, Candidate(step_s, plan, formulation, tuple(choice))
 
     def with_equal_parts(self, shapes: Iterable[Shape]) -> None:
         """Equal parts of the batch instead of the best so far, unless that gains more than the tolerance."""
