@@ -11,6 +11,8 @@ takes longer than planning may.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 import os
 import subprocess
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
+        atexit.register(gc.freeze)  # as the command does
         _tell(plan(next(case for case in CASES if case.name == options.child), options.time_limit))
         return
     kill_after_s = options.kill_after or 2 * options.time_limit + 60

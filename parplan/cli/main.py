@@ -8,8 +8,10 @@ and one message says why; 70 a bug of parplan; 130 interrupted; 141 nobody reads
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -44,6 +46,8 @@ DONE, DIFFERS, BROKEN, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 1, 2, 70, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code (see the module)."""
     argv = sys.argv[1:] if argv is None else argv
+    # Python would go through all that torch has once more at exit, which takes a second.
+    atexit.register(gc.freeze)
     with _noticed() as pressed:
         try:
             return _run(argv)

@@ -389,6 +389,16 @@ def test_help_and_version(words: str, starts: str) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_a_command_leaves_nothing_for_the_collector_at_exit() -> None:
+    """Going through torch's objects once more took a second of every command."""
+    code = (
+        "import atexit, gc\natexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"
+        "from parplan.cli.main import main\nmain(['presets'])\nprint(gc.get_freeze_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-2:] == ["0", "True"]
+
+
 @pytest.mark.parametrize("words", [["--version"], ["analyze", "--help"], ["analyze", "--gps"]])
 def test_answers_without_loading_anything_heavy(words: list[str]) -> None:
     code = (
