@@ -69,6 +69,7 @@ class BinaryFlows(Flows):
             own = np.where(turns[digit], 2 + digit, 2 + self.digits + digit)
             self._instead = _joined(self._instead, 2 + digit, own)
         self._known: dict[tuple[bool, int | None], Labels] = {}
+        self._found: dict[tuple[int, int | None, int], tuple[IntArray, IntArray]] = {}
 
     @property
     def last(self) -> int:
@@ -79,12 +80,14 @@ class BinaryFlows(Flows):
         return _power(_free(self._turn[2:]) - _free(self._turn[2 + self.digits :]))
 
     def elements(self, inner: int, outer: int | None, unit: int = 1) -> tuple[IntArray, IntArray]:
-        systems = [self._inside(instead, size) for instead in (False, True) for size in (outer, inner)]
-        begin = min(_log(unit), self.digits)
-        received, sent = (
-            _most(systems, slice(side + begin, side + self.digits), unit == 1) for side in (2 + self.digits, 2)
-        )
-        return received, sent
+        if (inner, outer, unit) not in self._found:
+            systems = [self._inside(instead, size) for instead in (False, True) for size in (outer, inner)]
+            begin = min(_log(unit), self.digits)
+            received, sent = (
+                _most(systems, slice(side + begin, side + self.digits), unit == 1) for side in (2 + self.digits, 2)
+            )
+            self._found[inner, outer, unit] = received, sent
+        return self._found[inner, outer, unit]
 
     def messages(self, inner: int, outer: int | None) -> IntArray:
         return np.maximum(*self.elements(inner, outer))

@@ -123,10 +123,10 @@ class ListedFlows(Flows):
         """The pieces with which devices serve themselves."""
         return self.within(1)
 
-    @cached_property
+    @property
     def foreign(self) -> Flow:
         """The pieces that really move."""
-        return self.everything - self.own
+        return self._between(1, None)
 
     def elements(self, inner: int, outer: int | None, unit: int = 1) -> tuple[IntArray, IntArray]:
         flow = self._between(inner, outer)
@@ -142,11 +142,18 @@ class ListedFlows(Flows):
         return np.maximum(self.takers.most(received), self.givers.most(sent))
 
     def _between(self, inner: int, outer: int | None) -> Flow:
-        for size in {inner, outer} - self._inside.keys():
-            self._inside[size] = self.within(size)
-        return self._inside[outer] - self._inside[inner]
+        if (inner, outer) not in self._found:
+            for size in {inner, outer} - self._inside.keys():
+                self._inside[size] = self.within(size)
+            self._found[inner, outer] = self._inside[outer] - self._inside[inner]
+        return self._found[inner, outer]
 
     @cached_property
     def _inside(self) -> dict[int | None, Flow]:
         """The pieces between devices of one domain, by its size."""
         return {None: self.everything, 1: self.own}
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int | None], Flow]:
+        """Those between two sizes of domains: several figures are asked of each."""
+        return {}

@@ -153,11 +153,10 @@ def together(moved: Sequence[Traffic], sizes: Sequence[int]) -> Iterator[tuple[S
     """Which of these are counted together, and their flows; `sizes` of domains are what they will be asked for."""
     ends = [(one.source, one.target) for one in moved]
     counts = [len(source.grid.devices) + len(target.grid.devices) for source, target in ends]
-    by_digits = list[int]()
-    if sum(counts) > TOGETHER:
-        by_digits += (n for n, one in enumerate(moved) if one.regular and binary(*ends[n], sizes))
-        if by_digits:
-            yield by_digits, BinaryFlows([ends[n] for n in by_digits])
+    many = sum(counts) > TOGETHER
+    by_digits = [n for n, one in enumerate(moved) if many and one.regular and binary(*ends[n], sizes)]
+    if by_digits:
+        yield by_digits, BinaryFlows([ends[n] for n in by_digits])
     some, count = list[int](), 0
     for n in sorted({*range(len(moved))} - {*by_digits}):
         if not moved[n].fits(*sizes):
