@@ -6,9 +6,10 @@ which). The runtime's own two, which are about autograd, are in parplan/runtime/
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,8 +27,25 @@ from torch.utils.hooks import BackwardHook
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "conversion_of", "hooks_of_all_modules", "in_functional_transform",
     "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name",
-    "own_buffer_assignments", "pytree", "schema_of", "traced_node", "unrecorded", "without_modes",
+    "own_buffer_assignments", "pytree", "schema_of", "traced_node", "unrecorded", "warn_if_newer",
+    "without_modes",
 ]  # fmt: skip
+
+NEWEST = (2, 15)
+"""The newest release of torch that the tests were run with."""
+
+
+def warn_if_newer(version: str) -> None:
+    """Warn of a release of torch that no test was run with: what is used here may have changed."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) > NEWEST:
+        warnings.warn(
+            f"parplan was tested with torch up to {NEWEST[0]}.{NEWEST[1]}, this is torch {version}; compare a "
+            'step with the plain model (parplan.compile(..., check="always"), parplan verify)',
+            stacklevel=2,
+        )
+
+
+warn_if_newer(torch.__version__)
 
 # Where a module keeps its hooks; the dictionaries say what was registered, by number.
 HOOK_FIELDS = (
@@ -81,37 +99,69 @@ def memory_of(tensor: Tensor) -> int:
 
 
 Handler = Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], Any]
-_handlers: list[tuple[Handler, Callable[..., Any]]] = []
-
-
-class _StandIn:
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Runs with the globals of torch's module, and with its closure, which holds `__class__`."""
-        from parplan.compat import _handlers
-
-        assert __class__  # type: ignore[name-defined]
-        handler, plain = _handlers[-1]
-        return handler(plain, cls, args, kwargs)
 
 
 @contextmanager
 def intercepted_functions(handler: Handler) -> Iterator[None]:
     """While it lasts, `apply` of every autograd Function calls `handler(plain, cls, args, kwargs)`.
 
-    The method gets other code, as users hold it by names of their own (`clamp = Clamp.apply`). `plain` is the method as
-    it was, a function whose first argument is the class.
+    `plain` does what the call does otherwise; its first argument is the class. Users also hold `apply` by names of
+    their own (`clamp = Clamp.apply`), which nothing on the class can change: such a call is met where torch looks up
+    the class's `forward`. torch has switched gradients off there, and gives the results the class's backward.
     """
-    method: FunctionType = vars(torch.autograd.Function)["apply"].__func__
-    code = method.__code__
-    plain = FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    _handlers.append((handler, plain))
-    method.__code__ = vars(_StandIn)["apply"].__func__.__code__
+    base: Any = torch.autograd.Function
+    own = vars(base)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return handler(lambda cls, *args, **kwargs: own.__get__(None, cls)(*args, **kwargs), cls, args, kwargs)
+
+    def forward_of(cls: Any) -> Callable[..., Any]:
+        forward, context = cls.forward, cls.setup_context is base.setup_context  # the first argument
+
+        def met(*args: Any, **kwargs: Any) -> Any:
+            first = args[: int(context)]
+
+            def plain(_: type, *given: Any, **named: Any) -> Any:
+                with _gradients(False):
+                    return forward(*first, *given, **named)
+
+            with _gradients(True):
+                return handler(plain, cls, args[int(context) :], kwargs)
+
+        return met
+
+    kinds = [kind for kind in _below(base) if not kind.__module__.startswith(("torch.", "parplan."))]
+    before = {kind: vars(kind).get("forward") for kind in kinds}
+    for kind, forward in {kind: forward_of(kind) for kind in kinds}.items():
+        kind.forward = staticmethod(forward)
+    base.apply = classmethod(apply)
     try:
         yield
     finally:
-        method.__code__ = code
-        _handlers.pop()
+        base.apply = own
+        for kind, forward in before.items():
+            if forward is None:
+                del kind.forward
+            else:
+                kind.forward = forward
+
+
+def _below(kind: Any) -> set[Any]:
+    """The subclasses of a class, and theirs."""
+    return {each for one in kind.__subclasses__() for each in (one, *_below(one))}
+
+
+@contextmanager
+def _gradients(enabled: bool) -> Iterator[None]:
+    """`torch.set_grad_enabled` that a running export does not record."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from parplan.compat import (
     pytree,
     schema_of,
     traced_node,
+    warn_if_newer,
     without_modes,
 )
 
@@ -120,11 +122,32 @@ def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
         def forward(ctx: object, x: Tensor) -> Tensor:
             return x + 1
 
-    held, x = Same.apply, torch.ones(1)
-    with intercepted_functions(lambda plain, cls, args, kwargs: (plain(cls, *args), cls, kwargs)):
-        result, cls, kwargs = held(x)  # type: ignore[no-untyped-call]
-    assert (result.item(), cls, kwargs) == (2.0, Same, {})
-    assert held(x).item() == 2.0  # type: ignore[no-untyped-call]
+    class Named(Same):
+        @staticmethod
+        def setup_context(ctx: object, inputs: object, output: object) -> None:
+            pass
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+            return x + 2
+
+    seen: list[tuple[Any, bool]] = []
+
+    def handler(plain: Any, cls: type, args: Any, kwargs: Any) -> Any:
+        seen.append((cls, torch.is_grad_enabled()))
+        return plain(cls, *args, **kwargs)
+
+    for kind, result in ((Same, 2.0), (Named, 3.0)):
+        own, held, x = vars(kind)["forward"], kind.apply, torch.ones(1, requires_grad=True)
+        with intercepted_functions(handler):
+            assert held(x).item() == result  # type: ignore[no-untyped-call]
+            assert kind.apply(x).item() == result  # type: ignore[no-untyped-call]
+        assert (vars(kind)["forward"], set(seen)) == (own, {(kind, True)})
+        assert held(x).item() == result  # type: ignore[no-untyped-call]
+        seen.clear()
+    with intercepted_functions(lambda plain, cls, args, kwargs: args[0] * 5):
+        assert Same.apply(torch.ones(1)).item() == 5.0  # type: ignore[no-untyped-call]
+        assert held(torch.ones(1)).item() == 5.0  # type: ignore[no-untyped-call]
 
 
 def test_calls_of_modules_can_be_intercepted() -> None:
@@ -167,6 +190,14 @@ def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pyt
     for call in (*calls, lambda: torch.autograd.grad(x * 2, x)):
         with pytest.raises(LookupError):
             call()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("2.11.0", True), ("2.15.1+cpu", True), ("2.16.0a0", False), ("3.0", False)]
+)
+def test_a_newer_torch_is_told_of(version: str, known: bool) -> None:
+    with nullcontext() if known else pytest.warns(UserWarning, match=f"torch {version[:4]}"):
+        warn_if_newer(version)
 
 
 def test_real_tensors_can_be_copied_while_a_model_is_traced() -> None:

@@ -156,6 +156,18 @@ def gradient_clamp(run: Run) -> None:
     _train(run, Net())
 
 
+clamp, swish = Clamped.apply, Swish.apply
+
+
+@SECTION("a Function's `apply` held by another name (`clamp = Clamp.apply`)")
+def held_apply(run: Run) -> None:
+    class Net(_Net):
+        def forward(self, x: Tensor) -> Any:
+            return self.head(clamp(swish(self.body(x))))
+
+    _train(run, Net())
+
+
 @SECTION("a derivative written by hand (`setup_context`)")
 def own_derivative(run: Run) -> None:
     class Net(_Net):

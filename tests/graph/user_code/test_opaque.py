@@ -68,10 +68,10 @@ def test_what_no_record_of_a_forward_holds_is_refused_with_its_line(name: str) -
 
 
 def test_nothing_stays_replaced() -> None:
-    plain = vars(torch.autograd.Function)["apply"].__func__.__code__
+    plain = vars(torch.autograd.Function)["apply"]
     with pytest.raises(CaptureError):
         capture(Net(second_derivative), (torch.randn(4, 6),))
-    assert vars(torch.autograd.Function)["apply"].__func__.__code__ is plain
+    assert vars(torch.autograd.Function)["apply"] is plain
     assert {"retain_grad", "grad_fn"}.isdisjoint(vars(Tensor))
 
 
