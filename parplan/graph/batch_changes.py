@@ -31,6 +31,7 @@ class BatchChanges:
         grown: by value, the dimensions whose size is in proportion to the batch.
         irregular: values with a size that changes otherwise.
         results: whether the model returns a number that changes (`x.shape[0]`).
+        sized: whether such a number is returned or left on a module, and is no tensor.
         one_batch: the error of the capture at another batch size, where the model could be captured at one only.
     """
 
@@ -40,6 +41,7 @@ class BatchChanges:
     irregular: frozenset[str] = frozenset()
     results: bool = False
     one_batch: str = ""
+    sized: bool = False
 
     def __or__(self, other: BatchChanges) -> BatchChanges:
         """The union of two sets of changes."""
@@ -50,6 +52,7 @@ class BatchChanges:
             self.irregular | other.irregular,
             self.results or other.results,
             self.one_batch or other.one_batch,
+            self.sized or other.sized,
         )
 
 

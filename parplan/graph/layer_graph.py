@@ -161,6 +161,7 @@ class LayerGraph:
         late: placeholders of buffers that are written after everything that the backward needs.
         training: whether it was captured in training mode.
         fixed_batch: some layer's constants depend on the batch: capture again for another batch size.
+        sized: it returns, or leaves on a module, a number that depends on the number of samples.
         grown: by value, the dimensions whose size is in proportion to the batch; None where one batch alone is known.
         one_batch: the error of the capture at another batch size, because of which no layer has replicas; else empty.
         flattened: results of which a dimension is flattened with the next one when they are handed out.
@@ -198,6 +199,7 @@ class LayerGraph:
     counters: Mapping[str, int]
     training: bool
     fixed_batch: bool = False
+    sized: bool = False
     grown: Mapping[str, tuple[int, ...]] | None = None
     one_batch: str = ""
     checkpoints: Mapping[str, int] = field(default_factory=dict)

@@ -6,5 +6,18 @@ from collections.abc import Mapping
 
 __all__ = ["KNOWN_WRONG"]
 
+_COPIES = "what is written is memory that cut parameters no longer have, or a copy of theirs"
+
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
-KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {}
+KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
+    "centring_hook": {
+        "one/shards": "refused by the pin's rule, and not for what the hook does",
+        "ranks/shards": "refused by the pin's rule, and not for what the hook does",
+        "*": "a hook sees one replica's samples",
+    },
+    "centring_backward_hook": {"*": "a hook sees one replica's samples"},
+    "isqrt": {"*": "a number that two captures take to be in proportion to the samples is scaled for a third batch"},
+    "flat_parameters": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
+    "state_dict_writes": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
+    "container_order": {"ranks/shards": "ends in an error of torch's", "ranks/mixed": "ends in an error of torch's"},
+}

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parplan.compat import pytree
+from parplan.errors import CaptureError
 
 __all__ = ["ContainerResults", "containers_in", "register_caches", "returned_containers"]
 
@@ -126,20 +127,44 @@ def _updated(old: Any, new: Any) -> Any:
     return old
 
 
+def _plain_containers(values: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """Lists and dictionaries in nested values."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, (list, dict)):
+            yield value
+        if isinstance(value, (list, dict, tuple)):
+            yield from _plain_containers(value)
+
+
 @contextmanager
 def returned_containers(model: nn.Module) -> Iterator[Callable[[], ContainerResults]]:
     """While it lasts, the containers that a forward of `model` is given and changes are results of it as well.
 
     Yields a function for the places of the containers in the last forward.
+
+    Raises:
+        CaptureError: it changes a list or dictionary that it is given.
     """
     given: list[tuple[Any, list[Any], Any]] = []
     found = ContainerResults()
+    plain: list[tuple[Any, Any]] = []
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        plain[:] = [(one, copy.copy(one)) for one in _plain_containers((*args, *kwargs.values()))]
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(one, *pytree.tree_flatten(one)) for one in containers_in((args, kwargs))]
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         nonlocal found
+        for one, before in plain:
+            keys = one.keys() if isinstance(one, dict) else range(len(one))
+            same = len(one) == len(before) and all(isinstance(one, list) or key in before for key in keys)
+            if not same or any(one[key] is not before[key] for key in keys):
+                raise CaptureError(
+                    f"the forward changes a {type(one).__name__} that it is given, of {len(before)} entries, which a "
+                    "captured model would not do; return the values as results, or let the forward change a copy"
+                )
         returned = [id(one) for one in containers_in(output)]
         changed: list[Any] = []
         places: list[tuple[int, int]] = []
@@ -156,6 +181,7 @@ def returned_containers(model: nn.Module) -> Iterator[Callable[[], ContainerResu
 
     handles = [
         model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+        model.register_forward_pre_hook(look, with_kwargs=True),
         model.register_forward_hook(leave, with_kwargs=True),
     ]
     try:

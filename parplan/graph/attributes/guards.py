@@ -7,6 +7,7 @@ microseconds. Only where an object is another one are values compared.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -228,6 +229,8 @@ class Guards:
         held, holds = self._held.get(id(before)), contents(now)
         if held is None or holds is None or isinstance(now, (tuple, set, frozenset, MethodType)) or len(keys) > DEEPEST:
             return
+        if not isinstance(now, (dict, list, deque)) and not hasattr(now, "__dict__"):
+            return  # `__slots__`
         for key, value in held.items.items():
             if key in holds and key not in held.written and not same(holds[key], value, self._held):
                 inner = name_of(path, now, key)

@@ -5,6 +5,7 @@ the user's other files, and of classes. Each is an entry for a guard.
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import types
 from argparse import Namespace
@@ -31,6 +32,7 @@ __all__ = ["NamedValues", "attributes_named", "class_values", "named_values", "o
 _CONTAINERS, _ENTRIES = 100, 1000
 _HOLDERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType, bytearray, array)
 _FUNCTIONS = (types.FunctionType, _lru_cache_wrapper)
+_ENVIRONMENT = (os, os.environ, os.getenv)
 _METHODS = (*_FUNCTIONS, property, cached_property, classmethod, staticmethod)
 
 
@@ -46,6 +48,26 @@ class CellPlace:
             return self.cell.cell_contents
         except ValueError:  # not assigned yet
             return default
+
+
+@dataclass(frozen=True)
+class FunctionPlace:
+    """The attributes of a function, its default arguments among them."""
+
+    function: Any
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """One of them."""
+        return getattr(self.function, key, default)
+
+
+@dataclass(frozen=True)
+class EnvironmentPlace:
+    """The environment's variables."""
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """The value of one."""
+        return os.environ.get(key, default)
 
 
 class NamedValues:
@@ -143,11 +165,17 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
         found += [(_Home(file.path, CellPlace(cell), None), name) for name, cell in cells]
         imported = filter(_is_users, map(sys.modules.get, attributes))  # inside of the function
         homes = [*homes, *(home for module in imported for home in _homes_of(module))]
+        defaults = _Home(str(function.__qualname__), FunctionPlace(function), None)
+        found += [(defaults, name) for name in ("__defaults__", "__kwdefaults__")]
         found += [(home, name) for home in homes for name in attributes]
         for home, name in found:
             value = home.place.get(name, MISSING)
             entry = Entry(f"{home.path}.{name}", home.place, name, value)
             inner = value.__self__ if isinstance(value, types.MethodType) else value
+            if any(value is one for one in _ENVIRONMENT):
+                words = [word for word in code.co_consts if isinstance(word, str)]
+                found += [(_Home("os.environ", EnvironmentPlace(), None), word) for word in words]
+                continue
             is_later = name in later and (isinstance(value, _HOLDERS) or _is_object(value))
             if is_later and _is_compared(value):
                 yield entry, True
@@ -155,6 +183,8 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
             if isinstance(_plain(value), _FUNCTIONS):
                 if isinstance(home.thing, type) and not _is_set_by_users(home.thing, name):
                     continue
+                settings = vars(value) if isinstance(value, types.FunctionType) else {}
+                found += [(_Home(entry.path, settings, None), n) for n in settings if n in attributes]
                 waiting.append((value, _homes_of(inner) if _is_object(inner) else home.methods or homes))
                 yield entry, False
             elif _is_users(value) or _is_users_class(value) or _is_object(value):

@@ -276,7 +276,7 @@ class Recorder:
                 stacklevel=2,
             )
         for inner, leaf in walk(path, value, self._held):
-            self._kinds.add(type(leaf))
+            self._kinds.add(leaf if isinstance(leaf, type) else type(leaf))  # a class may be the configuration
             if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 self._tensors[id(leaf)] = PlainTensor.of(inner, leaf)
 
@@ -304,12 +304,16 @@ class Recorder:
         for place, key in [found for found in self._read if found[0] in twins]:
             self.read(twins[place], str(key), twins[place].get(str(key), MISSING))
 
+    @property
+    def left(self) -> list[tuple[str, int, Any]]:
+        """Values that the forward leaves on modules: the path, the number of tensors, and what is none."""
+        return [(one.path, one.count, one.template.leaves) for one in self.stored]
+
     def stores_like(self, other: Recorder) -> bool:
         """Whether two forwards leave the same beside their tensors, and read and assert the same values on the host."""
-        mine, others = ([(one.path, one.count, one.template.leaves) for one in r.stored] for r in (self, other))
         reads, twins = self.host_reads, other.host_reads
         same = len(reads.checks) == len(twins.checks) and reads.constants == twins.constants
-        return mine == others and same and not any(check.fixed for check in self.checks_beside(other))
+        return self.left == other.left and same and not any(check.fixed for check in self.checks_beside(other))
 
     def checks_beside(self, twin: Recorder | None) -> tuple[InputCheck, ...]:
         """The assertions on inputs; those are fixed that a twin for another number of samples does not have too."""

@@ -315,6 +315,9 @@ def _changes(
     changes |= call.opaque.changes(module, twin.opaque)
     constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
     same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
+    sized = constants[0] != constants[1] or first.recorder.left != twin.export.recorder.left
+    changes = replace(changes, sized=sized)
+    same = same and own.counters == other.counters  # `self.seen += x.shape[0]` is no counter of steps
     changes = changes if same else replace(changes, results=True)
     reads, twins = (made.recorder.host_reads.sizes for made in (first, twin.export))
     digest = partial(ops_digest, module, changes, inputs.constants)
@@ -324,7 +327,6 @@ def _changes(
 def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
     functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
-    program = functional.program
     changes, branches = _changes(call, first, twin, canonical)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
@@ -372,14 +374,14 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         model=type(model).__name__,
         digraph=built.digraph,
         layers=built.layers,
-        values=_specs(graph.graph, trainable),
+        values=_specs(graph.graph, trainable, {one for one in graph.outputs if isinstance(one, str)}),
         producer=built.producer,
         batch=call.batch,
         batch_dims=built.batch_dims,
         user_inputs=tuple(inputs.users),
         user_outputs=graph.outputs,
         in_spec=call.in_spec,
-        out_spec=program.call_spec.out_spec,
+        out_spec=functional.program.call_spec.out_spec,
         parameters=graph.parameters,
         buffers=inputs.buffers,
         constants=inputs.constants,
@@ -398,12 +400,17 @@ def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBat
         containers=first.containers,
         checks=recorder.checks_beside(twin.export.recorder if twin.export is not None else None),
         fixed_batch=fixed,
+        sized=changes.sized,
         grown=changes.grown if twin.export is not None else None,
         size_branches=branches,
     )
 
 
-def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:
+def _specs(graph: fx.Graph, trainable: set[str], results: set[str]) -> dict[str, TensorSpec]:
+    """Shapes and types of all values, and whether a gradient of the results comes back through them.
+
+    A parameter behind `detach()` or a comparison has none, so that every process leaves its `grad` at None.
+    """
     specs: dict[str, TensorSpec] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -415,6 +422,12 @@ def _specs(graph: fx.Graph, trainable: set[str]) -> dict[str, TensorSpec]:
         elif node.op == "call_function":
             flows = any(_flows(source, specs) for source in node.all_input_nodes)
             node.meta["parplan_flows"] = flows
+    reached = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if _flows(node, specs) and (node.name in results or not reached.isdisjoint(node.users)):
+            reached.add(node)
+        elif node.name in specs:
+            specs[node.name] = replace(specs[node.name], requires_grad=False)
     return specs
 
 

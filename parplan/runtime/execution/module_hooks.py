@@ -148,6 +148,12 @@ def _tensors(site: Site, who: str, wanted: Template, values: Any, before: Sequen
             f"{site.path or 'the model'}: {who} returned tensors of shapes {shapes} in place of {known}; what a hook "
             "returns has to have the structure and shapes it was given, as the rest of the step is made for those"
         )
+    if not found.matches(wanted):
+        raise RuntimeFailure(
+            f"{site.path or 'the model'}: {who} returned {list(found.leaves.values())} in place of "
+            f"{list(wanted.leaves.values())}, which are no tensors and constants of the captured model; let it change "
+            "tensors alone"
+        )
     return tensors
 
 

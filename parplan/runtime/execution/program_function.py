@@ -61,6 +61,14 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs and parameters."""
         differentiable = torch.is_grad_enabled()  # create_graph=True
+        try:
+            [gradient.data_ptr() for gradient in gradients if gradient is not None]
+        except (NotImplementedError, RuntimeError) as error:
+            raise RuntimeFailure(
+                "a compiled model was differentiated for several gradients at once (is_grads_batched, vmap), of which "
+                "its devices see no single one; call torch.autograd.grad once for each, or use the plain model, "
+                "`module` of the compiled one"
+            ) from error
         ctx.run.enter_backward()
         with torch.no_grad(), recomputed_once():
             # Under a checkpoint this computes the forward again: here, where all processes are, and not at the first

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 from parplan.compat import in_functional_transform, pytree
 from parplan.errors import PlanError, RuntimeFailure
@@ -147,7 +148,13 @@ class Compiled(Wrapped):
             )
         if torch.compiler.is_exporting():
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
-        return self._follow(ModelCall.of(args, kwargs, self._dim))
+        call = ModelCall.of(args, kwargs, self._dim)
+        if any(unpack_dual(tensor).tangent is not None for tensor in call.tensors):
+            raise RuntimeFailure(
+                "a compiled model was called with a tangent (torch.autograd.forward_ad), which does not reach its "
+                "devices; use the plain model there, `module` of the compiled one, or a backward"
+            )
+        return self._follow(call)
 
     def train_step(
         self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], Tensor], optimizer: torch.optim.Optimizer

@@ -119,6 +119,18 @@ class Wrapped(nn.Module):
         """One of the module's modules; `get_parameter` and `get_buffer` look there too."""
         return self.module.get_submodule(target)
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Give the module a buffer; the next call is captured anew."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Give the module a parameter; the next call is captured anew."""
+        self.module.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Give the module a submodule; the next call is captured anew."""
+        self.module.add_module(name, module)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` with every one of the module's modules."""
         self.module.apply(fn)

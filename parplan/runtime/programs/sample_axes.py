@@ -78,6 +78,12 @@ def check_own_samples(graph: LayerGraph) -> None:
             "in one process, or let the model compute the positions itself (torch.arange, a padded [samples, length] "
             "input instead of offsets)"
         )
+    if graph.sized:
+        raise CaptureError(
+            f"{graph.model} returns, or leaves on a module, a number that depends on the number of samples "
+            "(x.shape[0]). Under torchrun the model sees the samples of all processes, so each process would get their "
+            "number and not its own; take the number from the inputs outside of the model"
+        )
     for result in graph.unplaced:
         why, remedy = "samples are sorted, flipped, compared or merged", "return it before that op"
         if result.unknown:

@@ -149,6 +149,7 @@ class Sharding:
 
     def _cut_all(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, or none of them if one of them cannot be."""
+        _check_memory(self._module, whole)
         cut: list[tuple[nn.Parameter, nn.Parameter]] = []
         problem = ""
         with without_weak_references(self._module):
@@ -233,6 +234,30 @@ class Sharding:
 # -- optimizers: their state is cut with the parameters, and saved and loaded whole --
 
 _WATCHED = "_parplan_gathers_state"
+
+
+def _check_memory(module: nn.Module, cut: Mapping[str, nn.Parameter]) -> None:
+    """Refuse to cut parameters that share memory with each other, or whose gradients are pieces of a larger tensor.
+
+    A piece has memory of its own, so that a write to the one would no longer be seen in the other.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedTensor) or parameter.is_meta or not parameter.numel():
+            continue
+        other = names.setdefault(parameter.data_ptr(), name)
+        if other != name and not cut.keys().isdisjoint((name, other)):
+            raise RuntimeFailure(
+                f"{name} and {other} are two parameters of one memory (weight.data = ...), which cannot be cut over "
+                f"processes; tie them as one parameter ({name} = {other}), or use a plan with replicas alone"
+            )
+        gradient = parameter.grad
+        if name in cut and gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes:
+            raise RuntimeFailure(
+                f"the gradient of {name} is a piece of a larger tensor (p.grad = flat[a:b]), and {name} is cut over "
+                "processes, which gives it a gradient of its own; let backward() make the gradients, or use a plan "
+                "with replicas alone"
+            )
 
 
 @cache

@@ -208,7 +208,7 @@ def test_tied_parameters_share_one_placeholder() -> None:
 def test_gradients_flow_where_parameters_want_them() -> None:
     case = MODELS["frozen"]()
     graph = capture(case.model, case.args)
-    unused = {"c.weight": True, "c.bias": True}
+    unused = {"c.weight": False, "c.bias": False}
     wants = {graph.parameters[name]: graph.values[name].requires_grad for name in graph.parameters}
     assert wants == {"a.weight": False, "a.bias": False, "b.weight": True, "b.bias": False, **unused}
     outputs = {name: graph.values[layer.outputs[0]].requires_grad for name, layer in graph.layers.items()}
