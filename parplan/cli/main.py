@@ -46,8 +46,9 @@ DONE, DIFFERS, BROKEN, REFUSED, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 1, 2, 70, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code (see the module)."""
     argv = sys.argv[1:] if argv is None else argv
-    # Python would go through all that torch has once more at exit, which takes a second.
-    atexit.register(gc.freeze)
+    # Python would go through all that torch has once more at exit, which takes a second; triton, which torch's CUDA
+    # builds bring, prints what was not collected then.
+    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     with _noticed() as pressed:
         try:
             return _run(argv)

@@ -7,11 +7,12 @@ buffers are placeholders of the graph like any other input, with their dotted na
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from math import gcd, lcm, prod
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import networkx as nx
 import torch
@@ -28,7 +29,9 @@ from parplan.graph.axes.sample_indices import SampleIndex
 from parplan.layout import Layout, Sections
 from parplan.plan import Strategy
 
-__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced"]
+__all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced", "once_per_graph"]
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,19 @@ class LayerGraph:
     def consumers(self, value: str) -> tuple[str, ...]:
         """Layers that take `value`, in forward order."""
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
+
+
+def once_per_graph(function: Callable[[LayerGraph], Found]) -> Callable[[LayerGraph], Found]:
+    """A cache of a function's results by graph, which end with it: a graph holds a model's weights."""
+    known: WeakKeyDictionary[LayerGraph, Found] = WeakKeyDictionary()
+
+    @wraps(function)
+    def call(graph: LayerGraph) -> Found:
+        if graph not in known:
+            known[graph] = function(graph)
+        return known[graph]
+
+    return call
 
 
 @dataclass(frozen=True)

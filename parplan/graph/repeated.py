@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from torch import fx
 
-from parplan.graph.layer_graph import Axis, Layer, LayerGraph
+from parplan.graph.layer_graph import Axis, Layer, LayerGraph, once_per_graph
 
 __all__ = ["Blocks", "Fold", "fold", "repeated_blocks"]
 
@@ -78,10 +78,10 @@ class Fold:
         return " and ".join(each)
 
 
-@lru_cache(maxsize=8)
-def fold(graph: LayerGraph, least_layers: int = LEAST_LAYERS) -> Fold | None:
+@once_per_graph
+def fold(graph: LayerGraph) -> Fold | None:
     """The repeated blocks of a graph as layers that stand for others; None where there are too few to gain by it."""
-    blocks = [own for own in repeated_blocks(graph) if own.copies > 4 and own.copies * own.period >= least_layers]
+    blocks = [own for own in repeated_blocks(graph) if own.copies > 4 and own.copies * own.period >= LEAST_LAYERS]
     if not blocks:
         return None
     names = tuple(graph.layers)

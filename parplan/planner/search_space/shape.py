@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import Layer, LayerGraph, once_per_graph
 from parplan.lowering.stages import Stage, keeps_apart
 from parplan.plan import Scheme, Strategy
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, SOME_BRANCHES
@@ -139,7 +138,7 @@ def choices(graph: LayerGraph, layer: Layer, strategies_: Sequence[Strategy], sh
     return tuple(found)
 
 
-@lru_cache(maxsize=8)
+@once_per_graph
 def behind_passes(graph: LayerGraph) -> frozenset[str]:
     """Layers that some plan runs behind its passes: those fed that mix samples, and all behind them."""
     found: set[str] = set()
