@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from math import gcd, lcm, prod
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import networkx as nx
@@ -31,6 +31,7 @@ from parplan.plan import Strategy
 
 __all__ = ["Axis", "Constant", "Layer", "LayerGraph", "TensorSpec", "Unplaced", "once_per_graph"]
 
+Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
@@ -279,15 +280,18 @@ class LayerGraph:
         return tuple(name for name, layer in self.layers.items() if value in layer.inputs)
 
 
-def once_per_graph(function: Callable[[LayerGraph], Found]) -> Callable[[LayerGraph], Found]:
+def once_per_graph(
+    function: Callable[Concatenate[LayerGraph, Given], Found],
+) -> Callable[Concatenate[LayerGraph, Given], Found]:
     """A cache of a function's results by graph, which end with it: a graph holds a model's weights."""
-    known: WeakKeyDictionary[LayerGraph, Found] = WeakKeyDictionary()
+    known: WeakKeyDictionary[LayerGraph, dict[object, Found]] = WeakKeyDictionary()
 
     @wraps(function)
-    def call(graph: LayerGraph) -> Found:
-        if graph not in known:
-            known[graph] = function(graph)
-        return known[graph]
+    def call(graph: LayerGraph, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        results, key = known.setdefault(graph, {}), (args, *kwargs.items())
+        if key not in results:
+            results[key] = function(graph, *args, **kwargs)
+        return results[key]
 
     return call
 

@@ -79,9 +79,9 @@ class Fold:
 
 
 @once_per_graph
-def fold(graph: LayerGraph) -> Fold | None:
+def fold(graph: LayerGraph, least_layers: int = LEAST_LAYERS) -> Fold | None:
     """The repeated blocks of a graph as layers that stand for others; None where there are too few to gain by it."""
-    blocks = [own for own in repeated_blocks(graph) if own.copies > 4 and own.copies * own.period >= LEAST_LAYERS]
+    blocks = [own for own in repeated_blocks(graph) if own.copies > 4 and own.copies * own.period >= least_layers]
     if not blocks:
         return None
     names = tuple(graph.layers)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from types import FrameType, FunctionType
 from typing import Any, Protocol
 
@@ -77,11 +78,14 @@ class AttributeReads(Protocol):
 @contextmanager
 def seen_attributes(reads: AttributeReads) -> Iterator[None]:
     """While it lasts, `reads` is told which attributes of modules are read."""
+    thread = get_ident()
     # On the base class, so that `type(module)` and `super()` are what they are; sub-classes inherit it.
     plain = nn.Module.__getattribute__
 
     def read(self: nn.Module, name: str) -> Any:
         place = object.__getattribute__(self, "__dict__")
+        if get_ident() != thread:
+            return plain(self, name)
         if name in OF_MODULES:
             if name == "__dict__" and is_users(sys._getframe(1).f_code.co_filename):
                 reads.read_all(place)
@@ -123,12 +127,13 @@ def callers_modes() -> Iterator[None]:
 @contextmanager
 def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
     """While it lasts, `note` is told which modes code outside of torch asks for, and the caller's values of them."""
+    thread = get_ident()
     outside = _OUTSIDE.get() or {name: read() for name, read in _MODES.items()}
 
     def reader(name: str) -> Callable[[], bool]:
         def read() -> bool:
             now = _MODES[name]()
-            if sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            if get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith(_TORCH):
                 return now
             note(name, outside[name])
             return now and outside[name] if name == "is_grad_enabled" else now or outside[name]

@@ -7,10 +7,12 @@ that updates its statistics in place, dropout), so that generated code runs at e
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -49,6 +51,19 @@ from parplan.graph.user_code.opaque import OpaqueCalls
 __all__ = ["batch_of", "capture"]
 
 
+# Captures replace functions of torch, and of Python, for the whole process (seen_attributes, seen_modes,
+# compiling_branches, SizeReads.of_one_forward, RandomNumbers, OpaqueCalls.intercepted, intercepted_modules, lazy_code,
+# own_buffer_assignments, stand_ins, packed_sequences), and so does torch.export: one thread at a time.
+_CAPTURING = RLock()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    with _CAPTURING:
+        yield
+
+
+@_one_at_a_time()
 @seldom_collected()
 def capture(
     model: nn.Module,

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -44,15 +45,26 @@ __all__ = ["ExportRequest", "Exported", "FirstCallChanges", "export_call"]
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back warnings, log lines and prints; prints are passed on to stderr if all goes well."""
-    held, disabled = io.StringIO(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    """Hold back warnings, log lines of this thread and prints; prints are passed on to stderr if all goes well."""
+    held, thread = io.StringIO(), get_ident()
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    handlers = {handler for logger in loggers for handler in (*logger.handlers, logging.lastResort) if handler}
+    for handler in handlers:
+        handler.addFilter(is_others)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(held), contextlib.redirect_stdout(held):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
+        for handler in handlers:
+            handler.removeFilter(is_others)
     sys.stderr.write(held.getvalue())
 
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -55,7 +56,13 @@ class OpaqueCalls:
         self._counts: Counter[str] = Counter()
         self._probed: dict[Hashable, list[FunctionSite]] = defaultdict(list)
         self._model: nn.Module | None = None
-        self._aside = False
+        self._thread = get_ident()
+        self._probing = False
+
+    @property
+    def _aside(self) -> bool:
+        """Whether code that runs is no part of the forward: a Function that is probed, or another thread's."""
+        return self._probing or get_ident() != self._thread
 
     def clear(self) -> None:
         """Forget the calls of a capture that has failed."""
@@ -124,11 +131,11 @@ class OpaqueCalls:
             site.outputs, site.results, site.aliases = known.outputs, known.results, known.aliases
             site.followed = replace(known.followed)
         else:
-            self._aside = True  # while the Function is probed, nothing is intercepted
+            self._probing = True  # while the Function is probed, nothing is intercepted
             try:
                 probe(site, tensors, self._model)
             finally:
-                self._aside = False
+                self._probing = False
             alike.append(site)
         return site.outputs.filled(custom_function(tensors, self._named(cls.__name__, site)))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
-from parplan.compat import in_functional_transform, pytree
+from parplan.compat import FakeTensor, in_functional_transform, pytree
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import Constant, LayerGraph
@@ -146,7 +146,8 @@ class Compiled(Wrapped):
                 "a compiled model was called inside a transform of torch.func (grad, vmap, jvp, ...), which does not "
                 "reach its devices; use the plain model there, `module` of the compiled one, or loss.backward()"
             )
-        if torch.compiler.is_exporting():
+        leaves = pytree.tree_leaves((args, kwargs)) if torch.compiler.is_exporting() else ()  # in some thread
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return self.module(*args, **kwargs)  # a larger model is being captured, and its plan covers this part
         call = ModelCall.of(args, kwargs, self._dim)
         if any(unpack_dual(tensor).tangent is not None for tensor in call.tensors):
