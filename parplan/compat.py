@@ -6,6 +6,7 @@ which). The runtime's own two, which are about autograd, are in parplan/runtime/
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -118,6 +119,7 @@ def intercepted_functions(handler: Handler) -> Iterator[None]:
     def forward_of(cls: Any) -> Callable[..., Any]:
         forward, context = cls.forward, cls.setup_context is base.setup_context  # the first argument
 
+        @functools.wraps(forward)  # torch fills in defaults by the signature of `cls.forward`
         def met(*args: Any, **kwargs: Any) -> Any:
             first = args[: int(context)]
 

@@ -128,8 +128,8 @@ def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
             pass
 
         @staticmethod
-        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
-            return x + 2
+        def forward(x: Tensor, scale: float = 2.0) -> Tensor:  # type: ignore[override]
+            return x * scale + 1
 
     seen: list[tuple[Any, bool]] = []
 
@@ -145,6 +145,9 @@ def test_function_apply_can_be_intercepted_wherever_it_is_held() -> None:
         assert (vars(kind)["forward"], set(seen)) == (own, {(kind, True)})
         assert held(x).item() == result  # type: ignore[no-untyped-call]
         seen.clear()
+    with intercepted_functions(handler):  # torch fills in defaults and puts named arguments in their places
+        for call in (held, Named.apply):
+            assert call(torch.ones(1), scale=4.0).item() == 5.0  # type: ignore[no-untyped-call]
     with intercepted_functions(lambda plain, cls, args, kwargs: args[0] * 5):
         assert Same.apply(torch.ones(1)).item() == 5.0  # type: ignore[no-untyped-call]
         assert held(torch.ones(1)).item() == 5.0  # type: ignore[no-untyped-call]
