@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from traceback import FrameSummary
+from types import FrameType
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import _trace
+from torch.export import ExportedProgram, _trace
+from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.modules import module
@@ -26,10 +31,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import BackwardHook
 
 __all__ = [
-    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "conversion_of", "hooks_of_all_modules", "in_functional_transform",
-    "intercepted_functions", "intercepted_modules", "is_composite", "lazy_code", "memory_of", "overload_name",
-    "own_buffer_assignments", "pytree", "schema_of", "traced_node", "unrecorded", "warn_if_newer",
-    "without_modes",
+    "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
+    "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
+    "is_composite", "lazy_code", "memory_of", "overload_name", "own_buffer_assignments", "pytree", "schema_of",
+    "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
 ]  # fmt: skip
 
 NEWEST = (2, 15)
@@ -251,3 +256,72 @@ def without_modes() -> AbstractContextManager[Any]:
     """A context in which ops run on real tensors as always, also while a model is being traced."""
     found: AbstractContextManager[Any] = _disable_current_modes()
     return found
+
+
+@contextmanager
+def symbolic_sizes(is_asking: Callable[[FrameType], bool]) -> Iterator[None]:
+    """While it lasts, torch.export takes a symbolic size for any number, and as it is where code makes text of it.
+
+    torch takes sizes of 2 and more for others than 1, of which a graph for one sample is no part; and the text of a
+    symbol is its name.
+
+    Args:
+        is_asking: whether a frame is of code that gets a plain number, and not torch's own.
+    """
+    config: Any = _config
+    kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
+    plain = {(kind, name): vars(kind)[name] for kind in kinds for name in ("__str__", "__repr__") if name in vars(kind)}
+
+    def text(own: Callable[[Any], str], number: Callable[[Any], Any]) -> Callable[[Any], str]:
+        return lambda self: str(number(self)) if is_asking(sys._getframe(1)) else own(self)
+
+    try:
+        for (kind, name), own in plain.items():
+            setattr(kind, name, text(own, int if kind is torch.SymInt else float))
+        with config.patch(backed_size_oblivious=True):
+            yield
+    finally:
+        for (kind, name), own in plain.items():
+            setattr(kind, name, own)
+
+
+def expression_of(size: Any) -> Any:
+    """The formula of a symbolic number, by which it can be compared and hashed; a plain number is its own."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def value_of(expression: Any, size: int) -> Any:
+    """The number, or truth value, that a formula has where all symbols are `size`; None where it has none."""
+    found = expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(size)))
+    if found.is_Boolean:
+        return bool(found) if found in (sympy.true, sympy.false) else None
+    return float(found) if found.is_number else None
+
+
+def guards_of(program: ExportedProgram) -> list[tuple[Any, bool, tuple[str, int] | None]]:
+    """The conditions on symbolic sizes that an export was traced under.
+
+    Returns:
+        Each condition as a formula, whether it makes a plain number of a symbol, and the file and line of the code
+        (None where that is not known).
+    """
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    env: Any = next((mode.shape_env for mode in modes if mode.shape_env is not None), None)
+    found = []
+    for guard in env.guards if env is not None else ():
+        place, expression = guard.sloc.framework_loc, guard.expr
+        is_fixed = isinstance(expression, sympy.Eq) and not expression.free_symbols.isdisjoint(env.replacements)
+        known = isinstance(place, FrameSummary) and place.filename != __file__
+        found.append((expression, is_fixed, (place.filename, place.lineno or 0) if known else None))
+    return found
+
+
+def bent_sizes(program: ExportedProgram) -> list[Any]:
+    """The formulas of those symbolic numbers of an export, sizes of its values among them, that are not linear."""
+    found: dict[Any, None] = {}
+    for node in program.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            numbers = value.shape if isinstance(value, Tensor) else [value]
+            found |= {expression_of(one): None for one in numbers if isinstance(one, (torch.SymInt, torch.SymFloat))}
+    return [one for one in found if not one.is_polynomial() or sympy.total_degree(one, *one.free_symbols) > 1]

@@ -14,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parplan.compat import (
     HOOK_FIELDS,
     BackwardHook,
+    bent_sizes,
     conversion_of,
+    expression_of,
+    guards_of,
     hooks_of_all_modules,
     in_functional_transform,
     intercepted_functions,
@@ -26,7 +29,9 @@ from parplan.compat import (
     own_buffer_assignments,
     pytree,
     schema_of,
+    symbolic_sizes,
     traced_node,
+    value_of,
     warn_if_newer,
     without_modes,
 )
@@ -272,3 +277,40 @@ def test_a_running_export_knows_the_node_of_a_tensor() -> None:
     assert node.target is torch.ops.aten.mul.Tensor
     assert isinstance(root, nn.Module)
     assert traced_node(torch.ones(2)) is None
+
+
+SAID = list[str]()
+
+
+class Sized(nn.Module):
+    """A branch, a number of the samples that is not linear, and one that Python takes."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.fixed = fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.reshape(-1, 2)[: x.shape[0] // 2] * (2 if 0.5 * x.shape[0] > 2 else 1)
+        SAID.extend([f"{x.shape[0]}"] if self.fixed else [])
+        return made
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_symbolic_export_keeps_its_conditions(fixed: bool) -> None:
+    model, x = Sized(fixed), torch.randn(6, 4)
+    SAID.clear()
+    shapes: Any = torch.export.ShapesCollection()
+    shapes[x] = {0: torch.export.Dim.AUTO}
+    with symbolic_sizes(lambda frame: frame.f_code.co_filename == __file__):
+        program = torch.export.export(model, (x,), strict=False, dynamic_shapes=shapes)
+    assert set(SAID) == ({"6"} if fixed else set())
+    condition, _, place = guards_of(program)[0]
+    assert place is not None
+    assert place[0] == __file__
+    assert [value_of(condition, size) for size in (4, 5, 60)] == [False, True, True]
+    assert [(is_fixed, place) for _, is_fixed, place in guards_of(program)[1:]] == ([(True, None)] if fixed else [])
+    assert fixed or {value_of(bent, 7) for bent in bent_sizes(program)} == {3}
+
+
+def test_plain_sizes_are_their_own_formulas() -> None:
+    assert expression_of(7) == 7

@@ -16,7 +16,6 @@ KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
         "*": "a hook sees one replica's samples",
     },
     "centring_backward_hook": {"*": "a hook sees one replica's samples"},
-    "isqrt": {"*": "a number that two captures take to be in proportion to the samples is scaled for a third batch"},
     "flat_parameters": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
     "state_dict_writes": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
     "container_order": {"ranks/shards": "ends in an error of torch's", "ranks/mixed": "ends in an error of torch's"},

@@ -382,12 +382,6 @@ def isqrt(run: Run) -> None:
 
 @SECTION(
     "branches on numbers calculated from the samples (`0.5 * x.shape[0]`, `numel()` of a size, a list of that length)",
-    refused={
-        "*/mixed": "samples depend on each other",
-        "*/replicas": "samples depend on each other",
-        "*": "does not compute",
-    },
-    why="another branch is another model",
 )
 def size_arithmetic(run: Run) -> None:
     class Net(_Net):
@@ -716,7 +710,7 @@ def _centred(gradient: Any) -> Any:
 def centring_backward_hook(run: Run) -> None:
     plain = Mlp()
     for layer in (plain.body, plain.head):
-        layer.register_full_backward_hook(lambda module, given, taken: tuple(_centred(one) for one in given))
+        layer.register_full_backward_hook(lambda _, given, __: tuple(map(_centred, given)))
     model = run.compile(plain)
     steps(run, model, sgd(model))
 

@@ -13,7 +13,7 @@ import io
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -43,7 +43,6 @@ from parplan.graph.attributes.held_values import (
 from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.attributes.named_values import NamedValues, attributes_named, class_values, outside_values
 from parplan.graph.attributes.number_inputs import Number
-from parplan.graph.attributes.size_branches import without_sizes
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import (
     OF_MODULES,
@@ -94,7 +93,6 @@ class Recorder:
         self._outside: list[Entry] = []
         self._active = False
         self._random: RandomNumbers | None = None
-        self._lengths = ExitStack()
         self._held_by: dict[int, tuple[nn.Module, str, dict[Any, Any], dict[Any, Any]]] = {}
         self.host_reads = HostReads(partial(is_watched, self._tensors, self._decides))
         self.stored: list[Stored] = []
@@ -137,7 +135,6 @@ class Recorder:
         found = ((index, traced_node(leaf)) for index, leaf in leaves if isinstance(leaf, Tensor))
         self.host_reads.inputs = {known[0]: index for index, known in found if known is not None}
         self._active = self.host_reads.on = True
-        self._lengths.enter_context(self.host_reads.sizes.of_one_forward())
         self._random = RandomNumbers()
         # torch has looked the model's own forward up before its hooks are called.
         kind, own = next(kind for kind in type(module).__mro__ if "forward" in vars(kind)), module.__dict__
@@ -152,10 +149,8 @@ class Recorder:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Hook of the whole model: results and what it has left on the modules."""
         self._active = self.host_reads.on = False
-        self._lengths.close()
         try:
             self._end_random()
-            output = without_sizes(output)
             extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
             self.changes += self._unread if self.changes else []
             for module, fields, place, before in self._held_by.values():
@@ -177,7 +172,6 @@ class Recorder:
     def restore(self) -> None:
         """Put all attributes back."""
         self._active = self.host_reads.on = False
-        self._lengths.close()
         for known in self._modules.values():
             for key in (known.place.keys() | known.before.keys()) - OF_MODULES:
                 if key not in known.before:
@@ -400,7 +394,6 @@ class Recorder:
 
     def _taken(self, write: Write, call: Any) -> list[Tensor]:
         """The tensors of a write, which become results."""
-        write = replace(write, now=without_sizes(write.now))
         template, tensors = Template.of(write.now)
         for leaf in template.leaves.values():
             if not isinstance(leaf, (*PLAIN, torch.Size)):

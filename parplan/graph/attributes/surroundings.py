@@ -27,7 +27,6 @@ from parplan.errors import CaptureError
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.held_values import MISSING
 from parplan.graph.attributes.input_checks import InputCheck, asserted, input_check, model_frame
-from parplan.graph.attributes.size_branches import SIZE_READS, SizeReads
 from parplan.graph.user_line import calling_line, frame_line, is_users
 
 __all__ = [
@@ -206,6 +205,12 @@ _READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__")
 )
+_OF_TENSORS: Any = Tensor
+_SIZE_READS = frozenset([
+    _OF_TENSORS.shape.__get__, _OF_TENSORS.nbytes.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride,
+    Tensor.__len__, torch.numel,
+])  # fmt: skip
+_PASSES_ON = tuple(str(Path(_TORCH, name)) for name in ("overrides.py", "_tensor.py"))  # between a read and its reader
 
 
 class HostReads(TorchFunctionMode):
@@ -218,7 +223,8 @@ class HostReads(TorchFunctionMode):
         checks: assertions on inputs, which are taken to hold.
         unchecked: lines of assertions that something else decides, and that a graph leaves out.
         constants: formulas of the values that Python has read.
-        sizes: of tensors, and the branches on them.
+        sizes: of tensors that the model's own code has read, with the place of the code, as keys.
+        measured: a line of torch's layers that reads one; empty for none.
     """
 
     def __init__(self, watched: Callable[[Tensor], bool]) -> None:
@@ -229,7 +235,8 @@ class HostReads(TorchFunctionMode):
         self.checks: list[InputCheck] = []
         self.unchecked: list[str] = []
         self.constants: list[str] = []
-        self.sizes = SizeReads()
+        self.sizes: dict[tuple[str, int, str], None] = {}
+        self.measured = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -237,7 +244,9 @@ class HostReads(TorchFunctionMode):
         """Call `func`, on the value of a tensor that no input decides; an assertion on inputs holds."""
         if not self.on or func not in _READS:
             result = func(*args, **(kwargs or {}))
-            return self.sizes.seen(result) if self.on and func in SIZE_READS else result
+            if self.on and func in _SIZE_READS:
+                self._note(result)
+            return result
         self.any = True
         constant = constant_value(args[0], self._watched)
         if constant is not None:
@@ -252,6 +261,17 @@ class HostReads(TorchFunctionMode):
                 self.checks.append(check)
                 return expected
         return func(*args, **(kwargs or {}))
+
+    def _note(self, size: Any) -> None:
+        """Keep a size that code has read."""
+        frame = sys._getframe(2)
+        while frame.f_back and (frame.f_code.co_filename in _PASSES_ON or "torch_function" in frame.f_code.co_name):
+            frame = frame.f_back
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            self.measured = self.measured or frame_line(frame)
+        elif not file.startswith(_PARPLAN):
+            self.sizes[file, frame.f_lineno, str(size)] = None
 
 
 _DRAWS = "random uniform randint randrange choice choices sample shuffle gauss normalvariate"

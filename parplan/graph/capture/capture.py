@@ -6,21 +6,22 @@ that updates its statistics in place, dropout), so that generated code runs at e
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
+from torch.export.graph_signature import ConstantArgument, InputKind
 
-from parplan.compat import pytree
+from parplan.compat import overload_name, pytree, schema_of
 from parplan.errors import CaptureError
 from parplan.garbage import seldom_collected
 from parplan.graph.attributes.containers import ContainerResults, register_caches
@@ -31,12 +32,13 @@ from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.graph.batch_changes import BatchChanges, batch_changes, changed_constants, everything_changes, ops_digest
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
-from parplan.graph.capture.equal_blocks import EarlierExport, EqualBlocks, UnequalBlocks, equal_blocks
+from parplan.graph.capture.equal_blocks import EarlierExport, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
 from parplan.graph.capture.first_blocks import FirstBlocks
 from parplan.graph.capture.merged_heads import merged_heads
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
+from parplan.graph.capture.other_batches import Twin, at_another_batch, from_equal_blocks, is_plain, ops_of
 from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.functionalise import Functional, functionalise
@@ -48,11 +50,13 @@ from parplan.graph.user_code.functions import known_sites
 from parplan.graph.user_code.module_hooks import Site
 from parplan.graph.user_code.opaque import OpaqueCalls
 
-__all__ = ["batch_of", "capture"]
+__all__ = ["batch_of", "capture", "computes_alike"]
+
+_VARIANT = re.compile(r"^(Tensor|Scalar)(_(Tensor|Scalar))?$")
 
 
 # Captures replace functions of torch, and of Python, for the whole process (seen_attributes, seen_modes,
-# compiling_branches, SizeReads.of_one_forward, RandomNumbers, OpaqueCalls.intercepted, intercepted_modules, lazy_code,
+# compiling_branches, symbolic_sizes, RandomNumbers, OpaqueCalls.intercepted, intercepted_modules, lazy_code,
 # own_buffer_assignments, stand_ins, packed_sequences), and so does torch.export: one thread at a time.
 _CAPTURING = RLock()
 
@@ -98,7 +102,7 @@ def capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
     call = replace(call, compiling=earlier.compiling if earlier is not None else None)
-    with as_tensors(numbers) as tensors:
+    with as_tensors(numbers) as tensors, _said_once(call.said):
         settled: tuple[Change, ...] = ()
         try:
             first = _first_export(call, earlier)
@@ -108,14 +112,14 @@ def capture(
         call = replace(call, compiling=bool(first.compiling))
         if earlier is not None:
             earlier.compiling = call.compiling or None
-        twin = _Twin(call.alike, call.opaque)
+        twin = Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
-            twin = _at_another_batch(call, first)
+            twin = at_another_batch(call, first)
             bound = whole_batch(first.program, twin.export.program if twin.export is not None else None, call.batch)
         if numbers:
             _check_inputs(call, first.program, first.recorder, tensors)
-    graph = _assemble(call, first, twin, bound)
+        graph = _assemble(call, first, twin, bound)
     if unchecked := first.recorder.host_reads.unchecked:
         warnings.warn(
             f"{type(model).__name__}: left out of the captured model, as weights or activations decide it: the "
@@ -133,6 +137,15 @@ def capture(
         compiling=first.compiling,
         unchecked=tuple(unchecked),
     )
+
+
+@contextmanager
+def _said_once(said: Sequence[str]) -> Iterator[None]:
+    """Pass on to stderr, at the end, what the model has printed in one export, the one with most lines."""
+    try:
+        yield
+    finally:
+        sys.stderr.write(max(said, key=lambda text: text.count("\n"), default=""))
 
 
 def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
@@ -163,58 +176,16 @@ def _check_inputs(
         raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
 
 
-@dataclass(frozen=True)
-class _Twin:
-    """The same call exported with another number of samples.
-
-    Args:
-        samples: leaves that hold samples.
-        opaque: its calls of the user's code.
-        export: None where there is none; `errors` says why.
-        batch: its samples.
-    """
-
-    samples: frozenset[int]
-    opaque: OpaqueCalls
-    export: Exported | None = None
-    batch: int = 0
-    errors: tuple[str, ...] = ()
-
-
-def _at_another_batch(call: ExportRequest, first: Exported) -> _Twin:
-    """The capture that shows which leaves hold samples, and what changes with their number.
-
-    Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
-    samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
-    """
-    leading, *others = sorted(call.alike)
-    without = [call.alike - {other} for other in others]
-    batch, reasons = call.batch or 0, []
-    # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
-    for other_batch in (2 * batch, *([batch // 2] if batch > 3 else [])):
-        for samples in dict.fromkeys([call.alike, *without, frozenset({leading})]):
-            opaque = OpaqueCalls()
-            try:
-                given = call.resized(samples, other_batch)
-                made = _from_equal_blocks(call, *_ops(first), given) if _is_plain(call, first) else None
-                made = made or export_call(call, given, {}, opaque)
-            except CaptureError as error:
-                reasons.append(f"for {other_batch}: {error}")
-                continue
-            return _Twin(samples, opaque, made, other_batch)
-    return _Twin(call.alike, call.opaque, errors=tuple(reasons))
-
-
 def _first_export(call: ExportRequest, earlier: EarlierExport | None) -> Exported:
     """The export of the call as it is: like an earlier one where it has the same ops, else in full."""
     given = call.resized(call.alike, call.batch)
     if earlier is not None and earlier.graph is not None and not earlier.unlike and not call.numbers:
-        made = _from_equal_blocks(call, earlier.graph, earlier.inputs, given)
+        made = from_equal_blocks(call, earlier.graph, earlier.inputs, given)
         if made is not None and not _is_unseen(made):
             return made
         earlier.unlike = True
     made = _from_first_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
-    if earlier is not None and _is_plain(call, made) and equal_blocks(call.model, *_ops(made)):
+    if earlier is not None and is_plain(call, made) and equal_blocks(call.model, *ops_of(made)):
         earlier.keep(made.program)
     return made
 
@@ -239,37 +210,6 @@ def _from_first_blocks(call: ExportRequest, given: Any) -> Exported | None:
 def _is_unseen(made: Exported) -> bool:
     """Whether the forward reads tensors on the host or changes caches, which nobody sees copied blocks do."""
     return made.recorder.host_reads.any or made.containers != ContainerResults()
-
-
-def _ops(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:
-    return made.program.graph, made.program.graph_signature.input_specs
-
-
-def _is_plain(call: ExportRequest, first: Exported) -> bool:
-    """Whether an export in full is ops alone: no calls of the user's code, nothing left on modules."""
-    code = call.sites or call.opaque.sites or call.opaque.checkpoints
-    return not (call.numbers or code or first.recorder.stored)
-
-
-def _from_equal_blocks(
-    call: ExportRequest, graph: fx.Graph, inputs: Sequence[InputSpec], given: Any
-) -> Exported | None:
-    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full.
-
-    Args:
-        graph, inputs: of an export in full, and of its signature.
-        given: (args, kwargs).
-    """
-    blocks = equal_blocks(call.model, graph, inputs)
-    if not blocks:
-        return None
-    equal, opaque, sites = EqualBlocks(blocks), OpaqueCalls(), dict[str, Site]()
-    try:
-        made = export_call(call, given, sites, opaque, equal)
-        equal.fill_in(graph, made.program)
-    except (CaptureError, UnequalBlocks):
-        return None
-    return None if sites or opaque.sites or opaque.checkpoints or made.recorder.stored else made
 
 
 @dataclass(frozen=True)
@@ -316,7 +256,7 @@ def _canonical(
 
 
 def _changes(
-    call: ExportRequest, first: Exported, twin: _Twin, canonical: tuple[Functional, Canonical, _Inputs]
+    call: ExportRequest, first: Exported, twin: Twin, canonical: tuple[Functional, Canonical, _Inputs]
 ) -> tuple[BatchChanges, SizeBranches]:
     """Changes with the number of samples, of the canonical graph, and the Python branches on it."""
     functional, own, inputs = canonical
@@ -334,12 +274,11 @@ def _changes(
     changes = replace(changes, sized=sized)
     same = same and own.counters == other.counters  # `self.seen += x.shape[0]` is no counter of steps
     changes = changes if same else replace(changes, results=True)
-    reads, twins = (made.recorder.host_reads.sizes for made in (first, twin.export))
-    digest = partial(ops_digest, module, changes, inputs.constants)
-    return changes, SizeBranches.of(reads, call.batch or 1, twins, twin.batch, digest)
+    branches = twin.branches
+    return changes, replace(branches, ops=ops_digest(module, changes, inputs.constants) if branches.asks_anew else "")
 
 
-def _assemble(call: ExportRequest, first: Exported, twin: _Twin, bound: WholeBatch) -> LayerGraph:
+def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
     functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
     changes, branches = _changes(call, first, twin, canonical)
@@ -448,3 +387,31 @@ def _specs(graph: fx.Graph, trainable: set[str], results: set[str]) -> dict[str,
 
 def _flows(node: fx.Node, specs: Mapping[str, TensorSpec]) -> bool:
     return specs[node.name].requires_grad if node.name in specs else bool(node.meta.get("parplan_flows"))
+
+
+def computes_alike(plain: LayerGraph, other: LayerGraph) -> bool:
+    """Whether `other`, captured with tensors in the place of numbers, does what `plain` does with the numbers."""
+    first, second = list(_named_ops(plain, {})), list(_named_ops(other, other.numbers))
+    return first == second and _results(plain) == _results(other)
+
+
+def _results(graph: LayerGraph) -> list[Any]:
+    values = graph.values
+    return [(values[v].dtype, len(values[v].shape)) if isinstance(v, str) else v for v in graph.user_outputs]
+
+
+def _named_ops(graph: LayerGraph, numbers: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Ops by name and by the type of their results, but for arithmetic on the numbers themselves."""
+    scalars = set(numbers)
+    for layer in graph.layers.values():
+        for node in layer.nodes:
+            sources = {source.name for source in node.all_input_nodes}
+            if sources and sources <= scalars:
+                scalars.add(node.name)
+            else:
+                spec, schema = graph.values.get(node.name), schema_of(node.target)
+                # What differs between an op on a number and one on a tensor is left out of its name.
+                name = str(node.target if schema is None else schema.name)
+                if schema is not None:
+                    name = f"{name.replace('rsub', 'sub')}.{_VARIANT.sub('', overload_name(node.target))}"
+                yield (name, *((spec.dtype, len(spec.shape), spec.requires_grad) if spec is not None else ()))

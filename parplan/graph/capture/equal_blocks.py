@@ -28,7 +28,7 @@ from torch import Tensor, fx, is_autocast_enabled, is_grad_enabled, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
-from parplan.compat import HOOK_FIELDS, intercepted_modules, memory_of, pytree
+from parplan.compat import HOOK_FIELDS, expression_of, intercepted_modules, memory_of, pytree
 from parplan.graph.attributes.held_values import PLAIN
 from parplan.graph.attributes.recording import Recorder
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
@@ -161,7 +161,8 @@ def tensor_facts(tensor: Tensor | None) -> Hashable:
     """All that a trace depends on but aliases and values."""
     if tensor is None:
         return None
-    return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    sizes = (tuple(map(expression_of, numbers)) for numbers in (tensor.shape, tensor.stride()))
+    return type(tensor), *sizes, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _described(nodes: Sequence[fx.Node], constants: set[str], written: set[int]) -> Hashable | None:
@@ -196,14 +197,12 @@ class Traced:
         spec: of its results.
         leaves: per result the number of the argument that it is, of the tensor that it makes, or a plain value.
         made: tensors that it makes.
-        sizes: which of those that were read it reads.
     """
 
     block: Block
     spec: Any
     leaves: tuple[tuple[str, Any], ...]
     made: tuple[Tensor, ...]
-    sizes: slice
 
 
 @dataclass
@@ -227,8 +226,7 @@ class EqualBlocks:
             block = self.blocks.get(module)
             if block is None:
                 return plain(module, *args, **kwargs)
-            with recorder.host_reads.sizes.switched(on=False):
-                return self._call(plain, block, args, kwargs, recorder)
+            return self._call(plain, block, args, kwargs, recorder)
 
         try:
             with intercepted_modules(call):
@@ -244,23 +242,18 @@ class EqualBlocks:
         if module in self._called or not recorder.is_untouched(module):
             raise UnequalBlocks
         self._called.add(module)
-        sizes = recorder.host_reads.sizes
         if given is None:
-            with sizes.switched(on=True):
-                return plain(module, *args, **kwargs)
+            return plain(module, *args, **kwargs)
         known = self._traced[block.kind, given]
         for traced in known:
             if recorder.reads_alike(traced.block.module, module) and not self._is_compared(traced, block):
                 recorder.read_like(traced.block.module, module)
-                sizes.values += sizes.values[traced.sizes]
                 return self._copy(traced, block, leaves)
         self._mark(block, block, _taken(block, leaves))
-        begin = len(sizes.values)
-        with sizes.switched(on=True):
-            result = plain(module, *args, **kwargs)
+        result = plain(module, *args, **kwargs)
         again, same_spec = pytree.tree_flatten((args, kwargs))
         same = len(again) == len(leaves) and all(a is b for a, b in zip(again, leaves, strict=True))
-        made = _results_of(block, result, leaves, slice(begin, len(sizes.values)))
+        made = _results_of(block, result, leaves)
         if made is not None and same and spec == same_spec and recorder.is_untouched(module):
             self._mark(block, block, made.made)
             if self._may_be_copied(made):
@@ -291,6 +284,11 @@ class EqualBlocks:
         sources = {"argument": leaves, "made": made}
         results = [sources[how][value] if how in sources else value for how, value in traced.leaves]
         return pytree.tree_unflatten(results, traced.spec)
+
+    def copied(self, model: nn.Module) -> tuple[str, ...]:
+        """Paths of the blocks that were not traced."""
+        blocks = {block.module for traced, block in self._copied.values() if traced is not block}
+        return tuple(path for path, module in model.named_modules() if module in blocks)
 
     def fill_in(self, first: fx.Graph, program: ExportedProgram) -> None:
         """Put the ops of copied blocks into a program, whose ops get the names that an export in full gives them.
@@ -405,7 +403,11 @@ def _arguments(leaves: Sequence[Any], spec: Any) -> Hashable | None:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     objects, memories = dict[int, int](), dict[int, int]()
     aliases = tuple(
-        (objects.setdefault(id(x), len(objects)), memories.setdefault(memory_of(x), len(memories)), x.storage_offset())
+        (
+            objects.setdefault(id(x), len(objects)),
+            memories.setdefault(memory_of(x), len(memories)),
+            expression_of(x.storage_offset()),
+        )
         for x in tensors
     )
     words = tuple(tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
@@ -418,7 +420,7 @@ def _is_plain(spec: Any) -> bool:
     return spec.is_leaf() or (spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children())))
 
 
-def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slice) -> Traced | None:
+def _results_of(block: Block, result: Any, arguments: Sequence[Any]) -> Traced | None:
     """How a traced block makes its results; None where they share memory with what they are not."""
     leaves, spec = pytree.tree_flatten(result)
     if not _is_plain(spec) or not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
@@ -439,4 +441,4 @@ def _results_of(block: Block, result: Any, arguments: Sequence[Any], sizes: slic
             memories.add(memory_of(leaf))
             found.append(("made", len(made)))
             made.append(leaf)
-    return Traced(block, spec, tuple(found), tuple(made), sizes)
+    return Traced(block, spec, tuple(found), tuple(made))

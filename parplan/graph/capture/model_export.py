@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,13 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parplan.compat import lazy_code, pytree
+from parplan.compat import expression_of, lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
 from parplan.graph.attributes.first_call import Change
@@ -44,8 +44,8 @@ __all__ = ["ExportRequest", "Exported", "FirstCallChanges", "export_call"]
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hold back warnings, log lines of this thread and prints; prints are passed on to stderr if all goes well."""
+def quiet(said: list[str]) -> Iterator[None]:
+    """Hold back warnings, log lines of this thread and prints, of which the text is added to `said`."""
     held, thread = io.StringIO(), get_ident()
 
     def is_others(record: logging.LogRecord) -> bool:
@@ -65,7 +65,7 @@ def quiet() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_others)
-    sys.stderr.write(held.getvalue())
+    said.append(held.getvalue())
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class ExportRequest:
     """The call to capture: a model, the leaves of its arguments, and the dimension of the samples.
 
     `compiling` says whether the code that the model has for compilers is taken; None: where its code for Python fails.
+    `symbolic` are the leaves of which the samples are a symbol, in an export that shows guards and never runs; `said`
+    is the text that the model prints, per export.
     """
 
     model: nn.Module
@@ -85,6 +87,8 @@ class ExportRequest:
     sites: dict[str, Site] = field(default_factory=dict)
     opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
     compiling: bool | None = None
+    symbolic: frozenset[int] = frozenset()
+    said: list[str] = field(default_factory=list)
 
     @property
     def alike(self) -> frozenset[int]:
@@ -108,6 +112,13 @@ class ExportRequest:
                 ) from error
         return pytree.tree_unflatten(made, self.in_spec)
 
+    def symbols(self, given: Any) -> Any:
+        """The sizes of a call's arguments that are symbols; None without one."""
+        shapes, leaves = torch.export.ShapesCollection(), pytree.tree_leaves(given)
+        for index in self.symbolic:
+            shapes[leaves[index]] = {self.dim: torch.export.Dim.AUTO}
+        return shapes if self.symbolic else None
+
 
 _VMAP = "torch._functorch.predispatch"
 
@@ -119,6 +130,8 @@ class Exported:
     Args:
         program: as torch.export gives it, with lookups in step with the samples rewritten.
         recorder: attributes that the forward reads and writes.
+        ops: with the modules that they are in, in their order.
+        copied: the blocks whose ops are not among them.
         containers: caches among the arguments that it returns or changes.
         compiling: the model's lines that ask whether they are compiled, where they were told so.
     """
@@ -126,7 +139,14 @@ class Exported:
     program: ExportedProgram
     recorder: Recorder
     containers: ContainerResults
+    ops: tuple[tuple[str, Any], ...]
+    copied: tuple[str, ...] = ()
     compiling: tuple[str, ...] = ()
+
+    def has_ops_of(self, other: Exported) -> bool:
+        """Whether it has the ops of another one in full, in the same modules, but for copied blocks."""
+        blocks = tuple(f"{path}." for path in self.copied)
+        return self.ops == tuple((at, op) for at, op in other.ops if not f"{at}.".startswith(blocks))
 
 
 class FirstCallChanges(CaptureError):
@@ -198,7 +218,7 @@ def _export(
 ) -> Exported:
     model, training = call.model, call.training
     args, kwargs = given
-    modes = {module: module.training for module in model.modules()}
+    modes, copied = {module: module.training for module in model.modules()}, tuple[str, ...]()
     if training != model.training:
         model.train(training)
     try:
@@ -212,7 +232,7 @@ def _export(
                     "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
                 )
         with (
-            quiet(),
+            quiet(call.said),
             lazy_code(),
             stand_ins(model),
             missing_devices(),
@@ -225,9 +245,14 @@ def _export(
             recorded(model, call.numbers) as recorder,
             equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
-            exported = torch.export.export(model, args, kwargs, strict=False)
+            exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=call.symbols(given))
             if isinstance(equal, FirstBlocks):
                 equal.fill_in_alike(exported)
+            elif equal is not None:
+                copied = equal.copied(model)
+            ops = tuple(_calls(exported))
+            if call.symbolic:
+                return Exported(exported, recorder, ContainerResults(), ops, copied)
             if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)
@@ -262,9 +287,29 @@ def _export(
     unsort_experts(exported.graph)
     if changes := [*replaced, *recorder.changes]:
         raise FirstCallChanges(changes, exported)
-    return Exported(exported, recorder, containers())
+    return Exported(exported, recorder, containers(), ops, copied)
 
 
+def _calls(program: ExportedProgram) -> Iterator[tuple[str, Any]]:
+    """The ops of a program, without those that calculate sizes, and the modules that they are in."""
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if not isinstance(node.target, OpOverload) or node.target.overloadpacket in _OF_SIZES:
+                continue
+            if node.target is _ATEN.slice.Tensor and _shape(node) == _shape(node.args[0]):
+                continue  # of all there is: left out where sizes are numbers
+            paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+            yield paths[-1] if paths else "", node.target
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(map(expression_of, node.meta["val"].shape))
+
+
+_ATEN = torch.ops.aten
+_OF_SIZES = frozenset(
+    (_ATEN.sym_size, _ATEN.sym_numel, _ATEN.sym_stride, _ATEN._assert_scalar, torch.ops.parplan.equal_block)
+)
 _UNTRACEABLE = (
     "  torch.export must be able to trace the forward; branches on tensor values are the usual cause "
     "(use torch.where, or move them out of the model)"

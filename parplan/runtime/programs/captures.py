@@ -19,9 +19,8 @@ from parplan.compat import pytree
 from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.surroundings import callers_modes
-from parplan.graph.capture.capture import capture
+from parplan.graph.capture.capture import capture, computes_alike
 from parplan.graph.capture.equal_blocks import EarlierExport
-from parplan.graph.capture.number_graphs import computes_alike
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.graph.layer_graph import LayerGraph
 from parplan.runtime.calls import ModelCall, content
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
@@ -89,7 +88,7 @@ def exchange_facts(
             f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
         )
     if captured.groups is None:
-        _check_branches(graph, sizes)
+        _check_branches(captured, sizes)
     else:
         # Groups that cannot have brought the same samples, and gradients that no rank has the whole of, are refused.
         for row in map(captured.groups.row, range(captured.groups.replicas)):
@@ -107,17 +106,18 @@ def exchange_facts(
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
-def _check_branches(graph: LayerGraph, sizes: Sequence[int]) -> None:
-    """Refuse numbers of samples for which ranks have captured different branches.
+def _check_branches(captured: Captured, sizes: Sequence[int]) -> None:
+    """Refuse numbers of samples for which ranks have captured different branches, or may have, for all that is known.
 
     Each has captured for as many samples in all as if every rank brought as many as itself.
     """
-    supposed = {size * len(sizes) for size in sizes if size}
-    lines = map(graph.size_branches.turned, {*supposed, sum(sizes)} if len(supposed) > 1 else ())
-    if line := next(filter(None, lines), ""):
+    supposed, graph = {size * len(sizes) for size in sizes if size}, captured.graph
+    branches = graph.size_branches
+    batches = {*supposed, sum(sizes)} - captured.batches if len(supposed) > 1 else ()
+    if line := next((branches.turned(n) or branches.line for n in batches if not branches.hold(n)), ""):
         raise RuntimeFailure(
-            f"{graph.model} takes another branch for other numbers of samples, of which the processes bring "
-            f"{', '.join(map(str, sizes))}; bring as many on each\n  at {line}"
+            f"{graph.model} takes another branch for other numbers of samples, or makes a plain number of theirs, of "
+            f"which the processes bring {', '.join(map(str, sizes))}; bring as many on each\n  at {line}"
         )
 
 

@@ -166,12 +166,13 @@ class SelfCheck:
             few = -(-max(_FEWEST, _PER_REPLICA * replicas) // subject.transport.processes)
             few += (call.batch - few) % replicas if subject.transport.processes == 1 else 0
             few = min(call.batch, few)
-            if not graph.serves(few * subject.transport.processes):
+            if not subject.captured.serves(few * subject.transport.processes):
                 few = call.batch
-        if call.batch is not None and (line := graph.size_branches.turned(call.batch * subject.transport.processes)):
+        whole = (call.batch or 0) * subject.transport.processes
+        if call.batch is not None and whole not in subject.captured.batches and not graph.size_branches.hold(whole):
             raise _Unchecked(
-                f"processes are compared one by one, and with the {call.batch} samples of this one the model takes "
-                f"another branch than with those of all processes, at {line}"
+                f"processes are compared one by one, and with the {call.batch} samples of this one the model may take "
+                f"another branch than with those of all processes, at {graph.size_branches.line}"
             )
         for samples in (few, call.batch):
             try:

@@ -28,53 +28,53 @@ Idiom = Callable[["Net", Tensor], Tensor]
 def expanded_mask(m: Net, x: Tensor) -> Tensor:
     """A causal mask laid out once per sample."""
     at = torch.arange(x.shape[1])
-    mask = (at[:, None] >= at[None])[None, None].expand(len(x), -1, -1, -1)
+    mask = (at[:, None] >= at[None])[None, None].expand(x.shape[0], -1, -1, -1)
     return m.attend(x, mask)
 
 
 def padding(m: Net, x: Tensor) -> Tensor:
     """A mask of ones, summed up to positions, looked up per sample and key."""
-    ones = torch.ones(len(x), x.shape[1])
+    ones = torch.ones(x.shape[0], x.shape[1])
     positions = ones.cumsum(1).long() - 1
-    samples, keys = torch.arange(len(x)), torch.arange(x.shape[1])
+    samples, keys = torch.arange(x.shape[0]), torch.arange(x.shape[1])
     allowed = ones.bool()[samples[:, None, None, None], keys[None, None, None, :]]
     return m.attend(x + m.positions(positions), allowed)
 
 
 def packed(m: Net, x: Tensor) -> Tensor:
     """Documents that follow from positions, as a mask of queries by keys."""
-    positions = torch.arange(x.shape[1]).unsqueeze(0).expand(len(x), -1)
+    positions = torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1)
     document = (torch.diff(positions, prepend=positions[:, :1], dim=1) != 1).cumsum(-1)
-    b, q, k = torch.arange(len(x)), torch.arange(x.shape[1]), torch.arange(x.shape[1])
+    b, q, k = torch.arange(x.shape[0]), torch.arange(x.shape[1]), torch.arange(x.shape[1])
     same = document[b[:, None, None, None], q[None, None, :, None]] == document[b[:, None, None, None], k]
     return m.attend(x, same)
 
 
 def class_token(m: Net, x: Tensor) -> Tensor:
     """A token in front of every sample."""
-    return m.attend(torch.cat([m.token.repeat(len(x), 1, 1), x], 1))[:, 0]
+    return m.attend(torch.cat([m.token.repeat(x.shape[0], 1, 1), x], 1))[:, 0]
 
 
 def last_step(m: Net, x: Tensor) -> Tensor:
     """The last token of every sample that is no padding."""
     last = (x[..., 0] > 0).long().argmax(-1)
-    return m.attend(x)[torch.arange(len(x)), last]
+    return m.attend(x)[torch.arange(x.shape[0]), last]
 
 
 def contrastive(m: Net, x: Tensor) -> Tensor:
     """Every sample is its own class."""
     y = F.normalize(m.attend(x).mean(1), dim=-1)
-    return F.cross_entropy(y @ y.t(), torch.arange(len(x)))
+    return F.cross_entropy(y @ y.t(), torch.arange(x.shape[0]))
 
 
 def numbered(m: Net, x: Tensor) -> Tensor:
     """The number of a sample as a value."""
-    return m.attend(x) * (1 + torch.arange(len(x)))[:, None, None]
+    return m.attend(x) * (1 + torch.arange(x.shape[0]))[:, None, None]
 
 
 def state(m: Net, x: Tensor) -> Tensor:
     """A state of zeros that the first step fills."""
-    return m.attend(x) + torch.zeros(len(x), 1, 8, dtype=x.dtype).tanh() * m.token
+    return m.attend(x) + torch.zeros(x.shape[0], 1, 8, dtype=x.dtype).tanh() * m.token
 
 
 IDIOMS: dict[str, Idiom] = {
@@ -146,6 +146,16 @@ def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> 
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad, rtol=CLOSE, atol=CLOSE)
     assert len(traced) == 3
+
+
+def test_a_length_that_python_takes_is_captured_once_for_each_number_of_samples(traced: list[LayerGraph]) -> None:
+    """`len(x)` is a plain number, of which no export knows where it goes: each capture turns out to be the first."""
+    torch.manual_seed(0)
+    plain = Net(lambda m, x: m.attend(x) * (1 + torch.arange(len(x)))[:, None, None]).double()
+    model = Compiled(copy.deepcopy(plain), partial(plan_by, "data parallel", 2), devices=["cpu"] * 2, check="off")
+    for count in (4, 6, 2, 6, 4, 2):
+        check_results(plain, model, samples(count))
+    assert [graph.batch for graph in traced] == [4, 6, 2]
 
 
 @pytest.mark.sampled(4)

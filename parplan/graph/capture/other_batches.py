@@ -1,0 +1,139 @@
+"""The captured call exported with other numbers of samples: with twice as many, say, and with a symbol for them.
+
+Two numbers of samples show how each size grows. The symbol shows under which conditions the forward computes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+from torch.export.graph_signature import InputSpec
+
+from parplan.compat import symbolic_sizes
+from parplan.errors import CaptureError
+from parplan.graph.attributes.size_branches import SizeBranches
+from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks, equal_blocks
+from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
+from parplan.graph.user_code.module_hooks import Site
+from parplan.graph.user_code.opaque import OpaqueCalls
+from parplan.graph.user_line import is_users, source_line
+
+__all__ = ["Twin", "at_another_batch", "from_equal_blocks", "is_plain", "ops_of"]
+
+_FURTHER = 8  # times the captured batch, up to which a number of samples is looked for that takes the same branches
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The same call exported with another number of samples.
+
+    Args:
+        samples: leaves that hold samples.
+        opaque: its calls of the user's code.
+        export: None where there is none; `errors` says why.
+        batch: its samples.
+        branches: of the forward on the number of samples, without the digest of its ops.
+    """
+
+    samples: frozenset[int]
+    opaque: OpaqueCalls
+    export: Exported | None = None
+    batch: int = 0
+    errors: tuple[str, ...] = ()
+    branches: SizeBranches = field(default_factory=SizeBranches)
+
+
+def at_another_batch(call: ExportRequest, first: Exported) -> Twin:
+    """The capture that shows which leaves hold samples, and what changes with their number.
+
+    Usually all leaves of the batch's size do. One may have that size by chance (a bias beside the
+    samples): then the model does not fit a larger batch of it, and is tried with that leaf unchanged.
+    """
+    leading, *others = sorted(call.alike)
+    without = [call.alike - {other} for other in others]
+    batch = call.batch or 0
+    # A smaller batch is tried last: there may be no room for twice the batch, which says nothing about replicas.
+    batches = [2 * batch, *([batch // 2] if batch > 3 else [])]
+    twin = _twin(call, first, batches, [call.alike, *without, frozenset({leading})])
+    if twin.export is None:
+        return twin
+    branches = _size_branches(call, first, twin)
+    if not twin.export.has_ops_of(first):  # it takes another branch: a batch on the side of the captured one is better
+        nearby = [n for n in (batch // 2, batch + 1, *range(3 * batch, _FURTHER * batch, batch)) if n > 1]
+        likely = nearby[:2] if branches.unknown else [n for n in nearby if not branches.turned(n)][:1]
+        tried = (_twin(call, first, [n], [twin.samples]) for n in likely if n != twin.batch)
+        twin = next((one for one in tried if one.export is not None and one.export.has_ops_of(first)), twin)
+    return replace(twin, branches=replace(branches, twin=twin.batch))
+
+
+def _twin(call: ExportRequest, first: Exported, batches: Sequence[int], leaves: Sequence[frozenset[int]]) -> Twin:
+    """The first export that succeeds with one of `batches` and samples in one of the sets of leaves."""
+    reasons = []
+    for batch in batches:
+        for samples in dict.fromkeys(leaves):
+            opaque = OpaqueCalls()
+            try:
+                given = call.resized(samples, batch)
+                made = from_equal_blocks(call, *ops_of(first), given) if is_plain(call, first) else None
+                made = made or export_call(call, given, {}, opaque)
+            except CaptureError as error:
+                reasons.append(f"for {batch}: {error}")
+                continue
+            return Twin(samples, opaque, made, batch)
+    return Twin(call.alike, call.opaque, errors=tuple(reasons))
+
+
+def ops_of(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:
+    """The graph of an export, and what its inputs are."""
+    return made.program.graph, made.program.graph_signature.input_specs
+
+
+def is_plain(call: ExportRequest, first: Exported) -> bool:
+    """Whether an export in full is ops alone: no calls of the user's code, nothing left on modules."""
+    code = call.sites or call.opaque.sites or call.opaque.checkpoints
+    return not (call.numbers or code or first.recorder.stored)
+
+
+def from_equal_blocks(call: ExportRequest, graph: fx.Graph, inputs: Sequence[InputSpec], given: Any) -> Exported | None:
+    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full.
+
+    Args:
+        graph, inputs: of an export in full, and of its signature.
+        given: (args, kwargs).
+    """
+    blocks = equal_blocks(call.model, graph, inputs)
+    if not blocks:
+        return None
+    equal, opaque, sites = EqualBlocks(blocks), OpaqueCalls(), dict[str, Site]()
+    try:
+        made = export_call(call, given, sites, opaque, equal)
+        equal.fill_in(graph, made.program)
+    except (CaptureError, UnequalBlocks):
+        return None
+    return None if sites or opaque.sites or opaque.checkpoints or made.recorder.stored else made
+
+
+def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBranches:
+    """The conditions of the forward on the number of samples, from an export with a symbol for it."""
+    assert twin.export is not None
+    one, other = (made.recorder.host_reads for made in (first, twin.export))
+    batch = call.batch or 1
+    if one.sizes.keys() == other.sizes.keys():  # its own code reads none that tells of the samples
+        return SizeBranches(batch, not_one=one.measured)
+    file, number, _ = next(iter(one.sizes.keys() ^ other.sizes.keys()))
+    first_read = source_line(file, number)
+    blocks = equal_blocks(call.model, *ops_of(first)) if is_plain(call, first) else {}
+    # The symbol stands for 2 and more samples. Copied blocks are as the traced one, but for sizes that tell them apart.
+    for equal in (*([EqualBlocks(blocks)] if blocks else []), None) if batch > 1 else ():
+        try:
+            with symbolic_sizes(lambda frame: is_users(frame.f_code.co_filename)):
+                given = call.resized(twin.samples, call.batch)
+                made = export_call(replace(call, symbolic=twin.samples), given, {}, OpaqueCalls(), equal)
+        except (CaptureError, UnequalBlocks):
+            continue
+        if made.has_ops_of(first):
+            return SizeBranches.of(made.program, batch, first_read)
+    return SizeBranches(batch, unknown=first_read)
