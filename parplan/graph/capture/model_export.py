@@ -296,8 +296,8 @@ def _calls(program: ExportedProgram) -> Iterator[tuple[str, Any]]:
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if not isinstance(node.target, OpOverload) or node.target.overloadpacket in _OF_SIZES:
                 continue
-            if node.target is _ATEN.slice.Tensor and _shape(node) == _shape(node.args[0]):
-                continue  # of all there is: left out where sizes are numbers
+            if node.target in _PARTS and _shape(node) == _shape(node.args[0]):
+                continue  # of all there is: left out, or an alias, where sizes are numbers
             paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
             yield paths[-1] if paths else "", node.target
 
@@ -307,6 +307,7 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 
 
 _ATEN = torch.ops.aten
+_PARTS = (_ATEN.slice.Tensor, _ATEN.alias.default)
 _OF_SIZES = frozenset(
     (_ATEN.sym_size, _ATEN.sym_numel, _ATEN.sym_stride, _ATEN._assert_scalar, torch.ops.parplan.equal_block)
 )

@@ -136,4 +136,5 @@ def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBran
             continue
         if made.has_ops_of(first):
             return SizeBranches.of(made.program, batch, first_read)
+        break  # other ops are others in full, too
     return SizeBranches(batch, unknown=first_read)
