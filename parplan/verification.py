@@ -65,7 +65,7 @@ class VerificationRow:
         return self.max_relative_difference <= self.tolerance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The result of `verify` with `batch` samples: passed when no relative difference exceeds its group's tolerance.
 
@@ -83,6 +83,14 @@ class Verification:
     def passed(self) -> bool:
         """Whether every group is within its tolerance."""
         return all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        """One line: the verdict, and the largest relative difference of each group of tensors."""
+        found = (f"{row.group} {row.max_relative_difference:.1e} (allowed {row.tolerance:.0e})" for row in self.rows)
+        verdict = "PASSED" if self.passed else "FAILED"
+        return f"{self.plan.model}, {self.batch} samples, {self.plan.devices} devices: {verdict}; {', '.join(found)}"
+
+    __repr__ = __str__
 
 
 def verify_plan(

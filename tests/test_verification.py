@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.errors import ModelError
+from parplan.plan import Plan
 from parplan.runtime.self_check.double_copy import double
-from parplan.verification import _compared, _run
+from parplan.verification import Verification, VerificationRow, _compared, _run
 
 NAN, INF = math.nan, math.inf
 
@@ -210,3 +211,13 @@ def test_batch_norms_see_enough_values(side: int, batch: int, compared: int) -> 
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * side**2, 2))
     found = parplan.verify(net, torch.randn(batch, 3, side, side), devices=2, pins=["*=gpu:0"])
     assert (found.batch, found.passed) == (compared, True)
+
+
+def test_a_verification_prints_as_one_line() -> None:
+    rows = (VerificationRow("loss", 1, 0.0, "loss"), VerificationRow("gradients", 2, 0.5, "a.weight"))
+    found = Verification(Plan("Net", "0", 8, 2, {}), 8, rows)
+    assert str(found) == repr(found)
+    assert (
+        str(found)
+        == "Net, 8 samples, 2 devices: FAILED; loss 0.0e+00 (allowed 1e-09), gradients 5.0e-01 (allowed 1e-09)"
+    )

@@ -7,8 +7,9 @@ stream cannot show a character, a plain one is written.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from parplan.report import units
 
-__all__ = ["Column", "Page", "Styled", "TableRow"]
+__all__ = ["Column", "Page", "Styled", "TableRow", "printed"]
 
 NARROWEST, WIDEST, PROSE = 50, 150, 120
 NARROW = 60  # columns of a page below which a table that is too wide is set more closely
@@ -26,6 +27,13 @@ PLAIN = str.maketrans({
     "\N{MINUS SIGN}": "-", "\N{HORIZONTAL ELLIPSIS}": "...", "\N{RIGHTWARDS ARROW}": "->",
     "\N{LEFT SINGLE QUOTATION MARK}": "'", "\N{RIGHT SINGLE QUOTATION MARK}": "'", "\N{NO-BREAK SPACE}": " ",
 })  # fmt: skip
+
+
+def printed(write: Callable[[Console], None], width: int = 80) -> str:
+    """The text that `write` prints on a console of so many columns without colours."""
+    stream = StringIO()
+    write(Console(file=stream, width=width, color_system=None, force_terminal=False))
+    return stream.getvalue().rstrip("\n")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from rich.console import Console
 
 from parplan.plan import Plan, Strategy
 from parplan.report import units
-from parplan.report.page import Column, Page, Styled, TableRow
+from parplan.report.page import Column, Page, Styled, TableRow, printed
 from parplan.report.sections.blocks import name_span
 from parplan.report.sections.layer_table import updates
 
@@ -48,6 +49,9 @@ class PlanDiff:
     def runs_alike(self) -> bool:
         """Whether both run every layer in the same way for the same model, batch and devices."""
         return not self.head and not self.layers
+
+    def __str__(self) -> str:
+        return printed(partial(render_diff, self, ("first", "second"), {}))
 
 
 def plan_diff(first: Plan, second: Plan) -> PlanDiff:

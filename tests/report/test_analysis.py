@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from html import unescape
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import parplan
 from parplan.errors import ParplanError
 from parplan.report.analysis import Analysis
+from parplan.report.terminal import render
 from tests.report.decisions import alexnet
 from tests.report.pictures.drawn import Page, svg_of
 
@@ -38,3 +42,34 @@ def test_it_is_the_same_decision() -> None:
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ParplanError, match="cannot write"):
         Analysis.of(alexnet()).html(tmp_path / "none" / "a.html")
+
+
+def test_it_prints_as_the_report_of_the_terminal() -> None:
+    decision = Analysis.of(alexnet())
+    stream = StringIO()
+    render(alexnet(), Console(file=stream, width=80, force_terminal=False))
+    assert f"{decision}\n" == stream.getvalue()
+    assert [line.split()[0] for line in decision.summary().splitlines() if line[0] != " "][:4] == [
+        "Use", "Speed", "Fits", "Proven",
+    ]  # fmt: skip
+    assert str(decision).startswith(decision.summary())
+
+
+def test_its_representation_is_one_line() -> None:
+    decision = Analysis.of(alexnet())
+    assert repr(decision) == f"<Analysis of AlexNet on {decision.cluster.describe()}: " + (
+        f"{decision.prediction.step_s * 1e3:.3g} ms a step, {decision.proof.status}>"
+    )
+    assert "\n" not in repr(decision)
+
+
+def test_a_notebook_shows_the_page_in_a_frame(tmp_path: Path) -> None:
+    decision = Analysis.of(alexnet())
+    decision.html(tmp_path / "a.html")
+    shown = decision._repr_html_()
+    begin, end = '<iframe srcdoc="', '" style="width: 100%; height: 60em; border: 0"></iframe>'
+    assert shown.startswith(begin)
+    assert shown.endswith(end)
+    inner = shown[len(begin) : -len(end)]
+    assert '"' not in inner
+    assert unescape(inner) == (tmp_path / "a.html").read_text(encoding="utf-8")

@@ -71,3 +71,8 @@ def test_what_is_not_known_is_said() -> None:
     stream = io.StringIO()
     render_diff(plan_diff(plan(), changed()), ("a", "b"), {}, Console(file=stream, width=100))
     assert "What it costs is not known" in stream.getvalue()
+
+
+def test_differences_print_as_words() -> None:
+    assert str(plan_diff(plan(), plan())).startswith("first and second run alike")
+    assert str(plan_diff(plan(), changed())).startswith("first -> second: ")

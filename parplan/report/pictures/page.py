@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,6 +18,7 @@ from parplan.planner.decision import Baseline, Decision
 from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
+from parplan.report.page import printed
 from parplan.report.pictures.bars import draw_bars
 from parplan.report.pictures.figures import layer_table, sources, step_parts
 from parplan.report.pictures.lanes import DeviceLanes, device_lanes, drawn_lanes, predicted_timeline
@@ -163,12 +163,9 @@ def _baselines(decision: Decision) -> list[tuple[str, ...]]:
 
 def _text(decision: Decision) -> str:
     """The terminal's report; names of thousands of characters would make it megabytes, so it has an end."""
-    from rich.console import Console
-
-    with io.StringIO() as file:
-        render(decision, Console(file=file, width=TEXT_COLUMNS, color_system=None, force_terminal=False))
-        lines = [visible(line, TEXT_COLUMNS) for line in file.getvalue()[:MOST_TEXT].splitlines()]
-        ended = len(file.getvalue()) > MOST_TEXT
+    text = printed(lambda console: render(decision, console), TEXT_COLUMNS)
+    lines = [visible(line, TEXT_COLUMNS) for line in text[:MOST_TEXT].splitlines()]
+    ended = len(text) > MOST_TEXT
     return "\n".join([*lines, "... the rest is left out: run the command above"] if ended else lines)
 
 
