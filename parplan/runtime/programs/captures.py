@@ -98,6 +98,10 @@ class Captures:
             self.planned.compare(call, found.graph, found.nbytes, self._supposed_batch(call))
         return found
 
+    def recaptured(self, call: ModelCall, training: bool, graph: LayerGraph, plan: Plan) -> Captured:
+        """A capture for as many samples as `graph` was made with: what that has wrong for others, this has, too."""
+        return self.programs.know(self._traced_at(call, training, graph.batch), plan)
+
     def _find(self, call: ModelCall, training: bool) -> Captured:
         if self._own.replaced:
             for name, parameter in self._module.named_parameters():

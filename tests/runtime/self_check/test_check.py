@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.self_check import outcome
 from benchmarks.sound_models import SOUND
 from parplan.errors import PlanError, RuntimeFailure, SelfCheckError, UncheckedWarning
+from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.runtime.execution.gradients import Gradients
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.module.compiled import Compiled
@@ -71,7 +72,8 @@ def test_an_error_comes_again_at_the_next_call(monkeypatch: pytest.MonkeyPatch) 
             model(call_of(net))
 
 
-def test_always_finds_what_changes_behind_every_guard() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_always_finds_what_changes_behind_every_guard(dtype: torch.dtype) -> None:
     gain = [1.0]
     current = gain.__getitem__
 
@@ -83,13 +85,41 @@ def test_always_finds_what_changes_behind_every_guard() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.linear(x) * current(0)
 
-    net = Gains().double()
+    net = Gains().to(dtype)
     model = Compiled(net, planner(spread(1, "one"), 1), devices=["cpu"], check="always")
     for _ in range(2):
         model(call_of(net))
     gain[0] = 2.0
     with pytest.raises(SelfCheckError, match="the first layer that differs is mul"):
         model(call_of(net))
+
+
+class Stepped(nn.Module):
+    """Results and a whole number in a buffer that depend on the number of samples, in steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Any:
+        steps = 1 + x.shape[0] // 50
+        self.steps.fill_(steps)
+        return self.linear(x) * steps if self.training else self.linear(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_a_capture_has_of_another_number_of_samples_is_no_rounding(
+    dtype: torch.dtype, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SizeBranches, "hold", lambda self, batch: True)
+    net = Stepped().to(dtype).train(training)
+    model = Compiled(net, planner(spread(1, "one"), 1), devices=["cpu"], check="always")
+    model(torch.randn(8, 6, dtype=dtype))
+    with pytest.raises(SelfCheckError, match="buffers: 1 of 1 differ"):
+        model(torch.randn(60, 6, dtype=dtype))
 
 
 def test_other_words_are_refused() -> None:
