@@ -1,10 +1,11 @@
 # check: style, types and import directions.  test: the default tier of the tests.  test-all: every test.
+# test-torch VERSION=2.15.0: the default tier on that release of torch, in an environment under build/.
 # bench: every benchmark, figures in build/bench/.
 PYTHON ?= python
 CODE := parplan tests benchmarks examples
 BENCHMARKS := solver plans verification ddp memory published prediction towers schemes checkpoints attributes fuzz # iopddl needs the public instances: python -m benchmarks.iopddl PATH
 
-.PHONY: check style types imports test test-all bench
+.PHONY: check style types imports test test-all test-torch bench
 
 check: style types imports # `make -j2 check` runs mypy beside the others
 
@@ -23,6 +24,14 @@ test:
 
 test-all:
 	$(PYTHON) -m pytest -m ""
+
+test-torch: build/torch-$(VERSION)/installed
+	build/torch-$(VERSION)/bin/python -m pytest
+
+build/torch-%/installed: pyproject.toml
+	$(PYTHON) -m venv build/torch-$*
+	PIP_CONSTRAINT=/dev/null build/torch-$*/bin/python -m pip install --no-cache-dir -e '.[test]' 'torch==$*'
+	touch $@
 
 bench:
 	mkdir -p build/bench

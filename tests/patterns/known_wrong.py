@@ -10,11 +10,6 @@ _COPIES = "what is written is memory that cut parameters no longer have, or a co
 
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
 KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
-    "centring_hook": {
-        "one/shards": "refused by the pin's rule, and not for what the hook does",
-        "ranks/shards": "refused by the pin's rule, and not for what the hook does",
-        "*": "a hook sees one replica's samples",
-    },
     "centring_backward_hook": {"*": "a hook sees one replica's samples"},
     "flat_parameters": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
     "state_dict_writes": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},

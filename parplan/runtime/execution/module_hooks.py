@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from parplan.compat import BackwardHook
@@ -65,6 +66,13 @@ class HookCalls:
         self._backward: dict[_Visit, BackwardHook] = {}
         nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
         self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
+        self._batch_dims, self._apart = graph.batch_dims, dict[str, dict[Any, int]]()
+        self._spread = {
+            str(node.args[-1])
+            for name, layer in graph.layers.items()
+            for node in layer.nodes
+            if node.target is _POST and strategies[name].replicas > 1
+        }
         if self._sites:
             _check(graph, strategies, program, processes)
 
@@ -76,6 +84,9 @@ class HookCalls:
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
             visit = _Visit(str(node.args[-1]), row, micro_batch)
+            if node.target is _POST:
+                parts = ((user.args[1], self._batch_dims.get(user.name)) for user in node.users)
+                self._apart.setdefault(visit.site, {index: dim for index, dim in parts if dim is not None})
             node.target = _bound(self._before if node.target is _PRE else self._after, visit)
             node.args = node.args[:-1]
         if marks or own:
@@ -118,7 +129,27 @@ class HookCalls:
         around = self._backward.pop(visit, None)
         if around is not None:
             result = around.setup_output_hook(result)
-        return _tensors(site, "a forward hook", template, result, outputs)
+        tensors = _tensors(site, "a forward hook", template, result, outputs)
+        if visit.site in self._spread and any(tensor.requires_grad for tensor in tensors):
+            if _mixes(outputs, tensors, self._apart[visit.site]):
+                raise RuntimeFailure(
+                    f"{site.path or 'the model'}: a forward hook mixes samples, and would see those of one of several "
+                    "replicas; pin the layer to one replica, or do this in the model's own forward"
+                )
+            self._spread.discard(visit.site)  # once is enough
+        return tensors
+
+
+def _mixes(before: Sequence[Tensor], after: Sequence[Tensor], dims: Mapping[Any, int]) -> bool:
+    """Whether the first sample of what a hook left depends on other samples of what it was given, by its gradient."""
+    for index, dim in dims.items():
+        given, left = before[index], after[index]
+        if left is given or left.is_complex() or not (left.requires_grad and given.requires_grad):
+            continue
+        (found,) = torch.autograd.grad(left.select(dim, 0).sum(), given, retain_graph=True, allow_unused=True)
+        if found is not None and bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero()):
+            return True
+    return False
 
 
 def _bound(function: Callable[..., Any], first: object) -> Callable[..., Any]:
