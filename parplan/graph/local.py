@@ -209,6 +209,8 @@ def _copy(
     return code.create_node("call_function", target, made_args, made_kwargs, name=node.name)
 
 
+SAME = "parplan_same"  # in the meta of a node: its arguments do not change with the number of samples
+
 Sizes = Callable[[str], tuple[int, ...]]
 
 
@@ -221,6 +223,15 @@ class _LocalSizes:
 
     def __call__(self, name: str) -> tuple[int, ...]:
         return local_shape(self.graph, self.part, name)
+
+    def is_kept(self, node: fx.Node, dim: int) -> bool:
+        """Whether the bounds along a dimension of the operand are those of the model's code (`x[2:3]`, `x[-1:]`).
+
+        They are where neither they nor the length grow with the samples, and no shards cut the dimension.
+        """
+        source = node.all_input_nodes[0].name
+        cut = self.part.axis is not None and self.part.axis.dims.get(source) == dim
+        return not cut and SAME in node.meta and self(node.name)[dim] == self.graph.values[node.name].shape[dim]
 
     def index(self, name: str, dim: int, index: int) -> int:
         """The index of a boundary of sections in the part."""
@@ -291,7 +302,7 @@ def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> 
     size, length = whole(source)[dim], local(node.name)[dim]
     if size == whole(node.name)[dim]:
         return [*args[:2], 0, length, *args[4:]] if len(args) > 3 else args
-    if size == local(source)[dim] or len(args) < 3:
+    if size == local(source)[dim] or len(args) < 3 or local.is_kept(node, dim % len(whole(source))):
         return args
     start, step = min(args[2] or 0, size), args[4] if len(args) > 4 else 1
     if 0 <= start < step:  # every so many: where it begins does not grow with the dimension
@@ -302,6 +313,8 @@ def _slice(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> 
 
 def _narrow(node: fx.Node, args: list[Any], whole: Sizes, local: _LocalSizes) -> list[Any]:
     source, dim = args[0].name, args[1] % len(whole(args[0].name))
+    if local.is_kept(node, dim):
+        return args
     start = args[2] + whole(source)[dim] if args[2] < 0 else args[2]
     return [*args[:2], local.index(source, dim, start), local(node.name)[dim]]
 

@@ -45,7 +45,7 @@ from parplan.graph.export.functionalise import Functional, functionalise
 from parplan.graph.export.strided_views import lay_out_strided
 from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
-from parplan.graph.local import is_resized
+from parplan.graph.local import SAME, is_resized
 from parplan.graph.user_code.functions import known_sites
 from parplan.graph.user_code.module_hooks import Site
 from parplan.graph.user_code.opaque import OpaqueCalls
@@ -282,6 +282,9 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
     model, recorder = call.model, first.recorder
     functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
     changes, branches = _changes(call, first, twin, canonical)
+    for node in graph.graph.nodes if twin.export is not None else ():
+        if node.name not in changes.all:
+            node.meta[SAME] = True
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}

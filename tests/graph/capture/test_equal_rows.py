@@ -148,6 +148,32 @@ def test_one_capture_serves_every_batch(name: str, traced: list[LayerGraph]) -> 
     assert len(traced) == 3
 
 
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "last": lambda h: h[-1:],
+    "last two": lambda h: h[-2:].mean(0),
+    "second": lambda h: h[1:2],
+    "one before the last": lambda h: h[-2:-1],
+    "narrow": lambda h: h.narrow(0, 1, 1),
+    "middle": lambda h: h[h.shape[0] // 2 : h.shape[0] // 2 + 1],  # grows with the samples
+    "second half": lambda h: h.chunk(2)[1].sum(0),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("plan", ["data parallel", "model parallel", "mixed"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_at_a_place_are_those_of_every_batch(name: str, plan: str) -> None:
+    torch.manual_seed(0)
+    plain = Net(lambda m, x: m.out(x + ROWS[name](torch.tanh(m.out(x))))).double()
+    model = Compiled(copy.deepcopy(plain), partial(plan_by, plan, 2), devices=["cpu"] * 2)
+    for count in (8, 4, 6, 2):
+        check_results(plain, model, samples(count))
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad, rtol=CLOSE, atol=CLOSE)
+
+
 def test_a_length_that_python_takes_is_captured_once_for_each_number_of_samples(traced: list[LayerGraph]) -> None:
     """`len(x)` is a plain number, of which no export knows where it goes: each capture turns out to be the first."""
     torch.manual_seed(0)
