@@ -53,6 +53,15 @@ def spaced(x: Tensor) -> Tensor:
     return x + distances(x)
 
 
+def low_modes(x: Tensor) -> Tensor:
+    """Some modes of a spectrum, written into zeros, as Fourier neural operators do."""
+    found = torch.fft.rfft(x.view(-1, 3, 4))
+    made = torch.zeros_like(found)
+    made[:, :, :2] = found[:, :, :2] * (1 + 2j)
+    made[:, -1] = found[:, 0]
+    return torch.fft.irfft(made, n=4).reshape(-1, 12)
+
+
 def windows(x: Tensor) -> Tensor:
     """Positions shifted around, as between windows of attention."""
     return x.view(-1, 3, 4).roll((1, -2), (1, 2)).tril().repeat(1, 2, 1)[:, :3].reshape(-1, 12)
@@ -89,7 +98,9 @@ def neighbours(x: Tensor) -> Tensor:
     return x * torch.cosine_similarity(x, other).unsqueeze(1) + x.roll(1, 0)
 
 
-OPS: dict[str, Op] = {op.__name__: op for op in (written_over, spaced, windows, pairs, shifted, best_row, neighbours)}
+OPS: dict[str, Op] = {
+    op.__name__: op for op in (written_over, spaced, low_modes, windows, pairs, shifted, best_row, neighbours)
+}
 
 
 @pytest.mark.sampled(3)

@@ -65,11 +65,29 @@ def functionalise(exported: ExportedProgram) -> Functional:
             simple = row_of(plain) is not None or not is_composite(plain)
             known = known and (simple or (not is_inplace(node) and _inlined(exported, node)))
     if counters is not None and known and _views_follow(graph, counters):
-        return Functional(exported, _rewrite(exported.graph, counters), late)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program: ExportedProgram = exported.run_decompositions({})
-    return Functional(program, {}, late)
+        found = Functional(exported, _rewrite(exported.graph, counters), late)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = Functional(exported.run_decompositions({}), {}, late)
+    _scatter_as_pairs(found.program)
+    return found
+
+
+def _scatter_as_pairs(program: ExportedProgram) -> None:
+    """Write sections of complex tensors (`y[:, :m] = z`) as pairs of numbers: torch has no backward for the others."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target in SCATTERS.values() and node.meta["val"].is_complex():
+            whole, part, dim, *rest = *node.args, *([0] if len(node.args) == 2 else [])
+            with graph.inserting_before(node):
+                pairs = [_called(graph, node, aten.view_as_real.default, (one,), {}) for one in (whole, part)]
+                put = (*pairs, dim % node.meta["val"].dim(), *rest)
+                put_in = _called(graph, node, node.target, put, node.kwargs)
+                made = _called(graph, node, aten.view_as_complex.default, (put_in,), {})
+            rename_output(program, node.name, made.name)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
 
 
 def _inline_grad_regions(exported: ExportedProgram) -> None:
