@@ -59,7 +59,8 @@ def low_modes(x: Tensor) -> Tensor:
     made = torch.zeros_like(found)
     made[:, :, :2] = found[:, :, :2] * (1 + 2j)
     made[:, -1] = found[:, 0]
-    return torch.fft.irfft(made, n=4).reshape(-1, 12)
+    result: Tensor = torch.fft.irfft(made, n=4).reshape(-1, 12)
+    return result
 
 
 def windows(x: Tensor) -> Tensor:

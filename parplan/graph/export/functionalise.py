@@ -79,10 +79,11 @@ def _scatter_as_pairs(program: ExportedProgram) -> None:
     graph = program.graph
     for node in list(graph.nodes):
         if node.target in SCATTERS.values() and node.meta["val"].is_complex():
-            whole, part, dim, *rest = *node.args, *([0] if len(node.args) == 2 else [])
+            whole, part, *rest = node.args
+            dim = rest.pop(0) if rest else 0
             with graph.inserting_before(node):
                 pairs = [_called(graph, node, aten.view_as_real.default, (one,), {}) for one in (whole, part)]
-                put = (*pairs, dim % node.meta["val"].dim(), *rest)
+                put = (*pairs, int(dim) % node.meta["val"].dim(), *rest)
                 put_in = _called(graph, node, node.target, put, node.kwargs)
                 made = _called(graph, node, aten.view_as_complex.default, (put_in,), {})
             rename_output(program, node.name, made.name)
