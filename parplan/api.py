@@ -317,7 +317,9 @@ def verify(
     few = samples_for(found, graph) if batch is None else batch
     try:
         few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
-        ran = verify_plan(model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed)
+        ran = verify_plan(
+            model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed, example=(args, kwargs)
+        )
     except ModelError:
         if batch is not None:
             raise

@@ -101,12 +101,17 @@ def verify_plan(
     *,
     devices: int,
     seed: int = 0,
+    example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
 ) -> Verification:
     """Run `model` plainly and under the plan of `planner`, on `devices` logical CPU devices in float64.
 
     Inputs that hold one repeated sample (zeros, say) are replaced by random ones of the same shape,
     so that a wrong order of samples shows. The user's model is copied, not changed.
+
+    Args:
+        example: the call to capture with, if another: what a capture has of its number of samples shows with fewer.
     """
+    captured_with = _doubled(example or (args, dict(kwargs or {})), seed)
     args, kwargs = _doubled(args, seed), _doubled(dict(kwargs or {}), seed + 1)
     # Copies in double precision (complex numbers too), in training mode, that drop nothing in their modules.
     plain, compiled_model = (copy.deepcopy(model).cpu()._apply(double).train() for _ in range(2))
@@ -128,12 +133,13 @@ def verify_plan(
         ) from error
     compiled = Compiled(compiled_model, planner, devices=["cpu"] * devices, dropout=False, check="off")
     with GroupedInDouble():
-        compiled.prepare(*args, **kwargs)  # no draw is replaced in what is captured
+        compiled.prepare(*captured_with[0], **captured_with[1])  # no draw is replaced in what is captured
+        compiled.prepare(*args, **kwargs)  # where the other capture does not serve
     with seeded, GroupedInDouble():
         found = _run(compiled, compiled_model, args, kwargs, seed)
     assert compiled.plan is not None
     assert compiled.graph is not None
-    allowed, casts = _tolerances(compiled.graph)
+    allowed, casts = _tolerances(compiled.graph, samples)
     rows = tuple(
         _compared(group, expected, found[group], allowed.get(group, TOLERANCE))
         for group, expected in reference.items()
@@ -145,17 +151,19 @@ def verify_plan(
     return Verification(compiled.plan, samples, rows, notes, casts)
 
 
-def _tolerances(graph: LayerGraph) -> tuple[dict[str, float], tuple[str, ...]]:
+def _tolerances(graph: LayerGraph, samples: int) -> tuple[dict[str, float], tuple[str, ...]]:
     """Tolerances of the groups that parts in shorter types of a model in float64 reach, and the names of these types.
 
     Every rounding is off by up to the type's epsilon, and n of them in another order add up like a random walk, to the
-    square root of n: as many as there are elements in the largest value of that type in each layer with one.
+    square root of n: as many as there are elements in the largest value of that type in each layer with one, at so many
+    samples.
     """
     largest: dict[torch.dtype, dict[str, int]] = defaultdict(dict)
     for name, layer in graph.layers.items():
         for spec in (graph.values[node.name] for node in layer.nodes if node.name in graph.values):
             if spec.dtype in _MOST_ALLOWED and (spec.requires_grad or layer.reached):
-                largest[spec.dtype][name] = max(spec.elements, largest[spec.dtype].get(name, 0))
+                elements = spec.elements * samples // graph.batch if graph.batch else spec.elements
+                largest[spec.dtype][name] = max(elements, largest[spec.dtype].get(name, 0))
     allowed: dict[str, float] = {}
     for dtype, sizes in largest.items():
         tolerance = min(_MOST_ALLOWED[dtype], torch.finfo(dtype).eps * math.sqrt(sum(sizes.values())))

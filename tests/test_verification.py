@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import parplan
 from parplan.errors import ModelError
+from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.plan import Plan
 from parplan.runtime.self_check.double_copy import double
 from parplan.verification import Verification, VerificationRow, _compared, _run
@@ -189,6 +190,9 @@ DIFFERENT = [
     pytest.param([[1.0 + 1.0j]], [[1.0 + 2.0j]], id="an imaginary part"),
     pytest.param([[1.0]], [[1.0, 1.0]], id="another shape"),
     pytest.param([[7]], [[8]], id="a count"),
+    pytest.param([[10**12 + 1]], [[10**12]], id="one of a large count"),
+    pytest.param([[3], [1e14]], [[2], [1e14]], id="a count beside a large number"),
+    pytest.param([[2**53 + 1]], [[2**53]], id="a count that float64 does not hold"),
 ]
 
 
@@ -198,6 +202,26 @@ def test_differences_show(expected: list[list[complex]], actual: list[list[compl
         {str(index): torch.tensor(values) for index, values in enumerate(tensors)} for tensors in (expected, actual)
     )
     assert not _compared("outputs", reference, found).max_relative_difference <= 1e-9
+
+
+class Stepped(nn.Module):
+    """Results that depend on the number of samples, in steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 12) to (N, 4)."""
+        result: Tensor = self.linear(x) * (1 + min(1, x.shape[0] // 50))
+        return result
+
+
+def test_what_a_capture_has_of_the_example_s_number_of_samples_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few samples run by the capture of all of them: one made of these few alone has nothing stale."""
+    assert parplan.verify(Stepped(), torch.randn(60, 12), devices=2).passed
+    monkeypatch.setattr(SizeBranches, "hold", lambda self, batch: True)
+    assert not parplan.verify(Stepped(), torch.randn(60, 12), devices=2).passed
 
 
 def test_equal_infinities_are_no_difference() -> None:

@@ -274,6 +274,9 @@ def _changes(
     changes = replace(changes, sized=sized)
     same = same and own.counters == other.counters  # `self.seen += x.shape[0]` is no counter of steps
     changes = changes if same else replace(changes, results=True)
+    for node in own.graph.nodes:
+        if node.name not in changes.all:
+            node.meta[SAME] = True
     branches = twin.branches
     return changes, replace(branches, ops=ops_digest(module, changes, inputs.constants) if branches.asks_anew else "")
 
@@ -282,9 +285,6 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
     model, recorder = call.model, first.recorder
     functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
     changes, branches = _changes(call, first, twin, canonical)
-    for node in graph.graph.nodes if twin.export is not None else ():
-        if node.name not in changes.all:
-            node.meta[SAME] = True
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}

@@ -49,7 +49,7 @@ class GroupDifference:
         group: such as "gradients".
         count: how many tensors were compared.
         difference: relative to the tensor's largest element, or to a share of the group's where that is more; infinite
-            where shapes or the places of infinities and NaN differ.
+            where shapes, whole numbers, or the places of infinities and NaN differ.
         worst: the tensor that has it.
         differences: that of every tensor.
     """
@@ -86,10 +86,12 @@ def compare_group(
 def relative_difference(expected: Tensor, actual: Tensor, floor: float) -> float:
     """The largest absolute difference relative to the largest finite element of `expected`, at least to `floor`.
 
-    Infinite where shapes, or the places of infinities and of NaN, differ.
+    Infinite where shapes, the places of infinities and of NaN, or whole numbers differ: these have no rounding.
     """
     if expected.shape != actual.shape:
         return math.inf
+    if expected.dtype == actual.dtype and not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(expected, actual.to(expected.device)) else math.inf
     if not expected.numel():
         return 0.0
     wanted, given = _exact(expected.detach()), _exact(actual.detach()).to(expected.device)

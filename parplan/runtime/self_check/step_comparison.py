@@ -78,7 +78,8 @@ class StepDifference:
             if group.difference <= self.limit:
                 found.append(f"{group.group}: {group.count} agree")
             elif group.difference == math.inf:
-                found.append(f"{group.group}: {group.worst} has another shape or structure, or infinities elsewhere")
+                what = "has another shape or structure, other whole numbers, or infinities elsewhere"
+                found.append(f"{group.group}: {group.worst} {what}")
             else:
                 off = sum(not difference <= self.limit for difference in group.differences.values())
                 found.append(

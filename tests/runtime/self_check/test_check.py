@@ -118,7 +118,7 @@ def test_what_a_capture_has_of_another_number_of_samples_is_no_rounding(
     net = Stepped().to(dtype).train(training)
     model = Compiled(net, planner(spread(1, "one"), 1), devices=["cpu"], check="always")
     model(torch.randn(8, 6, dtype=dtype))
-    with pytest.raises(SelfCheckError, match="buffers: 1 of 1 differ"):
+    with pytest.raises(SelfCheckError, match=r"buffers: steps has .* other whole numbers"):
         model(torch.randn(60, 6, dtype=dtype))
 
 
