@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,11 +192,29 @@ def _reveal_aliases(graph: fx.Graph) -> None:
         idle = node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
         if not idle or not any(map(is_inplace, node.users)):
             continue
-        memory = memory_of_node(node.args[0])
-        holders = [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
-        if holders != [node.args[0]] or len(holders[0].users) > 1 or holders[0].op == "placeholder":
-            node.replace_all_uses_with(node.args[0])
+        source: Any = node.args[0]
+        alike = _alike(graph, memory_of_node(source))
+        if (
+            [other for other in alike if other < node] != [source]
+            or len(source.users) > 1
+            or source.op == "placeholder"
+        ):
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
+        elif node in alike:  # from torch 2.15 on: in memory of its own it is a layer, as in training
+            node.meta["val"] = _value(aten.clone.default, (source,), {})
+            _follow(other for other in alike if other > node)
+
+
+def _alike(graph: fx.Graph, memory: int) -> list[fx.Node]:
+    return [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
+
+
+def _follow(nodes: Iterable[fx.Node]) -> None:
+    """Views, and what is changed in place, share the memory that their operands have now."""
+    for node in nodes:
+        source: Any = node.args[0]
+        node.meta["val"] = source.meta["val"] if is_inplace(node) else _value(node.target, node.args, node.kwargs)
 
 
 def _write_sections(exported: ExportedProgram) -> None:
@@ -213,7 +231,7 @@ def _write_sections(exported: ExportedProgram) -> None:
         if not views or node.users or not is_inplace(node) or (plain := out_of_place(node.target)) is None:
             continue
         whole, memory = views[-1].args[0], memory_of_node(node)
-        alike = [other for other in graph.nodes if is_tensor(other) and memory_of_node(other) == memory]
+        alike = _alike(graph, memory)
         earlier = [other for other in alike if other < node and other is not whole]
         if alike[0] is not whole or whole.op == "placeholder" or any(u > node for one in earlier for u in one.users):
             continue
@@ -227,10 +245,7 @@ def _write_sections(exported: ExportedProgram) -> None:
         for user in [user for user in whole.users if user > node]:
             user.replace_input_with(whole, part)
         rename_output(exported, whole.name, part.name)
-        for other in (other for other in alike if other > node):  # views of the new tensor share its memory
-            source: Any = other.args[0]
-            changed = is_inplace(other)
-            other.meta["val"] = source.meta["val"] if changed else _value(other.target, other.args, other.kwargs)
+        _follow(other for other in alike if other > node)
         graph.erase_node(node)
 
 
