@@ -28,7 +28,7 @@ def concurrent_branches(
     devices = {name: strategy.devices for name, strategy in plan.layers.items()}
     every = [_phase(phase, devices, seconds) for section in beside(graph, devices) for phase in section.phases]
     phases = tuple(phase for phase in every if len(phase.tracks) > 1)
-    if found is None or not found.tried:
+    if found is None or (not found.tried and found.without_s is None):
         return ConcurrentBranches(phases) if phases else None
     return ConcurrentBranches(phases, found.without_s, found.tried)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, pairwise, product
+from math import isqrt
 
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
 from parplan.planner.search.branches import Branch
+from parplan.planner.search_space.shape import Placement
 from parplan.planner.search_space.strategies import device_blocks
 
-__all__ = ["FEW_BRANCHES", "Group", "balance", "groupings", "placements"]
+__all__ = ["FEW_BRANCHES", "Group", "balance", "groupings", "placed", "placements"]
 
 Group = tuple[int, ...]
 """Devices, ascending."""
@@ -22,6 +24,9 @@ MOST_GROUPINGS = 24
 
 FEW_BRANCHES = 3
 """Branches up to which all ways to give them to groups are tried; more are spread evenly."""
+
+FORMULATED_BYTES = 2 << 30
+"""Memory that the placements of a phase may take: a U-Net with eleven branches on two devices took 23 GB of 24."""
 
 FEW_DEVICES = 4
 """Up to so many devices of several kinds are grouped in every way."""
@@ -100,6 +105,20 @@ def balance(works: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
         chosen[index] = done.index(min(done))
         loads[chosen[index]] = min(done)
     return tuple(chosen)
+
+
+def placed(
+    phase: Sequence[Branch], graph: LayerGraph, cluster: Cluster, costs: CostModel, every: bool
+) -> tuple[Placement, ...]:
+    """All placements of a phase; none where the tables of its edges would take more than `FORMULATED_BYTES`.
+
+    An edge has some four tables of numbers with eight bytes for each pair of options, and a layer some four options for
+    each placement.
+    """
+    layers = sum(map(len, phase))
+    most = isqrt(FORMULATED_BYTES // (layers * 4 * 8 * 4**2))
+    found = tuple(islice(placements(phase, graph, cluster, costs, every), most + 1))
+    return found if len(found) <= most else ()
 
 
 def placements(

@@ -23,7 +23,7 @@ from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
-from parplan.planner.search.device_groups import FEW_BRANCHES, placements
+from parplan.planner.search.device_groups import FEW_BRANCHES, placed
 from parplan.planner.search.fitting import fitting
 from parplan.planner.search.formulations import Formulations, OutOfTime
 from parplan.planner.search.schemes import needs_simulation, no_updates, schemes_of, shapes, updates_lost
@@ -324,7 +324,11 @@ class _Run:
         for chosen in (outer,) if inner == outer else (outer, inner):
             if self.case.deadline.over():
                 return
-            homes = [tuple(placements(phases[v], self.case.graph, cluster, self.case.costs, anywhere)) for v in chosen]
+            some = [placed(phases[v], self.case.graph, cluster, self.case.costs, anywhere) for v in chosen]
+            homes = [one for one in some if one]
+            self.left_out = self.left_out or len(homes) < len(some)
+            if not homes:
+                continue
             first = {min(block) for known in homes for one in known for _, block in one}
             lanes = range(cluster.count) if anywhere else sorted({*self.search.lanes, *first})
             self.tried += sum(map(len, homes))

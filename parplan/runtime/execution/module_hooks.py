@@ -126,9 +126,6 @@ class HookCalls:
         for key, hook in own_hooks(module, module._forward_hooks).items():
             named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
             result = _first(hook(module, args, *named, result), result)
-        around = self._backward.pop(visit, None)
-        if around is not None:
-            result = around.setup_output_hook(result)
         tensors = _tensors(site, "a forward hook", template, result, outputs)
         if visit.site in self._spread and any(tensor.requires_grad for tensor in tensors):
             if _mixes(outputs, tensors, self._apart[visit.site]):
@@ -137,7 +134,10 @@ class HookCalls:
                     "replicas; pin the layer to one replica, or do this in the model's own forward"
                 )
             self._spread.discard(visit.site)  # once is enough
-        return tensors
+        around = self._backward.pop(visit, None)
+        if around is None:
+            return tensors
+        return _tensors(site, "a forward hook", template, around.setup_output_hook(result), outputs)
 
 
 def _mixes(before: Sequence[Tensor], after: Sequence[Tensor], dims: Mapping[Any, int]) -> bool:
@@ -145,6 +145,8 @@ def _mixes(before: Sequence[Tensor], after: Sequence[Tensor], dims: Mapping[Any,
     for index, dim in dims.items():
         given, left = before[index], after[index]
         if left is given or left.is_complex() or not (left.requires_grad and given.requires_grad):
+            continue
+        if given._backward_hooks or left._backward_hooks:  # they would be called
             continue
         (found,) = torch.autograd.grad(left.select(dim, 0).sum(), given, retain_graph=True, allow_unused=True)
         if found is not None and bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero()):

@@ -19,10 +19,11 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.pins import pins_from
 from parplan.plan import Plan, Strategy
 from parplan.planner.decide import PlanRequest, decide, predict
-from parplan.planner.decision import Decision
-from parplan.planner.search.device_groups import balance, groupings
+from parplan.planner.decision import BRANCHES, Decision
+from parplan.planner.search.device_groups import balance, groupings, placed
 from parplan.planner.simulation.timeline import simulate
 from parplan.report.as_json import to_dict
+from parplan.report.sections.proof import claim
 from parplan.report.terminal import render
 from tests.planner.branches import GPU, Pair, cluster_of, pair
 from tests.planner.graphs import classifier, perceptron
@@ -226,3 +227,26 @@ def test_a_branch_goes_to_where_it_is_done_soonest() -> None:
     assert balance([1.0] * 4, [1.0, 3.0]).count(1) == 3
     assert balance([2.0, 3.0, 1.0], [1.0, 1.0]) == (1, 0, 1)
     assert balance([1.0], [1.0, 1.0]) == (0,)
+
+
+class Many(nn.Module):
+    """Branches side by side, whose results are joined."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(512, 64) for _ in range(branches))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+def test_placements_that_are_too_many_to_formulate_are_left_out_of_the_claim() -> None:
+    """Eleven branches have 2,046 placements on two devices, and tables of 23 GB."""
+    graph, cluster = capture(Many(11), (torch.randn(2, 512),)), cluster_preset("k20", 2)
+    phase = tuple((name,) for name, layer in graph.layers.items() if layer.parameters)
+    assert placed(phase, graph, cluster, RooflineCosts(graph, cluster), every=True) == ()
+    few = placed(phase[:3], graph, cluster, RooflineCosts(graph, cluster), every=True)
+    assert len(few) == 2**3 - 2
+    decision = decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0))
+    assert BRANCHES not in decision.proof.covered
+    assert "runs its branches one after another" in claim(decision)
