@@ -263,7 +263,9 @@ class Compiled(Wrapped):
             if captured.exchanges and self._transport.processes > 1:
                 exchange_facts(self._transport, call, captured, wanted, refused=True)
             self._refuse(call, captured, refused)
-        agreement = exchange_facts(self._transport, call, captured, wanted)
+        agreement = exchange_facts(
+            self._transport, call, captured, wanted, serves=lambda batch: self._captures.serve(call, captured, batch)
+        )
         if self._programs.sync is not None:
             self._programs.sync.run()
         if self._programs.sharding is not None:

@@ -98,6 +98,15 @@ class Captures:
             self.planned.compare(call, found.graph, found.nbytes, self._supposed_batch(call))
         return found
 
+    def serve(self, call: ModelCall, captured: Captured, batch: int) -> bool:
+        """Whether a capture is that of a call with `batch` samples; where that is not known it is captured so, too."""
+        known = captured.graph.size_branches
+        if batch not in captured.batches and known.hold(batch) is None:
+            graph = self._traced_at(call, captured.graph.training, batch)
+            if graph.size_branches.ops == known.ops and not graph.fixed_batch:
+                captured.batches.add(batch)
+        return batch in captured.batches or bool(known.hold(batch))
+
     def recaptured(self, call: ModelCall, training: bool, graph: LayerGraph, plan: Plan) -> Captured:
         """A capture for as many samples as `graph` was made with: what that has wrong for others, this has, too."""
         return self.programs.know(self._traced_at(call, training, graph.batch), plan)

@@ -10,7 +10,7 @@ import hashlib
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,19 @@ class Agreement:
 
 
 def exchange_facts(
-    transport: Transport, call: ModelCall, captured: Captured, wish: bool = False, refused: bool = False
+    transport: Transport,
+    call: ModelCall,
+    captured: Captured,
+    wish: bool = False,
+    refused: bool = False,
+    serves: Callable[[int], bool] | None = None,
 ) -> Agreement:
     """Samples per process of a step; what devices draw together gets rank 0's seed.
 
     Args:
         wish: whether this process wants to compare the step with the plain module.
         refused: whether the model refuses this process's inputs: it raises an error of its own then.
+        serves: whether the capture is that of a number of samples; asked where processes bring different ones.
 
     Raises:
         RuntimeFailure: no process has a sample, processes of one group brought different numbers, or the model refuses
@@ -88,7 +94,7 @@ def exchange_facts(
             f"entry per sample (along dimension {call.dim}), or use a plan in which processes exchange gradients alone"
         )
     if captured.groups is None:
-        _check_branches(captured, sizes)
+        _check_branches(captured, sizes, serves)
     else:
         # Groups that cannot have brought the same samples, and gradients that no rank has the whole of, are refused.
         for row in map(captured.groups.row, range(captured.groups.replicas)):
@@ -106,19 +112,21 @@ def exchange_facts(
     return Agreement(sizes, tuple(bool(wishes) for *_, wishes in agreed))
 
 
-def _check_branches(captured: Captured, sizes: Sequence[int]) -> None:
-    """Refuse numbers of samples for which ranks have captured different branches, or may have, for all that is known.
+def _check_branches(captured: Captured, sizes: Sequence[int], serves: Callable[[int], bool] | None) -> None:
+    """Refuse numbers of samples for which ranks have captured different branches.
 
-    Each has captured for as many samples in all as if every rank brought as many as itself.
+    Each has captured for as many samples in all as if every rank brought as many as itself. All look at all of these
+    numbers and at the sum, so that all refuse.
     """
-    supposed, graph = {size * len(sizes) for size in sizes if size}, captured.graph
-    branches = graph.size_branches
-    batches = {*supposed, sum(sizes)} - captured.batches if len(supposed) > 1 else ()
-    if line := next((branches.turned(n) or branches.line for n in batches if not branches.hold(n)), ""):
-        raise RuntimeFailure(
-            f"{graph.model} takes another branch for other numbers of samples, or makes a plain number of theirs, of "
-            f"which the processes bring {', '.join(map(str, sizes))}; bring as many on each\n  at {line}"
-        )
+    supposed = {size * len(sizes) for size in sizes if size}
+    graph = captured.graph  # one that is bound to its samples is made for as many as there are
+    for batch in sorted({*supposed, sum(sizes)}) if len(supposed) > 1 and not graph.fixed_batch else ():
+        if serves is not None and not serves(batch):
+            line = graph.size_branches.turned(batch) or graph.size_branches.line
+            raise RuntimeFailure(
+                f"{graph.model} takes another branch for other numbers of samples, of which the processes bring "
+                f"{', '.join(map(str, sizes))}; bring as many on each\n  at {line}"
+            )
 
 
 def _checksum(shared: Mapping[str, Tensor], call: ModelCall, captured: Captured) -> int:
