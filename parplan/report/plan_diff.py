@@ -36,7 +36,7 @@ class Change:
         return f"{name_span([self.layers[0], self.layers[-1]])}, {len(self.layers)} layers"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanDiff:
     """Differences of two plans: of what they are for, of layers, and of notes, which change nothing that runs."""
 
@@ -49,6 +49,9 @@ class PlanDiff:
     def runs_alike(self) -> bool:
         """Whether both run every layer in the same way for the same model, batch and devices."""
         return not self.head and not self.layers
+
+    def __repr__(self) -> str:
+        return f"<PlanDiff: {units.counted(sum(len(one.layers) for one in self.layers), 'layer')} changed>"
 
     def __str__(self) -> str:
         return printed(partial(render_diff, self, ("first", "second"), {}))

@@ -76,3 +76,4 @@ def test_what_is_not_known_is_said() -> None:
 def test_differences_print_as_words() -> None:
     assert str(plan_diff(plan(), plan())).startswith("first and second run alike")
     assert str(plan_diff(plan(), changed())).startswith("first -> second: ")
+    assert repr(plan_diff(plan(), plan())) == "<PlanDiff: 0 layers changed>"
