@@ -59,11 +59,6 @@ class SizeBranches:
         return SizeBranches(batch, guards=tuple(guards.items()), bent=tuple(bent_sizes(program)), unknown=unknown)
 
     @property
-    def any(self) -> bool:
-        """Whether there are such conditions, or numbers."""
-        return bool(self.guards) or self.asks_anew
-
-    @property
     def asks_anew(self) -> bool:
         """Whether another number of samples may have to be captured and compared."""
         return bool(self.bent or self.unknown or self.not_one)
@@ -81,7 +76,7 @@ class SizeBranches:
 
     def hold(self, batch: int) -> bool | None:
         """Whether the graph is that of a call with `batch` samples; None where that is not known."""
-        if batch == self.batch or not self.any:
+        if batch == self.batch:
             return True
         if self.turned(batch):
             return False
