@@ -25,8 +25,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
     "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "recomputed_once",
-    "state_by_block", "support_foreach", "version", "without_tensor_hooks", "without_weak_references",
-    "wrapper_tensor", "writes",
+    "state_by_block", "support_foreach", "tensors_of_memory", "version", "without_tensor_hooks",
+    "without_weak_references", "wrapper_tensor", "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -105,6 +105,19 @@ def call_hooks_with_gradients_only(tensors: Iterable[Tensor]) -> None:
 def writes(tensor: Tensor) -> int:
     """Number of in-place writes to the memory of `tensor`."""
     return tensor._version
+
+
+def write_counter(tensor: Tensor) -> Tensor:
+    """An empty tensor whose number of `writes` is that of `tensor`, without keeping its memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def tensors_of_memory(tensor: Tensor) -> int:
+    """Number of tensors that use the memory of `tensor` or a part of it, anywhere in this process."""
+    storage = tensor.untyped_storage()  # a user itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def wrapper_tensor(cls: type[T], shape: tuple[int, ...], like: Tensor) -> T:

@@ -49,6 +49,18 @@ def resumed_in_place(run: Run) -> None:
     steps(run, model, optimizer, 2)
 
 
+@SECTION("a state changed by hand (a layer set to zero, another one scaled) and loaded back")
+def changed_state(run: Run) -> None:
+    model = run.compile(Mlp())
+    optimizer = adam(model)
+    steps(run, model, optimizer, 2)
+    state = model.state_dict()
+    state["head.bias"].zero_()
+    state["body.weight"] *= 0.5
+    model.load_state_dict(state)
+    steps(run, model, optimizer, 2)
+
+
 @SECTION("a plain model's weights and optimizer state, loaded into a compiled one")
 def from_plain(run: Run) -> None:
     plain = Mlp()

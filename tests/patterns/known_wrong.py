@@ -6,12 +6,5 @@ from collections.abc import Mapping
 
 __all__ = ["KNOWN_WRONG"]
 
-_COPIES = "what is written is memory that cut parameters no longer have, or a copy of theirs"
-
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
-KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
-    "centring_backward_hook": {"*": "a hook sees one replica's samples"},
-    "flat_parameters": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
-    "state_dict_writes": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
-    "container_order": {"ranks/shards": "ends in an error of torch's", "ranks/mixed": "ends in an error of torch's"},
-}
+KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {}

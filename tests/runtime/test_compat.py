@@ -28,10 +28,12 @@ from parplan.runtime.compat import (
     local_ops_only,
     state_by_block,
     support_foreach,
+    tensors_of_memory,
     version,
     without_tensor_hooks,
     without_weak_references,
     wrapper_tensor,
+    write_counter,
     writes,
 )
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
@@ -259,3 +261,33 @@ def test_tensor_hooks_rest_and_come_back() -> None:
     handle.remove()
     parameter.sum().backward()
     assert calls == ["gradient", "accumulated", "accumulated"]
+
+
+def test_a_write_counter_counts_the_writes_to_a_tensor_without_its_memory() -> None:
+    tensor = torch.zeros(3)
+    counter = write_counter(tensor)
+    marks = [writes(counter)]
+    tensor.add_(1)
+    marks.append(writes(counter))
+    tensor[1:].zero_()  # through a view
+    marks.append(writes(counter))
+    assert marks == [0, 1, 2]
+    assert counter.untyped_storage().nbytes() == 0
+    assert tensor.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_tensors_of_a_memory_are_counted() -> None:
+    flat = torch.zeros(6)
+    assert tensors_of_memory(flat) == 1
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.data = flat[:3]
+    assert tensors_of_memory(parameter) == 2
+    kept = parameter.detach()
+    assert tensors_of_memory(parameter) == 3
+    loss = (parameter * parameter).sum()  # which autograd keeps for the backward
+    assert loss.requires_grad
+    assert tensors_of_memory(kept) == 3
+    del flat
+    assert tensors_of_memory(parameter) == 2
+    lstm = nn.LSTM(2, 3)
+    assert {tensors_of_memory(weight) for weight in lstm.parameters()} == {1}

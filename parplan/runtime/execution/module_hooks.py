@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from parplan.compat import BackwardHook
 from parplan.errors import PlanError, RuntimeFailure
@@ -23,6 +23,7 @@ from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
 from parplan.lowering.program import Compute, Program
 from parplan.plan import Strategy
+from parplan.runtime.preserve_state import preserved_generators
 
 __all__ = ["HookCalls"]
 
@@ -63,16 +64,17 @@ class HookCalls:
     ) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._silent = silent
-        self._backward: dict[_Visit, BackwardHook] = {}
+        self._backward: dict[_Visit, tuple[BackwardHook, _GradientWatch]] = {}
         nodes = [node for layer in graph.layers.values() for node in layer.nodes if node.target is GRADIENT_HOOK]
         self._tensors = {str(node.args[-1]): s for node in nodes if isinstance(s := site_of(node), HookSite)}
-        self._batch_dims, self._apart = graph.batch_dims, dict[str, dict[Any, int]]()
+        self._batch_dims, self._apart = graph.batch_dims, dict[tuple[str, bool], dict[Any, int]]()
         self._spread = {
             str(node.args[-1])
             for name, layer in graph.layers.items()
             for node in layer.nodes
             if node.target is _POST and strategies[name].replicas > 1
         }
+        self._spread_backward = set(self._spread)
         if self._sites:
             _check(graph, strategies, program, processes)
 
@@ -84,9 +86,9 @@ class HookCalls:
         marks = [node for node in code.graph.nodes if node.target in MARKS] if self._sites else []
         for node in marks:
             visit = _Visit(str(node.args[-1]), row, micro_batch)
-            if node.target is _POST:
-                parts = ((user.args[1], self._batch_dims.get(user.name)) for user in node.users)
-                self._apart.setdefault(visit.site, {index: dim for index, dim in parts if dim is not None})
+            parts = ((user.args[1], self._batch_dims.get(user.name)) for user in node.users)
+            sampled = {index: dim for index, dim in parts if dim is not None}
+            self._apart.setdefault((visit.site, node.target is _POST), sampled)
             node.target = _bound(self._before if node.target is _PRE else self._after, visit)
             node.args = node.args[:-1]
         if marks or own:
@@ -112,7 +114,10 @@ class HookCalls:
                 args = given if isinstance(given, tuple) else (given,)
         hooks, pre = list(module._backward_hooks.values()), list(module._backward_pre_hooks.values())
         if hooks or pre:
-            around = self._backward[visit] = BackwardHook(module, hooks, pre)
+            watch = _GradientWatch(site.path, visit.site, self._spread_backward)
+            watch.inputs = _places(args, (args, kwargs), self._apart[visit.site, False])
+            around = BackwardHook(module, [*map(watch.around, hooks)], [*map(watch.around, pre)])
+            self._backward[visit] = around, watch
             args = around.setup_input_hook(args)
         return _tensors(site, "a forward pre-hook", template, (args, kwargs), inputs)
 
@@ -128,30 +133,86 @@ class HookCalls:
             result = _first(hook(module, args, *named, result), result)
         tensors = _tensors(site, "a forward hook", template, result, outputs)
         if visit.site in self._spread and any(tensor.requires_grad for tensor in tensors):
-            if _mixes(outputs, tensors, self._apart[visit.site]):
-                raise RuntimeFailure(
-                    f"{site.path or 'the model'}: a forward hook mixes samples, and would see those of one of several "
-                    "replicas; pin the layer to one replica, or do this in the model's own forward"
-                )
+            for index, dim in self._apart[visit.site, True].items():
+                if tensors[index] is not outputs[index] and _mixes(tensors[index], dim, outputs[index], dim):
+                    raise RuntimeFailure(_MIXES.format(site.path or "the model", "forward"))
             self._spread.discard(visit.site)  # once is enough
-        around = self._backward.pop(visit, None)
-        if around is None:
+        if visit not in self._backward:
             return tensors
+        around, watch = self._backward.pop(visit)
+        watch.outputs = _places(result, result, self._apart[visit.site, True])
         return _tensors(site, "a forward hook", template, around.setup_output_hook(result), outputs)
 
 
-def _mixes(before: Sequence[Tensor], after: Sequence[Tensor], dims: Mapping[Any, int]) -> bool:
-    """Whether the first sample of what a hook left depends on other samples of what it was given, by its gradient."""
-    for index, dim in dims.items():
-        given, left = before[index], after[index]
-        if left is given or left.is_complex() or not (left.requires_grad and given.requires_grad):
-            continue
-        if given._backward_hooks or left._backward_hooks:  # they would be called
-            continue
-        (found,) = torch.autograd.grad(left.select(dim, 0).sum(), given, retain_graph=True, allow_unused=True)
-        if found is not None and bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero()):
-            return True
-    return False
+_MIXES = (
+    "{}: a {} hook mixes samples, and would see those of one of several replicas; pin the layer to one replica, or do "
+    "this in the model's own forward"
+)
+
+
+def _mixes(left: Tensor, along: int, given: Tensor, dim: int) -> bool:
+    """Whether the first sample of what a hook left depends on other samples of what it was given, by its gradient.
+
+    Samples of `left` lie along its dimension `along`, those of `given` along `dim`.
+    """
+    if left.is_complex() or not (left.requires_grad and given.requires_grad):
+        return False
+    if given._backward_hooks or left._backward_hooks:  # they would be called
+        return False
+    (found,) = torch.autograd.grad(left.select(along, 0).sum(), given, retain_graph=True, allow_unused=True)
+    found_in: Tensor | None = found
+    return found_in is not None and bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero())
+
+
+def _places(values: Any, all_values: Any, dims: Mapping[Any, int]) -> dict[int, int]:
+    """The dimension of samples by place in the tuple `values`, from that by number of tensor in `all_values`."""
+    number = {id(tensor): index for index, tensor in enumerate(Template.of(all_values)[1])}
+    places = enumerate(values if isinstance(values, tuple) else (values,))
+    return {place: dims[number[id(t)]] for place, t in places if number.get(id(t)) in dims}
+
+
+@dataclass
+class _GradientWatch:
+    """The backward hooks of one call of a module, looked at for mixed samples where they change gradients.
+
+    Attributes:
+        path: of the module, for a message.
+        site: of the call.
+        unseen: sites with several replicas whose hooks have not been looked at.
+        inputs, outputs: the dimension of samples by place in the module's arguments and results.
+    """
+
+    path: str
+    site: str
+    unseen: set[str]
+    inputs: Mapping[int, int] = field(default_factory=dict)
+    outputs: Mapping[int, int] = field(default_factory=dict)
+
+    def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that is called once more, the first time that it returns gradients, with tensors that record them."""
+
+        def call_hook(module: nn.Module, *gradients: Any) -> Any:
+            result = hook(module, *gradients)
+            if result is not None and self.site in self.unseen:
+                self._look(hook, module, gradients)
+            return result
+
+        return call_hook
+
+    def _look(self, hook: Callable[..., Any], module: nn.Module, gradients: Sequence[Any]) -> None:
+        dims = (self.inputs, self.outputs)[-len(gradients) :]  # a pre-hook gets those of the results alone
+        with torch.enable_grad(), preserved_generators():
+            given = [tuple(g if g is None else g.detach().requires_grad_() for g in group) for group in gradients]
+            result = hook(module, *given)
+            sampled = [
+                (group[place], dim) for group, own in zip(given, dims, strict=True) for place, dim in own.items()
+            ]
+            known = [(gradient, dim) for gradient, dim in sampled if gradient is not None]
+            for place, left in enumerate(result if isinstance(result, tuple) else (result,)):
+                along = dims[0].get(place) if left is not None else None
+                if along is not None and any(_mixes(left, along, *gradient) for gradient in known):
+                    raise RuntimeFailure(_MIXES.format(self.path or "the model", "backward"))
+        self.unseen.discard(self.site)
 
 
 def _bound(function: Callable[..., Any], first: object) -> Callable[..., Any]:

@@ -6,9 +6,12 @@ tensors under the original names, whatever plan trained them.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import warnings
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +22,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.layout import Block, shape_of
-from parplan.runtime.compat import become, state_by_block, without_weak_references
+from parplan.runtime.compat import (
+    become,
+    state_by_block,
+    tensors_of_memory,
+    without_weak_references,
+    write_counter,
+    writes,
+)
 from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
 from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
@@ -87,6 +97,21 @@ def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _StateCopy:
+    """A gathered tensor of a state dict; where it is written, the model's blocks do not follow."""
+
+    name: str
+    tensor: weakref.ref[Tensor]
+    counter: Tensor
+    writes: int
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> _StateCopy:
+        counter = write_counter(tensor)
+        return _StateCopy(name, weakref.ref(tensor), counter, writes(counter))
+
+
 class Sharding:
     """The blocks of parameters and buffers that each rank holds, by dotted name.
 
@@ -114,6 +139,8 @@ class Sharding:
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._placements: dict[str, Placement] = {}
+        self._uncut = parameters.keys()
+        self._state_copies: list[_StateCopy] = []
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
         with explained("making a group for what is cut over processes", transport.rank):
             self._collectives = cut[0] if cut else TaggedCollectives.of(transport)
@@ -140,12 +167,43 @@ class Sharding:
     @torch.inference_mode(False)
     @torch.no_grad()
     def hold(self) -> None:
-        """Cut those parameters that are whole: all at first, later those that the user replaced, on all ranks alike."""
+        """Cut those parameters that are whole: all at first, later those that the user replaced, on all ranks alike.
+
+        Raises:
+            RuntimeFailure: a parameter cannot be cut, stands under the name of another one, or was written through a
+                copy in a state dict.
+        """
+        self._check_names()
+        self._check_state_copies()
         named = {name: self._module.get_parameter(name) for name in self._placements}
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
             self._cut_all(whole)
         _watch(self._module, self._transport)
+
+    def _check_names(self) -> None:
+        """Refuse blocks under names that this plan has other blocks for, as after an exchange of two layers."""
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if not isinstance(parameter, ShardedTensor):
+                continue
+            own, wanted = parameter.placement, self._placements.get(self._aliases.get(name, name))
+            if own is not wanted and (name in self._uncut if wanted is None else own.blocks != wanted.blocks):
+                raise RuntimeFailure(
+                    f"{name} is now the parameter that was {own.name} when it was cut over processes, and this plan "
+                    "cuts the two otherwise; exchange layers before the first call, or build the model anew, compile "
+                    "it, and load state_dict()"
+                )
+
+    def _check_state_copies(self) -> None:
+        """Refuse to go on where a gathered tensor of a state dict was written, which changes a plain model."""
+        written = [copy.name for copy in self._state_copies if writes(copy.counter) != copy.writes]
+        self._state_copies = [copy for copy in self._state_copies if copy.tensor() is not None]
+        if written:
+            raise RuntimeFailure(
+                f"{written[0]} was written through a tensor of state_dict(), which is a copy where parameters are cut "
+                "over processes: the model did not change. Write the parameters themselves, under torch.no_grad(), or "
+                "give the state to load_state_dict()"
+            )
 
     def _cut_all(self, whole: Mapping[str, nn.Parameter]) -> None:
         """Cut parameters, or none of them if one of them cannot be."""
@@ -201,9 +259,17 @@ class Sharding:
                 buffer.data = stale[name]
 
     def gather(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Full tensors for a module's state dict; every rank has to call this."""
+        """Full tensors for a module's state dict; every rank has to call this.
+
+        Raises:
+            RuntimeFailure: a tensor of an earlier one was written.
+        """
+        self._check_state_copies()
         fresh = {name: self._gathered(name, state[name], held) for name, held in self.fresh.items() if name in state}
-        return {**gathered(state), **fresh}
+        whole = {**gathered(state), **fresh}
+        made = [(name, value) for name, value in whole.items() if value is not state[name]]
+        self._state_copies += [_StateCopy.of(name, value) for name, value in made if not value.is_inference()]
+        return whole
 
     def _gathered(self, name: str, own: Tensor, held: Mapping[int, Block]) -> Tensor:
         """A buffer, of which every rank has the whole shape and some have values of now."""
@@ -219,6 +285,8 @@ class Sharding:
             RuntimeFailure: a tensor does not have the model's shape.
         """
         cut = dict(state)
+        loaded = set(map(id, state.values()))
+        self._state_copies = [copy for copy in self._state_copies if id(copy.tensor()) not in loaded]
         for name, value in state.items():
             placement = self._placements.get(self._aliases.get(name, name))
             if placement is not None and not isinstance(value, ShardedTensor):
@@ -237,14 +305,32 @@ _WATCHED = "_parplan_gathers_state"
 
 
 def _check_memory(module: nn.Module, cut: Mapping[str, nn.Parameter]) -> None:
-    """Refuse to cut parameters that share memory with each other, or whose gradients are pieces of a larger tensor.
+    """Refuse to cut parameters that share memory with each other, or that are, or have gradients that are, pieces.
 
-    A piece has memory of its own, so that a write to the one would no longer be seen in the other.
+    A block has memory of its own, so that a write to the one would no longer be seen in the other. A module's own
+    tensors may share a larger one that nothing else holds, as the weights of LSTMs do on GPUs.
     """
+    # What torch.nn.utils.spectral_norm computes anew before each forward is the weight's own memory at first.
+    computed = [value for part in module.modules() if part._forward_pre_hooks for value in vars(part).values()]
+    tensors = [t for t in (*module.parameters(), *module.buffers(), *computed) if isinstance(t, Tensor)]
+    whole = [t for t in tensors if not isinstance(t, ShardedTensor) and not t.is_meta]
+    own = Counter(tensor.untyped_storage().data_ptr() for tensor in whole)
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor) or parameter.is_meta or not parameter.numel():
             continue
+        if name in cut and tensors_of_memory(parameter) > own[parameter.untyped_storage().data_ptr()]:
+            if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                raise RuntimeFailure(
+                    f"{name} is a piece of a larger tensor (p.data = flat[a:b]) that is in use, and is cut over "
+                    "processes, which gives it memory of its own; drop the larger tensor before the first call, or "
+                    "use a plan with replicas alone"
+                )
+            warnings.warn(
+                f"{name} shares its memory with another tensor (its detach(), its .data, or a state_dict() made "
+                "before the first call), and is cut over processes: that tensor keeps the present values",
+                stacklevel=2,
+            )
         other = names.setdefault(parameter.data_ptr(), name)
         if other != name and not cut.keys().isdisjoint((name, other)):
             raise RuntimeFailure(
