@@ -21,6 +21,7 @@ from parplan.errors import InfeasiblePlan, PlanError
 from parplan.lowering.stages import stages
 from parplan.plan import Plan, Scheme
 from parplan.planner.decision import ANY_BLOCK, BRANCHES, PASSES, SOME_BRANCHES, Simpler
+from parplan.planner.search.baselines import baselines
 from parplan.planner.search.branches import Branch, averaged, foldable, sections
 from parplan.planner.search.context import SIMULATED, fits, formulated, plain, shape_of
 from parplan.planner.search.device_groups import FEW_BRANCHES, placed
@@ -35,7 +36,7 @@ from parplan.planner.search_space.pin_constraints import Pinned
 from parplan.planner.search_space.pin_search import masked, no_plan
 from parplan.planner.search_space.shape import Shape
 from parplan.planner.search_space.verifier import check
-from parplan.planner.solver.problem import Problem, Solution, Status, objective
+from parplan.planner.solver.problem import Problem, Solution, Status, evaluate, objective
 from parplan.planner.solver.solve import solve
 
 __all__ = ["ANYWHERE", "Found", "ShapeSearch"]
@@ -167,6 +168,7 @@ class _Run:
             self.first = formulation, solution
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
             self.undecided = formulation, solution
+            self.best = self.by_hand(formulation) if shape.passes == 1 and not shape.anywhere else None
         if solution.choice is not None and solution.objective < self.cutoff and not shape.average:
             found = self.candidate(formulation, solution.choice, solution.objective)
             if found is not None:
@@ -223,6 +225,20 @@ class _Run:
         scheme = shape.scheme if shape.passes > 1 else Scheme.GATHER
         count, rules = self.case.cluster.count, self.case.request.rules
         return Plan(graph.model, graph.fingerprint, graph.batch or 1, count, layers, rules, scheme)
+
+    def by_hand(self, formulation: Formulation) -> Candidate | None:
+        """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none."""
+        case, problem = self.case, masked(formulation, self.pinned)
+
+        def once(restricted: Problem) -> Solution:
+            return case.deadline.watched(solve(restricted, case.deadline.part_s(SHARE)))
+
+        draft = self.plan_of(formulation, [0] * len(formulation.problem.nodes))
+        known = baselines(case.graph, case.cluster, case.costs, formulation, draft, once)
+        choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
+        legal = [choice for choice in choices if evaluate(problem, choice).feasible]
+        found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in legal]
+        return min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
 
     def solved(self, formulation: Formulation, problem: Problem) -> Solution:
         """A solution of a shape's problem, one that fits with its transfers where it is to become a plan."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import pytest
 
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import InfeasiblePlan
+from parplan.pins import pins_from
 from parplan.plan import Strategy
 from parplan.planner.decide import PlanRequest, decide
 from parplan.planner.search.context import Case
 from parplan.planner.search.fitting import ATTEMPTS, fitting
 from parplan.planner.search.formulations import Formulations
 from parplan.planner.search_space.pin_search import pin_questions
-from parplan.planner.solver.problem import Problem, Solution
+from parplan.planner.solver.problem import Problem, Solution, Status
 from parplan.planner.solver.solve import solve
 from tests.planner.graphs import perceptron
 
@@ -81,3 +84,34 @@ def test_no_plan_named_lacks_more_than_data_parallelism() -> None:
     graph, cluster = capture(resnet50.build(), resnet50.example_inputs()), cluster_preset("k20", 5)
     with pytest.raises(InfeasiblePlan, match=r"needs 6\.\d+ GiB on a device, which has 4\.7 GiB and lacks 1\.\d+ GiB"):
         decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest(tolerance=0.0, time_limit_s=4.0))
+
+
+def unsolved(problem: Problem, *args: Any, **options: Any) -> Solution:
+    """A solver that finds nothing where there is a memory limit; plans by hand are solved without."""
+    if problem.limits:
+        return Solution(Status.UNKNOWN, None, inf, 0.0, inf, 1.0)
+    return solve(problem, *args, **options)
+
+
+def test_a_plan_by_hand_is_given_where_the_solver_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = perceptron(), cluster_preset("k20", 2)
+    costs = RooflineCosts(graph, cluster)
+    best = decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+    monkeypatch.setattr("parplan.planner.search.select.solve", unsolved)
+    found = decide(graph, cluster, costs, PlanRequest(tolerance=0.0))
+    by_hand = [
+        one.step_s for one in found.baselines if one.step_s is not None and one.fits and one.name != "one device"
+    ]
+    assert found.proof.status == "FEASIBLE"
+    assert found.proof.bound <= best.proof.objective <= found.proof.objective
+    assert found.proof.objective <= min(by_hand) * (1 + 1e-9)
+    pinned = decide(graph, cluster, costs, PlanRequest(tolerance=0.0, pins=pins_from(["2=shards:2"])))
+    assert pinned.plan.layers["2"].shards == 2
+
+
+def test_no_plan_by_hand_is_given_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = perceptron()
+    cluster = cluster_preset("k20", 2).with_memory(1000)
+    monkeypatch.setattr("parplan.planner.search.select.solve", unsolved)
+    with pytest.raises(InfeasiblePlan):
+        decide(graph, cluster, RooflineCosts(graph, cluster), PlanRequest())
