@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.nn import functional as F
 
 from benchmarks.training import Run
@@ -105,3 +106,46 @@ def half_model(run: Run) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         lambda: F.cross_entropy(model(run.randn(BATCH, 6).bfloat16()).float(), run.randint(4, BATCH)),
     )
+
+
+class _Quantised(nn.Module):
+    """An Mlp between observers, as `prepare_qat` puts fake quantisation into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.inner, self.dequant = quantization.QuantStub(), Mlp(), quantization.DeQuantStub()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.dequant(self.inner(self.quant(x)))
+
+
+def _train_quantised(run: Run, calls: int) -> None:
+    plain: Any = _Quantised().float().train()
+    plain.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    quantization.prepare_qat(plain, inplace=True).float()
+    for _ in range(calls):
+        plain(torch.linspace(-2, 2, 6 * BATCH).view(BATCH, 6).float())
+    model = run.compile(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(run, model, optimizer, lambda: F.cross_entropy(model(run.randn(BATCH, 6).float()), run.randint(4, BATCH)))
+
+
+@SECTION(
+    "quantisation-aware training (`prepare_qat`)",
+    free=("inner.body", "inner.head"),
+    refused={"*": "empty buffer"},
+    why="observers make their buffers at the first call; call the plain model once before `compile`",
+)
+def quantised(run: Run) -> None:
+    _train_quantised(run, 0)
+
+
+@SECTION(
+    "quantisation-aware training, after a call of the plain model",
+    free=("inner.body", "inner.head"),
+    refused={"ranks/*": "treats samples"},
+    why="observers see all samples at once; run it in one process",
+    tolerance=1e-5,
+)
+def calibrated(run: Run) -> None:
+    _train_quantised(run, 1)

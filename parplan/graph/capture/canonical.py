@@ -64,6 +64,11 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
             results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else leaf.name)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             buffer = buffers[spec.target]
+            if not by_name[buffer].meta["val"].numel():
+                raise CaptureError(
+                    f"the model fills the empty buffer {spec.target!r} at its first call{_user_line(leaf)}, and no "
+                    "plan can say how large it will be; call the plain model once before it is compiled"
+                )
             step = _counter_step(leaf, buffer)
             if step is not None and _is_unread(leaf, buffer):
                 found.counters[buffer] = step
