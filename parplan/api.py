@@ -230,8 +230,8 @@ def compile(  # the name users know from torch.compile
     def planner(graph: LayerGraph) -> Plan:
         if options.plan is not None:
             return _checked(options.plan, graph, compiled.device_count, warn=True)
-        decision = compiled.decision = Analysis.of(pricing().decided(graph))
-        return decision.plan
+        report = compiled.report = Analysis.of(pricing().decided(graph))
+        return report.plan
 
     compiled = Compiled(
         model, planner, devices=devices, output_device=output_device, dim=dim, batch_norm=batch_norm, scalars=scalars,

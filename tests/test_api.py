@@ -33,7 +33,7 @@ def test_one_process_with_several_memories_is_priced_with_inputs_on_its_first_de
     places = (0, 0) if home is None else (0, 1)  # as with two GPUs
     monkeypatch.setattr("parplan.runtime.programs.program_cache.memories", lambda transport: places)
     compiled = parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2)
-    decision = compiled.decision
+    decision = compiled.report
     assert decision is not None
     assert decision.cluster.home == compiled.home == home
     assert to_dict(decision)["cluster"]["home"] == home
@@ -62,6 +62,8 @@ def test_example_inputs_plan_at_once() -> None:
     compiled = parplan.compile(perceptron(), inputs(), devices=["cpu"] * 2)
     assert compiled.plan is not None
     assert compiled.plan.batch == 12
+    assert "2 x cpu" in str(compiled.report)
+    assert repr(compiled.report).startswith("<Analysis of Sequential on 2 x cpu")
 
 
 def test_names_are_the_models_own() -> None:

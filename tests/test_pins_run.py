@@ -95,7 +95,7 @@ def test_a_compiled_model_runs_its_pins() -> None:
     inputs = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     compiled = parplan.compile(net, inputs, devices=["cpu", "cpu"], pins={"0": "shards:2 gpu:1,0", "2": "gpu:1"})
     assert compiled.plan is not None
-    assert compiled.decision.pins is None  # nobody reads what they cost
+    assert compiled.report.pins is None  # nobody reads what they cost
     assert compiled.plan.layers["0"].devices == (1, 0)
     assert compiled.plan.layers["2"].devices == (1,)
     torch.testing.assert_close(compiled(inputs), net(inputs))

@@ -198,13 +198,13 @@ def test_devices_that_took_turns_were_at_work_alone(graph: LayerGraph) -> None:
 def test_a_compiled_model_knows_what_it_was_planned_with() -> None:
     model, x = net(), torch.randn(8, 16)
     compiled = parplan.compile(model, x, devices=["cpu"] * 2)
-    assert compiled.decision.plan == compiled.plan
+    assert compiled.report.plan == compiled.plan
     found = compiled.measure(steps=1, warmup=0)
     assert found.expected is not None
-    by_name = {layer.name: layer for layer in compiled.decision.layers}
+    by_name = {layer.name: layer for layer in compiled.report.layers}
     assert set(found.expected.layers) == set(by_name)
     given = parplan.compile(net(), x, devices=["cpu"] * 2, plan=compiled.plan)
-    assert given.decision is None
+    assert given.report is None
     again = given.measure(steps=1, warmup=0)
     assert again.expected is not None
     assert set(again.expected.layers) == set(by_name)

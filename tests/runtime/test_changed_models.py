@@ -95,9 +95,9 @@ def test_a_part_that_is_exchanged_is_trained_and_saved() -> None:
 
 def test_its_own_settings_stay_its_own() -> None:
     model = compiled(Scaled().double(), spread(2, "data"), 2)
-    model.decision = "mine"
-    assert not hasattr(model.module, "decision")
-    assert model.decision == "mine"
+    model.report = "mine"
+    assert not hasattr(model.module, "report")
+    assert model.report == "mine"
 
 
 def test_it_shows_the_model_it_runs() -> None:

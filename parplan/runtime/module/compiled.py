@@ -77,7 +77,7 @@ class Compiled(Wrapped):
     Attributes:
         program: that of the last call, for reading.
         predict_times: predicts a step for a graph and the plan, for `measure` to print; set by the planner's maker.
-        decision: the planner's reasons for the plan; set by the planner's maker, else None.
+        report: the analysis that the plan came from; set by the planner's maker, else None.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Compiled(Wrapped):
             )
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
-        self.decision: Any = None
+        self.report: Any = None
         self._example: Example | None = None
         self._batch: int | None = None
         self._latest: Captured | None = None
@@ -425,7 +425,7 @@ class Compiled(Wrapped):
         """A compiled copy of the module, with the same plan; sharded parameters stay cut as they are."""
         twin = Compiled(copy.deepcopy(self.module, memo), self._planner, **self._given)
         twin._captures.plan, twin._captures.planned = self.plan, self._captures.planned
-        twin.predict_times, twin.decision = self.predict_times, self.decision
+        twin.predict_times, twin.report = self.predict_times, self.report
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

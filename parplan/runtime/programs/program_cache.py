@@ -6,11 +6,11 @@ every rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
@@ -67,7 +67,6 @@ class Captured:
         groups: ranks in rows that bring the same samples; None when every rank brings its own.
         checked: for which grad modes it has been compared with the plain module (runtime/self_check/check.py).
         batches: numbers of samples at which another capture was the same graph, where none other says so.
-        digests: of inputs that all processes have to bring alike: the tensor last compared, its version, its digest.
     """
 
     graph: LayerGraph
@@ -81,7 +80,6 @@ class Captured:
     executors: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     checked: set[bool] = field(default_factory=set)
     batches: set[int] = field(default_factory=set)
-    digests: dict[str, tuple[Callable[[], Tensor | None], int, bytes]] = field(default_factory=dict)
 
     def serves(self, batch: int | None) -> bool:
         """Whether the forward with `batch` samples is this graph."""

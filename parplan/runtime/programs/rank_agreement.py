@@ -7,7 +7,6 @@ plan that moves values between processes takes some process's, so they have to b
 from __future__ import annotations
 
 import hashlib
-import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.runtime.calls import ModelCall, content
+from parplan.runtime.calls import ModelCall, digest
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.transport.base import Transport
 
@@ -67,7 +66,7 @@ def exchange_facts(
     graph, reads = captured.graph, captured.graph.reads
     given = zip(graph.user_inputs, call.leaves, strict=True) if captured.moves else ()
     shared = {str(n): leaf for n, leaf in given if n in captured.shared_inputs and isinstance(leaf, Tensor)}
-    checksum = _checksum(shared, call, captured) if captured.moves else 0
+    checksum = _checksum(shared, call) if captured.moves else 0
     kind = zlib.crc32(repr(call.signature).encode())
     agreed = transport.gather(own, seed, kind, reads.digest, int(refused), checksum, int(wish))
     refusing = [str(rank) for rank, (_, _, _, _, refuses, *_) in enumerate(agreed) if refuses]
@@ -79,8 +78,8 @@ def exchange_facts(
     captured.seeded.seed = agreed[0][1]
     sizes = tuple(size for size, *_ in agreed)
     digests: dict[int, set[int]] = defaultdict(set)
-    for _, _, signature, digest, *_ in agreed:
-        digests[signature].add(digest)
+    for _, _, signature, reading, *_ in agreed:
+        digests[signature].add(reading)
     if any(len(found) > 1 for found in digests.values()):
         raise RuntimeFailure(
             f"rank {transport.rank}: the forward reads attributes of the model that are not the same on all ranks; set "
@@ -129,20 +128,10 @@ def _check_branches(captured: Captured, sizes: Sequence[int], serves: Callable[[
             )
 
 
-def _checksum(shared: Mapping[str, Tensor], call: ModelCall, captured: Captured) -> int:
-    """A checksum of inputs that have to be the same on all processes.
-
-    Of a tensor that the last call had too, and that was not written since, it is known: a copy to the host would wait
-    for the device.
-    """
+def _checksum(shared: Mapping[str, Tensor], call: ModelCall) -> int:
+    """A checksum of inputs that have to be the same on all processes."""
     found = hashlib.blake2b(digest_size=7)
     found.update(repr([leaf for leaf in call.leaves if not isinstance(leaf, Tensor)]).encode())
-    for name, tensor in shared.items():
-        known, version, digest = captured.digests.get(name, (lambda: None, -1, b""))
-        now = -1 if tensor.is_inference() else tensor._version
-        if known() is not tensor or now < 0 or now != version:
-            text = repr(tuple(tensor.shape)).encode() + content(tensor)
-            digest = hashlib.blake2b(text, digest_size=8).digest()
-            captured.digests[name] = weakref.ref(tensor), now, digest
-        found.update(digest)
+    for tensor in shared.values():
+        found.update(digest(tensor))
     return int.from_bytes(found.digest(), "big")

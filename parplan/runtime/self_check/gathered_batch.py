@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.layout import Grid, Range
-from parplan.runtime.calls import ModelCall, content
+from parplan.runtime.calls import ModelCall, digest
 from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
 from parplan.runtime.self_check.comparison import projection_weights
 from parplan.runtime.transport.base import Transport
@@ -128,5 +128,5 @@ def shared_digest(call: ModelCall) -> int:
     found = hashlib.blake2b(repr(call.signature).encode(), digest_size=7)
     for tensor in call.tensors:
         if not call.has_samples(tensor):
-            found.update(content(tensor))
+            found.update(digest(tensor))
     return int.from_bytes(found.digest(), "big")

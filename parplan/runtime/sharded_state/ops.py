@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
-from parplan.runtime.calls import content
+from parplan.runtime.calls import digest
 from parplan.runtime.compat import in_backward
 from parplan.runtime.sharded_state.block_placement import Placement
 from parplan.runtime.sharded_state.outside_gradients import averaged
@@ -183,7 +183,7 @@ def _told(value: Any) -> str:
     if isinstance(value, ShardedTensor):
         return value.placement.name
     if isinstance(value, Tensor) and value.numel() > 1:
-        return f"a tensor of shape {tuple(value.shape)}, {hashlib.blake2b(content(value), digest_size=6).hexdigest()}"
+        return f"a tensor of shape {tuple(value.shape)}, {digest(value).hex()}"
     return str(value.item() if isinstance(value, Tensor) else value)
 
 
