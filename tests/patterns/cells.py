@@ -15,6 +15,7 @@ from tests.patterns import (
     optimizers,
     precision,
     programs_language,
+    programs_sequences,
     second_round,
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
@@ -24,7 +25,7 @@ __all__ = ["PATTERNS", "launched", "run_cell"]
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
-    programs_language.SECTION,
+    programs_language.SECTION, programs_sequences.SECTION,
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}

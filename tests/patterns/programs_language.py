@@ -19,7 +19,9 @@ SINGLE = 1e-4  # float32 throughout, over a few steps
 WORDS = 12
 
 
-class _CausalBlock(nn.Module):
+class CausalBlock(nn.Module):
+    """Attention to what came before, and a feed-forward part, each with a norm before and a residual."""
+
     mask: Tensor
 
     def __init__(self, width: int, heads: int, longest: int) -> None:
@@ -31,6 +33,7 @@ class _CausalBlock(nn.Module):
         self.register_buffer("mask", torch.tril(torch.ones(longest, longest)).view(1, 1, longest, longest))
 
     def forward(self, x: Tensor) -> Any:
+        """As many words as came in."""
         b, t, c = x.size()
         q, k, v = (
             z.view(b, t, self.heads, c // self.heads).transpose(1, 2) for z in self.qkv(self.ln_1(x)).split(c, dim=2)
@@ -48,7 +51,7 @@ def nano_gpt(run: Run) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.wte, self.wpe = nn.Embedding(WORDS, 8), nn.Embedding(6, 8)
-            self.blocks = nn.ModuleList(_CausalBlock(8, 2, 6) for _ in range(2))
+            self.blocks = nn.ModuleList(CausalBlock(8, 2, 6) for _ in range(2))
             self.ln_f, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
             self.wte.weight = self.head.weight
             for name, p in self.named_parameters():
@@ -117,7 +120,8 @@ def llama(run: Run) -> None:
                 for z in (q, k)
             )
             k, v = (torch.repeat_interleave(z, 2, dim=2) for z in (k, v))
-            y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), is_causal=True)
+            q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.wo(y.transpose(1, 2).reshape(b, t, -1))
 
     class Layer(nn.Module):
@@ -203,9 +207,7 @@ def relative_buckets(run: Run) -> None:
 
     model = run.compile(Encoder())
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
-    train(
-        run, model, optimizer, lambda: F.cross_entropy(model(run.randint(WORDS, BATCH, 7)), run.randint(4, BATCH)), 4
-    )
+    train(run, model, optimizer, lambda: F.cross_entropy(model(run.randint(WORDS, BATCH, 7)), run.randint(4, BATCH)), 4)
 
 
 @SECTION("BERT: masked words given as positions and labels, tied decoder with a bias of its own, next-sentence head")
@@ -213,9 +215,13 @@ def masked_words(run: Run) -> None:
     class Bert(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.word, self.kind, self.place = nn.Embedding(WORDS, 8, padding_idx=0), nn.Embedding(2, 8), nn.Embedding(9, 8)
+            self.word, self.kind, self.place = (
+                nn.Embedding(WORDS, 8, padding_idx=0),
+                nn.Embedding(2, 8),
+                nn.Embedding(9, 8),
+            )
             self.norm, self.drop = nn.LayerNorm(8, eps=1e-12), nn.Dropout(0.0)
-            self.layer, self.pool = _CausalBlock(8, 2, 9), nn.Linear(8, 8)
+            self.layer, self.pool = CausalBlock(8, 2, 9), nn.Linear(8, 8)
             self.transform, self.seen, self.next = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)
             self.bias = nn.Parameter(torch.zeros(WORDS))
             self.register_buffer("places", torch.arange(9).expand((1, -1)))
@@ -253,7 +259,7 @@ def masked_words(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("a GRU encoder and decoder with additive attention; teacher forcing by a coin of the script's", free=("encoder",))
+@SECTION("a GRU encoder and decoder with additive attention; teacher forcing or not", free=("encoder",))
 def translation(run: Run) -> None:
     class Seq2Seq(nn.Module):
         def __init__(self) -> None:
@@ -311,7 +317,11 @@ def segment_memory(run: Run) -> None:
     class Xl(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.layers, self.out = nn.Embedding(WORDS, 8), nn.ModuleList([Layer(), Layer()]), nn.Linear(8, WORDS)
+            self.embed, self.layers, self.out = (
+                nn.Embedding(WORDS, 8),
+                nn.ModuleList([Layer(), Layer()]),
+                nn.Linear(8, WORDS),
+            )
             self.register_buffer("rates", 1 / (100 ** (torch.arange(0, 8, 2) / 8)))
 
         def forward(self, words: Tensor, memories: list[Tensor]) -> Any:
@@ -337,4 +347,45 @@ def segment_memory(run: Run) -> None:
         optimizer.step()
         run.mean("loss", loss)
         run.rows("memory", memories[1])
+    run.state(model)
+
+
+@SECTION("a Switch layer: the best expert by weight, balance loss over all words, router z-loss kept on `self`")
+def switch_routing(run: Run) -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 4, bias=False)
+            self.up, self.down = nn.Parameter(torch.randn(4, 8, 6) / 3), nn.Parameter(torch.randn(4, 6, 8) / 3)
+
+        def forward(self, x: Tensor) -> Any:
+            scores = self.router(x)
+            gates = scores.softmax(-1)
+            best, chosen = gates.max(-1)
+            sent = F.one_hot(chosen, 4).to(x.dtype)
+            self.balance = 4 * (sent.mean((0, 1)) * gates.mean((0, 1))).sum()
+            self.z_loss = torch.logsumexp(scores, -1).square().mean()
+            hidden = F.relu(torch.einsum("btd,edf->btef", x, self.up))
+            return torch.einsum("btef,efd,bte->btd", hidden, self.down, sent * best.unsqueeze(-1))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.switch, self.out = nn.Embedding(WORDS, 8), Switch(), nn.Linear(8, WORDS)
+
+        def forward(self, words: Tensor) -> Any:
+            x = self.embed(words)
+            return self.out(x + self.switch(x)), self.switch.balance, self.switch.z_loss
+
+    model = run.compile(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(3):
+        text = run.randint(WORDS, BATCH, 6)
+        optimizer.zero_grad()
+        scores, balance, z_loss = model(text[:, :-1])
+        loss = F.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
+        (loss + 0.1 * balance + 0.01 * z_loss).backward()
+        optimizer.step()
+        run.mean("loss", loss)
+        run.same("balance", balance)
     run.state(model)
