@@ -291,7 +291,7 @@ def contrastive_towers(run: Run) -> None:
         optimizer.step()
         model.logit_scale.data = torch.clamp(model.logit_scale.data, 0, 2.65)
         run.same("loss", loss)
-        run.same("right", (images.argmax(1) == labels).sum().item())
+        run.same("images", images)
     run.state(model)
 
 
@@ -382,7 +382,7 @@ def replaced_words(run: Run) -> None:
     train(run, model, optimizer, loss)
 
 
-@SECTION("a Universal Transformer: one block repeated, each word halts by itself, a cost of pondering")
+@SECTION("a Universal Transformer: one block repeated, each word halts by itself, a cost of pondering", free=("steps",))
 def adaptive_depth(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -422,7 +422,11 @@ def prefix_choices(run: Run) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.q, self.kv = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, 16)
-            self.prefix, self.drop, self.head = nn.Parameter(torch.randn(3, 16)), nn.Dropout(0.0), nn.Linear(8, 1)
+            self.prefix, self.drop, self.head = (
+                nn.Parameter(torch.randn(3, 16)),
+                nn.Dropout(0.0),
+                nn.Linear(8, 1, bias=False),
+            )
 
         def forward(self, words: Tensor, mask: Tensor) -> Any:
             choices = words.shape[1]
@@ -432,7 +436,7 @@ def prefix_choices(run: Run) -> None:
             k, v = kv.view(x.shape[0], -1, 2, 8).unbind(2)
             seen = torch.cat([mask.new_ones(x.shape[0], 3), mask], dim=1).bool()
             y = F.scaled_dot_product_attention(self.q(x), k, v, attn_mask=seen.unsqueeze(1))
-            return self.head(self.drop(y[:, 0])).view(-1, choices)
+            return self.head(y[:, 0]).view(-1, choices)
 
     plain = Net()
     for part in (plain.embed, plain.q, plain.kv):
