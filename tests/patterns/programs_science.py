@@ -239,7 +239,7 @@ def dense_graphs(run: Run) -> None:
 
 
 @SECTION(
-    "a physics-informed net: second derivatives of results by inputs, where what is unused counts as zero",
+    "a physics-informed net: a Laplacian of results by inputs, where a gradient that is not used counts as zero",
     refused={"*": "econd derivative"},
     why="second derivatives are not kept; compute the residual with the plain model",
 )
@@ -247,15 +247,15 @@ def physics_informed(run: Run) -> None:
     model = run.compile(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
 
     def slope(y: Tensor, x: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True, allow_unused=True)
-        return torch.zeros_like(x) if found is None else found
+        (found,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True, materialize_grads=True)
+        return found
 
     def loss() -> Tensor:
-        at = run.randn(BATCH, 2).requires_grad_()
-        u = model(at)
-        first = slope(u, at)
-        second = slope(first[:, 1:], at)
-        return (first[:, 0] + u[:, 0] * first[:, 1] - 0.1 * second[:, 1]).square().mean()
+        at, edge = run.randn(BATCH, 2).requires_grad_(), run.randn(BATCH, 2)
+        first = slope(model(at), at)
+        laplacian = slope(first[:, :1], at)[:, 0] + slope(first[:, 1:], at)[:, 1]
+        wanted: Tensor = torch.sin(at).prod(1)
+        return (laplacian + wanted).square().mean() + model(edge).square().mean()
 
     train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
 
