@@ -7,11 +7,21 @@ from collections.abc import Mapping
 __all__ = ["KNOWN_WRONG"]
 
 _COPIES = "what is written is memory that cut parameters no longer have, or a copy of theirs"
+_ONCE = "second derivatives count as zero where the gradient of a compiled model's inputs is not reached"
+_SEQUENCE = "a plan that cuts the sequence refuses a call of a length that it does not divide, or of the last word"
+_FEWER = "evaluation needs a parameter on fewer devices than training holds it on, and is refused"
+_ROWS = "a result that no sample reaches, expanded to the batch, is refused as a parameter or differs"
 
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
 KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "centring_backward_hook": {"*": "a hook sees one replica's samples"},
     "flat_parameters": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
     "state_dict_writes": {"ranks/shards": _COPIES, "ranks/mixed": _COPIES},
+    "nano_gpt": dict.fromkeys(("one/shards", "one/mixed", "ranks/shards", "ranks/mixed"), _SEQUENCE),
+    "segment_memory": dict.fromkeys(("one/shards", "one/mixed", "ranks/shards", "ranks/mixed"), _SEQUENCE),
+    "crf_tagger": {"ranks/shards": _FEWER, "ranks/mixed": _FEWER},
+    "physics_informed": {"*": _ONCE},
+    "penalised_critic": {"*": _ONCE},
+    "proximal_policy": {"*": _ROWS},
     "container_order": {"ranks/shards": "ends in an error of torch's", "ranks/mixed": "ends in an error of torch's"},
 }

@@ -255,7 +255,8 @@ def physics_informed(run: Run) -> None:
         first = slope(model(at), at)
         laplacian = slope(first[:, :1], at)[:, 0] + slope(first[:, 1:], at)[:, 1]
         wanted: Tensor = torch.sin(at).prod(1)
-        return (laplacian + wanted).square().mean() + model(edge).square().mean()
+        total: Tensor = (laplacian + wanted).square().mean() + model(edge).square().mean()
+        return total
 
     train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
 
@@ -297,3 +298,26 @@ def fourier_operator(run: Run) -> None:
         return relative.mean()
 
     train(run, model, optimizer, loss)
+
+
+@SECTION(
+    "a critic with a gradient penalty, whose own gradients `torch.autograd.grad` computes for a step by hand",
+    refused={"*": "econd derivative"},
+    why="second derivatives are not kept; compute the penalty with the plain model",
+)
+def penalised_critic(run: Run) -> None:
+    model = run.compile(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 2)))
+    velocity = [torch.zeros(p.shape) for p in model.parameters()]
+    for _ in range(3):
+        real, fake, part = run.randn(BATCH, 4), run.randn(BATCH, 4), run.randn(BATCH, 1).sigmoid()
+        between = (part * real + (1 - part) * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        loss = model(fake).mean() - model(real).mean() + 10 * (slope.norm(2, dim=1) - 1).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        with torch.no_grad():
+            for p, v, gradient in zip(model.parameters(), velocity, gradients, strict=True):
+                if gradient is not None:
+                    v.mul_(0.9).add_(gradient)
+                    p.sub_(v, alpha=0.01)
+        run.mean("loss", loss)
+    run.state(model)

@@ -273,7 +273,10 @@ def coupling_flow(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("several tasks: heads in a `ModuleDict` by a string argument, learned weights of losses in a `ParameterDict`")
+@SECTION(
+    "several tasks: heads in a `ModuleDict` by a string argument, learned weights of losses in a `ParameterDict`",
+    free=("heads.size",),
+)
 def task_heads(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -282,7 +285,7 @@ def task_heads(run: Run) -> None:
             self.weights = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in ("kind", "size")})
 
         def forward(self, x: Tensor, task: str) -> Any:
-            return self.heads[task](torch.tanh(self.trunk(x))), self.weights[task]
+            return self.heads[task](torch.tanh(self.trunk(x)))
 
     model = run.compile(Net())
     groups = [{"params": model.trunk.parameters(), "lr": 0.05}, {"params": model.weights.parameters(), "lr": 0.1}]
@@ -290,7 +293,7 @@ def task_heads(run: Run) -> None:
     optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
     for task in ("kind", "size", "kind", "size"):
         optimizer.zero_grad()
-        scores, weight = model(run.randn(BATCH, 6), task)
+        scores, weight = model(run.randn(BATCH, 6), task), model.weights[task]
         loss = F.cross_entropy(scores, run.randint(2, BATCH)) * torch.exp(-weight) + weight
         loss.backward()
         optimizer.step()
