@@ -22,6 +22,7 @@ KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "crf_tagger": {"ranks/shards": _FEWER, "ranks/mixed": _FEWER},
     "physics_informed": {"*": _ONCE},
     "penalised_critic": {"*": _ONCE},
+    "task_heads": {"ranks/*": "a layer that is first called after the first step is refused as no parameter"},
     "proximal_policy": {"*": _ROWS},
     "container_order": {"ranks/shards": "ends in an error of torch's", "ranks/mixed": "ends in an error of torch's"},
 }

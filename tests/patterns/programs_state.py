@@ -274,7 +274,7 @@ def coupling_flow(run: Run) -> None:
 
 
 @SECTION(
-    "several tasks: heads in a `ModuleDict` by a string argument, learned weights of losses in a `ParameterDict`",
+    "several tasks: heads in a `ModuleDict` by a string, weights of losses in a `ParameterDict`",
     free=("heads.size",),
 )
 def task_heads(run: Run) -> None:
