@@ -83,11 +83,11 @@ def crf_tagger(run: Run) -> None:
             return torch.logsumexp(alpha, dim=1) - score
 
         def best(self, emitted: Tensor) -> Tensor:
-            score, back = self.begin + emitted[:, 0], []
-            for i in range(1, emitted.size(1)):
-                score, which = (score.unsqueeze(2) + self.move).max(dim=1)
-                score = score + emitted[:, i]
-                back.append(which)
+            score = self.begin + emitted[:, 0]
+            back: list[Tensor] = []
+            for emission in emitted[:, 1:].unbind(1):
+                top, which = (score.unsqueeze(2) + self.move).max(dim=1)
+                score, back = top + emission, [*back, which]
             path = [score.argmax(dim=1)]
             for which in reversed(back):
                 path.insert(0, which.gather(1, path[0].unsqueeze(1)).squeeze(1))
@@ -97,7 +97,7 @@ def crf_tagger(run: Run) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
     for _ in range(3):
         loss = model(run.randint(WORDS, BATCH, 4), run.randint(5, BATCH, 4)).mean()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         optimizer.step()
         run.mean("loss", loss)
@@ -195,8 +195,8 @@ def selective_scan(run: Run) -> None:
             free = [p for p in model.parameters() if getattr(p, "_no_weight_decay", False)]
             rest = [p for p in model.parameters() if not getattr(p, "_no_weight_decay", False)]
             run.same("free", len(free))
-            groups: list[dict[str, Any]] = [{"params": rest}, {"params": free, "weight_decay": 0.0}]
-            optimizer = torch.optim.AdamW(groups, lr=0.01)
+            optimizer = torch.optim.AdamW(rest, lr=0.01)
+            optimizer.add_param_group({"params": free, "weight_decay": 0.0})
         text = run.randint(WORDS, BATCH, 6)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
@@ -253,9 +253,8 @@ def speech_ctc(run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     criterion = nn.CTCLoss(blank=0, zero_infinity=True)
     for _ in range(3):
-        x, frames = run.randn(BATCH, 4, 12), run.randint(4, BATCH) + 9
         words, lengths = run.randint(4, BATCH, 3) + 1, run.randint(2, BATCH) + 1
-        scores, sizes = model(x, frames)
+        scores, sizes = model(run.randn(BATCH, 4, 12), run.randint(4, BATCH) + 9)
         loss = criterion(scores.transpose(0, 1), words, sizes, lengths)
         optimizer.zero_grad()
         loss.backward()
@@ -443,10 +442,9 @@ def prefix_choices(run: Run) -> None:
         part.requires_grad_(False)
     model = run.compile(plain)
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=0.05)
-    loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
-    train(
-        run,
-        model,
-        optimizer,
-        lambda: loss_of(model(run.randint(WORDS, BATCH, 3, 5), run.randint(2, BATCH, 3, 5)), run.randint(3, BATCH)),
-    )
+
+    def loss() -> Tensor:
+        scores = model(run.randint(WORDS, BATCH, 3, 5), run.randint(2, BATCH, 3, 5))
+        return F.cross_entropy(scores, run.randint(3, BATCH), label_smoothing=0.1)
+
+    train(run, model, optimizer, loss)
