@@ -220,8 +220,9 @@ def _difference(value: Any, plain: Any, tolerance: float) -> Sequence[str]:
         return [f"shape {tuple(value.shape)}, plain {tuple(plain.shape)}"]
     if not value.numel():
         return []
-    off = (value.double() - plain.double()).abs().max().item()
-    scale = max(plain.double().abs().max().item(), SMALLEST)
+    exact = torch.complex128 if plain.is_complex() else torch.float64
+    off = (value.to(exact) - plain.to(exact)).abs().max().item()
+    scale = max(plain.to(exact).abs().max().item(), SMALLEST)
     return [] if off <= tolerance * scale else [f"{off / scale:.1e} off"]
 
 

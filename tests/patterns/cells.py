@@ -14,6 +14,11 @@ from tests.patterns import (
     modules,
     optimizers,
     precision,
+    programs_language,
+    programs_science,
+    programs_sequences,
+    programs_signals,
+    programs_state,
     second_round,
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
@@ -23,6 +28,8 @@ __all__ = ["PATTERNS", "launched", "run_cell"]
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
+    programs_language.SECTION, programs_sequences.SECTION, programs_science.SECTION, programs_signals.SECTION,
+    programs_state.SECTION,
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}

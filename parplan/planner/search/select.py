@@ -176,10 +176,9 @@ class _Run:
                 self.best = found
             elif self.unfit is None:  # by costs that know no transfers
                 self.lacks(inf, formulation, solution.choice)
-        refuted = solution.status is Status.INFEASIBLE and self.cutoff < inf
-        bound = (
-            (self.best.step_s if self.best is not None else self.cutoff) if refuted else max(solution.bound, least_s)
-        )
+        bound = max(solution.bound, least_s)
+        if solution.status is Status.INFEASIBLE and self.cutoff < inf:  # refuted
+            bound = self.best.step_s if self.best is not None else self.cutoff
         if not shape.average:
             self.bound = min(self.bound, bound)
             self.covered.append(shape.describe())
@@ -228,17 +227,16 @@ class _Run:
 
     def by_hand(self, formulation: Formulation) -> Candidate | None:
         """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none."""
-        case, problem = self.case, masked(formulation, self.pinned)
-
-        def once(restricted: Problem) -> Solution:
-            return case.deadline.watched(solve(restricted, case.deadline.part_s(SHARE)))
-
+        case, problem, part_s = self.case, masked(formulation, self.pinned), self.case.deadline.part_s
         draft = self.plan_of(formulation, [0] * len(formulation.problem.nodes))
-        known = baselines(case.graph, case.cluster, case.costs, formulation, draft, once)
+        known = baselines(
+            case.graph, case.cluster, case.costs, formulation, draft,
+            lambda restricted: case.deadline.watched(solve(restricted, part_s(SHARE))),
+        )  # fmt: skip
         choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
         legal = [choice for choice in choices if evaluate(problem, choice).feasible]
-        found = [self.candidate(formulation, choice, objective(problem, choice)) for choice in legal]
-        return min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
+        found = (self.candidate(formulation, choice, objective(problem, choice)) for choice in legal)
+        return min(filter(None, found), key=lambda one: one.step_s, default=None)
 
     def solved(self, formulation: Formulation, problem: Problem) -> Solution:
         """A solution of a shape's problem, one that fits with its transfers where it is to become a plan."""
