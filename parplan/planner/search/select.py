@@ -227,15 +227,15 @@ class _Run:
 
     def by_hand(self, formulation: Formulation) -> Candidate | None:
         """The fastest plan by hand that fits and keeps the pins: the least to give where the solver found none."""
-        case, problem, part_s = self.case, masked(formulation, self.pinned), self.case.deadline.part_s
-        draft = self.plan_of(formulation, [0] * len(formulation.problem.nodes))
+        case, problem = self.case, masked(formulation, self.pinned)
         known = baselines(
-            case.graph, case.cluster, case.costs, formulation, draft,
-            lambda restricted: case.deadline.watched(solve(restricted, part_s(SHARE))),
+            case.graph, case.cluster, case.costs, formulation, self.plan_of(formulation, [0] * len(problem.nodes)),
+            lambda restricted: case.deadline.watched(solve(restricted, case.deadline.part_s(SHARE))),
         )  # fmt: skip
         choices = [formulation.choice(one.plan.layers) for one in known if one.plan is not None]
-        legal = [choice for choice in choices if evaluate(problem, choice).feasible]
-        found = (self.candidate(formulation, choice, objective(problem, choice)) for choice in legal)
+        found = (
+            self.candidate(formulation, c, objective(problem, c)) for c in choices if evaluate(problem, c).feasible
+        )
         return min(filter(None, found), key=lambda one: one.step_s, default=None)
 
     def solved(self, formulation: Formulation, problem: Problem) -> Solution:
