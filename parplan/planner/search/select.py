@@ -127,9 +127,8 @@ class _Run:
         self.search, self.case, self.pinned, self.part = search, search.case, pinned, part
         self.best: Candidate | None = None
         self.earlier: list[Candidate] = []
-        self.bound = inf
+        self.bound, self.tried = inf, 0
         self.covered: list[str] = []
-        self.tried = 0
         self.without_s: float | None = None
         self.limit_s, self.uneven = inf, False
         self.unfit: tuple[float, Candidate] | None = None  # bytes it lacks
