@@ -163,8 +163,7 @@ class _Run:
         solution = self.solved(formulation, problem)
         if shape.average:
             self.within = None if solution.possible is None else formulation.arrangements(solution.possible)
-        if self.first is None:
-            self.first = formulation, solution
+        self.first = self.first or (formulation, solution)
         if solution.status is Status.UNKNOWN and self.cutoff == inf:
             self.undecided = formulation, solution
             self.best = self.by_hand(formulation) if shape.passes == 1 and not shape.anywhere else None

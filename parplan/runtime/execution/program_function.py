@@ -45,7 +45,7 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The results of a run for its inputs, which the parameters follow."""
-        ctx.run = run
+        ctx.run, ctx.given = run, [tensor for tensor in tensors if tensor.requires_grad]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0))
         results = run.forward(list(tensors[: len(run.inputs)]), record=True)
@@ -76,9 +76,10 @@ class ProgramFunction(torch.autograd.Function):
             _ = ctx.saved_tensors
             found = ctx.run.backward(gradients)
         if differentiable:
-            # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same.
-            leaf = torch.empty(0, requires_grad=True)
-            found = [None if one is None else _OnceDifferentiable.apply(one, leaf) for one in found]  # type: ignore[no-untyped-call]
+            # What comes in may be a constant (1, for a sum); the results depend on inputs and parameters all the same,
+            # which autograd has to find whichever of them it is asked for.
+            once = _OnceDifferentiable.apply
+            found = [None if one is None else once(one, *ctx.given) for one in found]  # type: ignore[no-untyped-call]
         return (None, *found)
 
 
@@ -86,7 +87,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """A gradient that raises when it is differentiated again, rather than counting as a constant."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, needs_gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *depends_on: Tensor) -> Tensor:
         return gradient.detach()
 
     @staticmethod
