@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import partial
-from itertools import pairwise
 from math import isinf
 from typing import Any, Generic
 
@@ -18,7 +17,7 @@ from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from parplan.fields import Field, count, number, read_fields, text
 
-__all__ = ["CONDITIONS", "LINKS", "PARTS", "EntryTable", "gradients_in"]
+__all__ = ["CONDITIONS", "LINKS", "PARTS", "EntryTable"]
 
 _CHARACTER = "[^\0\ud800-\udfff]"  # what SQLite and UTF-8 files keep as it is: no NUL, no half of a surrogate pair
 _UNKNOWN_SPREAD = 1.0  # as sampling.Measurement has it
@@ -59,18 +58,8 @@ class EntryTable(Generic[Entry]):
 
 def _part(row: dict[str, Any]) -> PartEntry:
     figures = {field.name: row.pop(field.name) for field in fields(Measurement)}
-    marks = row.pop("gradients", None)
-    gradients = gradients_in(row["signature"]) if marks is None else tuple(mark == "g" for mark in marks)
+    gradients = tuple(mark == "g" for mark in row.pop("gradients", ""))
     return PartEntry(**row, measurement=Measurement(**figures), gradients=gradients)
-
-
-def gradients_in(signature: str) -> tuple[bool, ...]:
-    """`PartEntry.gradients` of an entry from before that field, from the operands in its signature.
-
-    An operand is written as "0:torch.float32[64, 16]", with a "g" behind it where it needs a gradient.
-    """
-    between = pairwise(signature.split("]"))
-    return tuple(behind.startswith("g") for operand, behind in between if ":torch." in operand)
 
 
 _name = partial(text, pattern=f"{_CHARACTER}+", expected="text that is not empty")
@@ -85,13 +74,6 @@ def _bytes_or_none(name: str) -> Field:
 
     known = count(name, 0)
     return Field(name, "a whole number of bytes, or null where it was not measured", read)
-
-
-def _read_gradients(value: Any) -> str | None:
-    return None if value is None else str(_GRADIENTS.read(value))
-
-
-_GRADIENTS = text("gradients", "[g-]*")
 
 
 def _read_time(value: Any) -> str:
@@ -120,7 +102,7 @@ PARTS = EntryTable(
         _bytes_or_none("peak_bytes"),
         _WHEN,
         _text("origin").optional(),
-        Field("gradients", 'a "g" or "-" for each operand, or null', _read_gradients, required=False),
+        text("gradients", "[g-]*", 'a "g" or "-" for each operand').optional(),
     ),
     ("signature",),
     _part,

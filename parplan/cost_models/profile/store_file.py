@@ -18,12 +18,11 @@ from parplan.errors import ProfileError
 
 __all__ = ["SCHEMA", "default_path", "open_store", "reported", "transaction"]
 
-SCHEMA = 1
+SCHEMA = 2
 _MARK = 0x50_50_4C_4E  # "PPLN": the application id that SQLite keeps in the file's head
 _BUSY_S = 60.0  # how long to wait for other processes' transactions, which take milliseconds
 
-# profile/schema.py names and checks these columns. A change of them is a new schema; a column that may be NULL is none,
-# as versions that do not know it read and write the file without it.
+# profile/schema.py names and checks these columns. A change of them is a new schema.
 _TABLES = f"""
 PRAGMA application_id = {_MARK};
 PRAGMA user_version = {SCHEMA};
@@ -35,7 +34,8 @@ CREATE TABLE parts (
     "conditions" INTEGER NOT NULL, "signature" TEXT NOT NULL, "family" TEXT NOT NULL, "flops" REAL NOT NULL,
     "nbytes" REAL NOT NULL, "forward_s" REAL NOT NULL, "backward_s" REAL NOT NULL, "spread" REAL NOT NULL,
     "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "saved_bytes" INTEGER, "peak_bytes" INTEGER,
-    "when" TEXT NOT NULL, "origin" TEXT NOT NULL, "gradients" TEXT, PRIMARY KEY ("conditions", "signature"));
+    "when" TEXT NOT NULL, "origin" TEXT NOT NULL, "gradients" TEXT NOT NULL,
+    PRIMARY KEY ("conditions", "signature"));
 CREATE TABLE links (
     "conditions" INTEGER NOT NULL, "backend" TEXT NOT NULL, "kind" TEXT NOT NULL, "group" INTEGER NOT NULL,
     "nbytes" INTEGER NOT NULL, "seconds" REAL NOT NULL, "spread" REAL NOT NULL, "runs" INTEGER NOT NULL,
@@ -101,7 +101,6 @@ def open_store(path: Path, *, read_only: bool) -> sqlite3.Connection:
         connection = _connect(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}")
         try:
             if _has_tables(connection, path):
-                _add_gradients(connection, read_only)
                 return connection
             if not read_only:
                 with transaction(connection):
@@ -153,27 +152,6 @@ def _in_memory() -> sqlite3.Connection:
 def _create(connection: sqlite3.Connection) -> None:
     for statement in _TABLES.split(";"):
         connection.execute(statement)
-
-
-def _add_gradients(connection: sqlite3.Connection, read_only: bool) -> None:
-    """Add the column to a file from before it; where that cannot be written, this connection reads it as NULL."""
-
-    def lacking() -> bool:
-        columns = [row["name"] for row in connection.execute("PRAGMA main.table_info(parts)")]
-        return bool(columns) and "gradients" not in columns
-
-    if not lacking():
-        return
-    if not read_only:
-        try:
-            with transaction(connection):
-                if lacking():  # no other process was faster
-                    connection.execute('ALTER TABLE parts ADD COLUMN "gradients" TEXT')
-            return
-        except sqlite3.OperationalError as error:
-            if "readonly" not in str(error):
-                raise
-    connection.execute('CREATE TEMP VIEW parts AS SELECT *, NULL AS "gradients" FROM main.parts')
 
 
 def _has_tables(connection: sqlite3.Connection, path: Path) -> bool:

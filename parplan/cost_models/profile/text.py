@@ -22,7 +22,7 @@ from parplan.files import write_files
 
 __all__ = ["SCHEMA", "export_profile", "from_text", "import_profile", "to_text"]
 
-SCHEMA = "parplan.profile/1"
+SCHEMA = "parplan.profile/2"
 
 
 def export_profile(store: ProfileStore, file: str | Path, conditions: Conditions | None = None) -> int:
@@ -85,7 +85,8 @@ def from_text(text: str, where: str = "profile") -> list[EntryGroup]:
         raise ProfileError(f"{where} is not a profile: {error}; write one with `parplan profile --export`") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ProfileError(f"{where} has schema {found!r:.60}; this version of parplan reads {SCHEMA!r}")
+        again = "; measure again with `parplan profile`" if found == "parplan.profile/1" else ""
+        raise ProfileError(f"{where} has schema {found!r:.60}; this version of parplan reads {SCHEMA!r}{again}")
     profiles = read_fields(data, (_anything("schema"), list_of("profiles")), where, ProfileError)["profiles"]
     groups = []
     for number, item in enumerate(profiles, start=1):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parplan.cost_models.profile import store_file
-from parplan.cost_models.profile.schema import PARTS
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.errors import ProfileError
-from tests.cost_models.profiles import CPU, H200, group, link, part
+from tests.cost_models.profiles import CPU, link, part
 
 
 def filled(path: Path) -> bytes:
@@ -54,67 +51,6 @@ def test_a_name_with_odd_characters(tmp_path: Path) -> None:
     with ProfileStore(path) as store:
         store.under(CPU).put(part("relu"))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-# A file of parplan 0.1: schema 1 as that version made it, statement by statement.
-FILE_OF_0_1 = """
-PRAGMA application_id = 1347439694;
-PRAGMA user_version = 1;
-CREATE TABLE conditions (id INTEGER PRIMARY KEY, "device" TEXT NOT NULL, "busy" INTEGER NOT NULL,
- "torch" TEXT NOT NULL, "cuda" TEXT NOT NULL, "flags" TEXT NOT NULL,
- UNIQUE ("device", "busy", "torch", "cuda", "flags"));
-INSERT INTO "conditions" VALUES(1,'AMD EPYC, 1 thread',1,'2.13.0','','');
-INSERT INTO "conditions" VALUES(2,'h200-sxm',1,'2.11.0','12.8','tf32 matmul');
-CREATE TABLE links ("conditions" INTEGER NOT NULL, "backend" TEXT NOT NULL, "kind" TEXT NOT NULL,
- "group" INTEGER NOT NULL, "nbytes" INTEGER NOT NULL, "seconds" REAL NOT NULL, "spread" REAL NOT NULL,
- "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "when" TEXT NOT NULL, "origin" TEXT NOT NULL,
- PRIMARY KEY ("conditions", "backend", "kind", "group", "nbytes"));
-INSERT INTO "links" VALUES(1,'gloo','all-reduce',2,64,0.0001,0.02,9,0.0005,'2025-06-01T12:00:00Z','');
-CREATE TABLE parts ("conditions" INTEGER NOT NULL, "signature" TEXT NOT NULL, "family" TEXT NOT NULL,
- "flops" REAL NOT NULL, "nbytes" REAL NOT NULL, "forward_s" REAL NOT NULL, "backward_s" REAL NOT NULL,
- "spread" REAL NOT NULL, "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "saved_bytes" INTEGER,
- "peak_bytes" INTEGER, "when" TEXT NOT NULL, "origin" TEXT NOT NULL, PRIMARY KEY ("conditions", "signature"));
-INSERT INTO "parts" VALUES(1,'relu','relu',2e9,3e6,0.001,0.002,0.01,7,0.0005,4096,NULL,'2025-06-01T12:00:00+00:00','');
-INSERT INTO "parts" VALUES(2,'relu','relu',2e9,3e6,0.001,0.002,0.01,7,0.0005,4096,NULL,'2025-06-01T12:00:00+00:00',
- 'lab.json');
-CREATE INDEX families ON parts ("conditions", "family");
-"""
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_a_file_of_the_first_release_is_read_and_added_to(tmp_path: Path, read_only: bool) -> None:
-    path = tmp_path / "p.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(FILE_OF_0_1)
-    with ProfileStore(path, read_only=read_only) as store:
-        assert store.groups() == [group(CPU, part("relu"), link(64)), group(H200, part("relu"), origin="lab.json")]
-        if not read_only:
-            store.under(CPU).put(part("tanh"), link(64, 2.0))
-            assert [entry.signature for entry in store.under(CPU).all()] == ["relu", "tanh"]
-            assert [entry.seconds for entry in store.under(CPU).links("gloo")] == [2.0]
-
-
-OPERANDS = "add 0:torch.float32[4, 3]g 1:torch.float32[] 2:torch.float32[4, 3]g (0, 1, [1, 2])"
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_an_entry_from_before_its_field_has_the_gradients_in_its_signature(tmp_path: Path, read_only: bool) -> None:
-    path = tmp_path / "p.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(FILE_OF_0_1 + f"UPDATE parts SET signature = '{OPERANDS}'")
-    with ProfileStore(path, read_only=read_only) as store, ProfileStore(path) as other:
-        assert store.under(CPU).all()[0].gradients == (True, False, True)
-        other.under(CPU).put(replace(part(OPERANDS), gradients=(False, False, True)), part("tanh"))
-        assert [entry.gradients for entry in other.under(CPU).all()] == [(False, False, True), ()]
-        # As an earlier version writes it: without the column.
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            names = ", ".join(f'"{field.name}"' for field in PARTS.fields[:-1])
-            connection.execute(
-                f"INSERT OR REPLACE INTO parts (conditions, {names}) SELECT 1, {names} FROM parts LIMIT 1"
-            )
-            connection.commit()
-        assert store.under(CPU).get(OPERANDS) == other.under(CPU).get(OPERANDS)
-        assert other.under(CPU).all()[0].gradients == (True, False, True)
 
 
 # ---- files that cannot be used ---------------------------------------------------------------------------------------
@@ -167,11 +103,11 @@ def test_missing_tables_are_damage(tmp_path: Path) -> None:
     [
         (
             "PRAGMA user_version = 7",
-            r"newer parplan \(schema 7, this one's is 1\); .*as it is: upgrade parplan",
+            r"newer parplan \(schema 7, this one's is 2\); .*as it is: upgrade parplan",
         ),
         (
-            "PRAGMA user_version = 0",
-            r"older parplan \(schema 0, .*as it is: move it away, then import a saved",
+            "PRAGMA user_version = 1",
+            r"older parplan \(schema 1, .*as it is: move it away, then import a saved",
         ),
         ("PRAGMA application_id = 1", "an SQLite file of something else"),
     ],

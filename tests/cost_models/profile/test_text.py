@@ -21,7 +21,7 @@ from tests.cost_models.profiles import CPU, H200, group, groups, link, part
 
 GOLDEN = """\
 {
-  "schema": "parplan.profile/1",
+  "schema": "parplan.profile/2",
   "profiles": [
     {
       "conditions": {"device": "AMD EPYC, 1 thread", "busy": 1, "torch": "2.13.0", "cuda": "", "flags": ""},
@@ -147,7 +147,11 @@ def some_link(data: dict[str, Any]) -> dict[str, Any]:
 PART, LINK = r"profile 2 \(h200-sxm, .*\), part 2", r"profile 2 \(h200-sxm, .*\), link 1"
 
 WRONG: tuple[tuple[Change, str], ...] = (
-    (lambda d: d.update(schema="parplan.profile/2"), r"has schema 'parplan.profile/2'; .*reads 'parplan.profile/1'"),
+    (
+        lambda d: d.update(schema="parplan.profile/1"),
+        r"has schema 'parplan.profile/1'; .*; measure again with",
+    ),
+    (lambda d: d.update(schema="parplan.profile/3"), r"has schema 'parplan.profile/3'; .*reads 'parplan.profile/2'$"),
     (lambda d: d.pop("schema"), "has schema None"),
     (lambda d: d.pop("profiles"), "missing field 'profiles'"),
     (lambda d: d.update(extra=1), "unknown field 'extra'; known: schema, profiles"),
@@ -216,8 +220,8 @@ def test_a_wrong_text_changes_nothing(store: ProfileStore, tmp_path: Path, chang
         (b"", "is not a profile: Expecting value: line 1"),
         (b"SQLite format 3\0", "it is binary, not text"),
         (b"\x80\x04\x95", "cannot read the profile .*not text in UTF-8 .byte 0.; name a file that"),
-        (b'{"schema": "parplan.profile/1",\n "profiles": [', "is not a profile: .*line 2"),
-        (b'{"schema": "parplan.profile/1", "profiles": [], "profiles": []}', "'profiles' appears twice"),
+        (b'{"schema": "parplan.profile/2",\n "profiles": [', "is not a profile: .*line 2"),
+        (b'{"schema": "parplan.profile/2", "profiles": [], "profiles": []}', "'profiles' appears twice"),
         (b"[" * 100_000, "is not a profile: .*recursion"),
         (b"[]", "has schema 'list'"),
         (b"9" * 5000, "is not a profile: Exceeds the limit"),
