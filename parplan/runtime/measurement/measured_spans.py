@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from parplan.lowering.program import Program
-from parplan.runtime.execution.timeline import ActivityKind, StepTimes
+from parplan.runtime.execution.timeline import ActivityKind, StepActivity, StepTimes
 from parplan.runtime.measurement.trace_events import TraceSpan
 from parplan.runtime.transport.base import Transport
 
-__all__ = ["MeasuredSpan", "by_device", "gathered_spans", "measured_trace"]
+__all__ = ["by_device", "gathered_spans"]
 
 LANES = {
     ActivityKind.LAYER: "compute",
@@ -23,26 +22,10 @@ LANES = {
 }
 
 
-@dataclass(frozen=True)
-class MeasuredSpan:
-    """An activity of some devices, or without any of a process, in seconds from the begin of the step there.
+def gathered_spans(transport: Transport, program: Program, step: StepTimes, one_clock: bool) -> tuple[TraceSpan, ...]:
+    """The spans of a step in all processes, on lanes of their devices, or of their process; every rank has to call it.
 
-    `name` is the layer, or the value that moves.
-    """
-
-    kind: ActivityKind
-    name: str
-    backward: bool
-    devices: tuple[int, ...]
-    process: int
-    start_s: float
-    end_s: float
-
-
-def gathered_spans(
-    transport: Transport, program: Program, step: StepTimes, one_clock: bool
-) -> tuple[MeasuredSpan, ...]:
-    """The spans of a step in all processes; every rank has to call this.
+    Seconds count from the begin of the step in each process.
 
     Args:
         one_clock: the host's clock times all devices, so that the time between activities is the runtime's own; on
@@ -53,30 +36,26 @@ def gathered_spans(
         activity = span.activity
         if span.stop_ns == span.start_ns or (activity.kind is ActivityKind.RUNTIME and not one_clock):
             continue
-        name = activity.name
-        if activity.kind is ActivityKind.TRANSFER and name:
-            name = program.slots[name].value
         devices = span.devices or (transport.owned if len(transport.owned) == 1 else ())
-        rows.append((activity.kind.value, name, activity.backward, list(devices), span.start_ns, span.stop_ns))
+        tracks = [f"device {device}" for device in devices]
+        rows.append((tracks, LANES[activity.kind], *_words(activity, program), span.start_ns / 1e9, span.stop_ns / 1e9))
     texts = transport.gather_texts(json.dumps(rows))
     return tuple(
-        MeasuredSpan(ActivityKind(kind), name, backward, tuple(devices), process, start_ns / 1e9, stop_ns / 1e9)
+        TraceSpan(f"{track}, measured", *described)
         for process, text in enumerate(texts)
-        for kind, name, backward, devices, start_ns, stop_ns in json.loads(text)
+        for tracks, *described in json.loads(text)
+        for track in tracks or [f"process {process}"]
     )
 
 
-def measured_trace(spans: Iterable[MeasuredSpan]) -> Iterator[TraceSpan]:
-    """The spans on lanes of their devices, or of their process."""
-    for span in spans:
-        way = "backward" if span.backward else "forward"
-        layer, moves = span.kind is ActivityKind.LAYER, span.kind is ActivityKind.TRANSFER
-        category = way if layer else {ActivityKind.REDUCTION: "reduction"}.get(span.kind, span.kind.value)
-        words = way if layer else f"transfer {way}" if moves and span.name else span.kind.value
-        name = " · ".join(filter(None, (span.name, words)))
-        tracks = [f"device {device}" for device in span.devices] or [f"process {span.process}"]
-        for track in tracks:
-            yield TraceSpan(f"{track}, measured", LANES[span.kind], name, category, span.start_s, span.end_s)
+def _words(activity: StepActivity, program: Program) -> tuple[str, str]:
+    """The name of an activity, with the layer or the value that moves, and its category."""
+    way, name, words = "backward" if activity.backward else "forward", activity.name, activity.kind.value
+    if activity.kind is ActivityKind.LAYER:
+        return f"{name} · {way}", way
+    if activity.kind is ActivityKind.TRANSFER and name:
+        return f"{program.slots[name].value} · transfer {way}", words
+    return words, "reduction" if activity.kind is ActivityKind.REDUCTION else words
 
 
 def by_device(predicted: Iterable[TraceSpan], measured: Iterable[TraceSpan]) -> list[TraceSpan]:

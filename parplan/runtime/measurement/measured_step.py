@@ -17,10 +17,10 @@ from textwrap import shorten, wrap
 
 from parplan.fields import counted
 from parplan.files import write_files
-from parplan.runtime.measurement.measured_spans import MeasuredSpan, by_device, measured_trace
+from parplan.runtime.measurement.measured_spans import by_device
 from parplan.runtime.measurement.peak_memory import StepPeak
 from parplan.runtime.measurement.predicted import BothTimes, Expected
-from parplan.runtime.measurement.trace_events import trace_json
+from parplan.runtime.measurement.trace_events import TraceSpan, trace_json
 
 __all__ = [
     "ComparedLine", "Figure", "MeasuredPart", "MeasuredStep", "StepPart", "notes", "slowest_of", "text", "title",
@@ -148,7 +148,7 @@ class MeasuredStep:
     parts: tuple[MeasuredPart, ...]
     peak: StepPeak | None = None
     expected: Expected | None = None
-    spans: tuple[MeasuredSpan, ...] = field(default=(), repr=False, compare=False)
+    spans: tuple[TraceSpan, ...] = field(default=(), repr=False, compare=False)
 
     def of(self, part: StepPart) -> tuple[MeasuredPart, ...]:
         """The rows of one kind."""
@@ -170,7 +170,7 @@ class MeasuredStep:
             "measured": f"one of {self.steps} recorded steps, that of median length; figures of a report are medians",
             "notes": notes(self),
         }
-        return trace_json(by_device(predicted, measured_trace(self.spans)), about)
+        return trace_json(by_device(predicted, self.spans), about)
 
     def write_trace(self, path: str | Path) -> None:
         """Write `trace()` to a file; under torchrun one rank's has the spans of all.
