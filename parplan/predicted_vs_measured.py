@@ -14,8 +14,7 @@ from statistics import median
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry
-from parplan.cost_models.profile.store import Profile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph
@@ -196,7 +195,7 @@ def _spans(work: PricedProgram, cluster: Cluster) -> tuple[TraceSpan, ...]:
     return tuple(predicted_spans(Timeline(parts, schedule(parts), cluster.count), cluster))
 
 
-def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: Profile) -> Learned:
+def learn(compared: PredictedVsMeasured, graph: LayerGraph, profile: SessionProfile) -> Learned:
     """Put the measured layers into `profile`, which is for as many devices as worked at once.
 
     A part that several layers have in common gets the median of them.

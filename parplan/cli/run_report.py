@@ -22,7 +22,8 @@ from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.optimizer_updates import OPTIMIZERS
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.store import Profile, ProfileStore
+from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import one_thread
 from parplan.errors import ModelError
 from parplan.graph.capture.capture import batch_of, capture
@@ -188,7 +189,7 @@ def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:
     with ProfileStore() as store:
         at_work = current_conditions(device, devices_at_work(measured))
         kept = learn(compared, graph, store.under(at_work))
-        profiles: dict[int, Profile] = {}
+        profiles: dict[int, SessionProfile] = {}
         for busy in (number for number in range(1, count + 1) if count % number == 0):
             profile = store.under(current_conditions(device, busy))
             if profile.all():

@@ -17,7 +17,7 @@ from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.profile.records import SessionProfile
-from parplan.cost_models.profile.store import Profile, ProfileStore
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
@@ -64,14 +64,12 @@ def known_costs(
         how = "under autocast" if precision in ("fp16", "bf16") else "with other settings of torch"
         return KnownCosts(roofline, (f"Estimates: nothing was measured in {precision}, which is computed {how}.",))
     stored = store if store is not None else ProfileStore(read_only=True)
-    profiles: dict[int, Profile] = {}
+    profiles: dict[int, SessionProfile] = {}
     backend = "gloo" if device.type == "cpu" else "nccl"
     for busy in range(1, cluster.count + 1):
-        # Read once: a plan asks for thousands of parts.
-        for group in stored.groups(current_conditions(device, busy)):
-            profile = SessionProfile(group)
-            if profile.all() or profile.links(backend):
-                profiles[busy] = profile
+        profile = stored.under(current_conditions(device, busy))
+        if profile.all() or profile.links(backend):
+            profiles[busy] = profile
     if not profiles:
         return KnownCosts(roofline, tuple(stored.mismatches(current_conditions(device, cluster.count))))
     measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)

@@ -27,8 +27,7 @@ from parplan.cost_models.communication.measured_links import BESIDE, MeasuredLin
 from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
 from parplan.cost_models.measurement.runnable_parts import part_entry
-from parplan.cost_models.profile.records import PartEntry
-from parplan.cost_models.profile.store import Profile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
@@ -117,7 +116,7 @@ class MeasuredCosts(AdaptedCosts):
     def __init__(
         self,
         fallback: RooflineCosts,
-        profiles: Mapping[int, Profile],
+        profiles: Mapping[int, SessionProfile],
         kind: str,
         step: StepCost | None = None,
         reference_s: float = 0.0,
@@ -241,7 +240,7 @@ class MeasuredCosts(AdaptedCosts):
 
 
 def step_cost(
-    profile: Profile, roofline: RooflineCosts, links: MeasuredLinks | None, reference_s: float = 0.0
+    profile: SessionProfile, roofline: RooflineCosts, links: MeasuredLinks | None, reference_s: float = 0.0
 ) -> StepCost:
     """Costs of whole steps and of communication from a profile; the roofline's where it lacks them."""
     found, devices = roofline.step, roofline.cluster.count
@@ -258,7 +257,7 @@ def step_cost(
     return replace(found, overhead_s=runtime_s, batch_norm_s=batch_norm_s(profile, reference_s))
 
 
-def overhead_s(profile: Profile, reference_s: float = 0.0) -> Callable[[int], float]:
+def overhead_s(profile: SessionProfile, reference_s: float = 0.0) -> Callable[[int], float]:
     """The runtime's own seconds in a step by the number of parameters: a line through what was measured, else 0."""
     found = [(entry.nbytes, entry.measurement) for entry in profile.family(OVERHEAD)]
     points = sorted((parameters, own.forward_s * _scale(own, reference_s)) for parameters, own in found)
@@ -269,7 +268,7 @@ def overhead_s(profile: Profile, reference_s: float = 0.0) -> Callable[[int], fl
     return lambda parameters: max(0.0, low_s + (parameters - low) * slope)
 
 
-def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
+def correction(profile: SessionProfile, reference_s: float = 0.0) -> Correction:
     """The correction of sums of parts to steps, from a profile; none where that was not measured."""
     found = [(e.measurement, e.nbytes) for e in profile.family(CORRECTION)]
     if not found:
@@ -280,7 +279,7 @@ def correction(profile: Profile, reference_s: float = 0.0) -> Correction:
     return Correction(left_s, 1.0) if left_s > 0 else Correction(0.0, factor)
 
 
-def batch_norm_s(profile: Profile, reference_s: float = 0.0) -> float:
+def batch_norm_s(profile: SessionProfile, reference_s: float = 0.0) -> float:
     """Seconds that a batch norm over replicas takes more in a step than its part and its messages: processes wait for
     each other, and autograd nodes end and begin around each message. 0 where that was not measured."""
     # Of these the forward time is the whole step, the backward time the predicted one, the bytes the batch norms.
@@ -297,7 +296,7 @@ def _scale(measured: Measurement, reference_s: float) -> float:
 def profiled_costs(
     graph: LayerGraph,
     cluster: Cluster,
-    profiles: Mapping[int, Profile],
+    profiles: Mapping[int, SessionProfile],
     *,
     backend: str,
     precision: str = "fp32",

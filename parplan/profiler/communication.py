@@ -20,8 +20,7 @@ import torch
 from parplan.cost_models.communication.measured_links import BESIDE
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import LinkEntry
-from parplan.cost_models.profile.store import Profile
+from parplan.cost_models.profile.records import LinkEntry, SessionProfile
 from parplan.cost_models.sampling import one_thread, spread_of
 from parplan.layout import Grid, Layout, pieces
 from parplan.lowering.program import Exchange
@@ -42,7 +41,7 @@ def measure_links(
     transport: DistributedTransport,
     ranks: ProcessGroup,
     backend: str,
-    profile: Profile,
+    profile: SessionProfile,
     on_progress: Callable[[int, int], None] | None = None,
     again: bool = False,
     late: Callable[[], bool] = lambda: False,

@@ -28,7 +28,6 @@ from parplan.cost_models.measurement.measure_parts import PartRequest, measure_p
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import part_signature
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
-from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule, one_thread, spread_of
 from parplan.graph.capture.capture import capture
@@ -60,7 +59,7 @@ class RuntimeCosts:
         self._device, self._ranks, self._transport = device, ranks, transport
         self._networks: dict[str, _Network] = {}
 
-    def measure(self, profile: Profile, again: bool = False) -> None:
+    def measure(self, profile: SessionProfile, again: bool = False) -> None:
         """Measure the figures that `profile` lacks (or all, `again`), and put them there."""
         for depth in _DEPTHS:
             signature = f"{OVERHEAD}, {2 * depth} parameters"
@@ -82,7 +81,7 @@ class RuntimeCosts:
             self._agreement(self._transport, profile, again)
             self._batch_norm(dist.get_backend(), profile, again)
 
-    def _batch_norm(self, backend: str, profile: Profile, again: bool) -> None:
+    def _batch_norm(self, backend: str, profile: SessionProfile, again: bool) -> None:
         """Seconds that batch norms over replicas take in a step beside their parts and messages."""
         if not self._ranks.any(again or profile.get(BATCH_NORM) is None):
             return
@@ -93,7 +92,7 @@ class RuntimeCosts:
         norms = sum(layer.mixes_batch for layer in network.graph.layers.values())
         profile.put(PartEntry(BATCH_NORM, BATCH_NORM, 0.0, float(norms), found))
 
-    def _agreement(self, transport: DistributedTransport, profile: Profile, again: bool) -> None:
+    def _agreement(self, transport: DistributedTransport, profile: SessionProfile, again: bool) -> None:
         """Seconds that a step of several processes takes more: telling each other how many samples there are."""
         if not self._ranks.any(again or profile.get(AGREEMENT) is None):
             return

@@ -26,7 +26,7 @@ from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
 from parplan.cost_models.profile.records import SessionProfile
-from parplan.cost_models.profile.store import Profile, ProfileStore
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
@@ -162,7 +162,7 @@ def _measure(
             known = [store.groups(now) if store is not None else None]
             if world > 1:
                 dist.broadcast_object_list(known, 0)
-            profile: Profile = store.under(now) if store is not None else SessionProfile(*known[0] or ())
+            profile: SessionProfile = store.under(now) if store is not None else SessionProfile(*known[0] or ())
             if transport is not None and count > 1:
                 progress.phase(f"communication of {count}")
                 if not measure_links(transport, ranks, backend, profile, progress.advance, settings.again, late):

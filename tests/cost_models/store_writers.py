@@ -43,7 +43,7 @@ def write_some(path: Path, writer: int, count: int) -> None:
             entry = part(f"writer {writer} {number}", forward_s=writer + number / 1024)
             profile.put(entry)
             profile.put(link(1000 * writer + number))
-            assert profile.get(entry.signature) == entry
+            assert profile.get(entry.signature) == store.under(CPU).get(entry.signature) == entry
 
 
 def write_batches_until_killed(path: Path, round_: int, told: Connection) -> None:
@@ -65,7 +65,7 @@ def put_and_fork(path: Path) -> None:
             _, status = os.waitpid(child, 0)
             assert status == 0
             profile.put(part("parent"))
-            assert profile.get("child") is not None
+            assert store.under(CPU).get("child") is not None
         else:
             failed = 1
             try:

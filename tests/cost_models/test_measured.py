@@ -30,7 +30,6 @@ from parplan.cost_models.measured import (
 from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import LinkEntry, PartEntry, SessionProfile
-from parplan.cost_models.profile.store import Profile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.capture.capture import capture
@@ -48,7 +47,7 @@ def cpus(count: int = 4) -> Cluster:
     return cluster_preset("cpu", count)
 
 
-def priced(graph: LayerGraph, profile: Profile, **options: float) -> MeasuredCosts:
+def priced(graph: LayerGraph, profile: SessionProfile, **options: float) -> MeasuredCosts:
     return MeasuredCosts(RooflineCosts(graph, cpus()), {4: profile}, "cpu", **options)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.devices.local_devices import device_memory_bytes
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, time_in_context
 from parplan.cost_models.measurement.runnable_parts import LayerPart, part_entry, part_signature
-from parplan.cost_models.profile.store import Profile
+from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.layer_graph import Layer, LayerGraph
@@ -66,7 +66,7 @@ def measure_parts(
     costs: CostModel,
     requests: Iterable[PartRequest],
     device: torch.device,
-    profile: Profile,
+    profile: SessionProfile,
     *,
     stop: StoppingRule | None = None,
     time_cap_s: float = 60.0,

@@ -22,8 +22,7 @@ from torch import nn
 
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.records import PartEntry
-from parplan.cost_models.profile.store import Profile
+from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.sampling import Measurement, one_thread, spread_of
 
 __all__ = ["OPTIMIZERS", "UpdateTimes", "measure_updates"]
@@ -49,7 +48,7 @@ _CACHES_BYTES = 1 << 26
 def measure_updates(
     optimizer: str,
     device: torch.device,
-    profile: Profile,
+    profile: SessionProfile,
     ranks: ProcessGroup | None = None,
     runs: int = 7,
     again: bool = False,
@@ -118,7 +117,7 @@ class UpdateTimes:
         scale: by what measured times are multiplied (the reference kernel's time now over then).
     """
 
-    def __init__(self, profile: Profile, optimizer: str, scale: Callable[[Measurement], float]) -> None:
+    def __init__(self, profile: SessionProfile, optimizer: str, scale: Callable[[Measurement], float]) -> None:
         entries = sorted(profile.family(_family(optimizer)), key=lambda entry: entry.nbytes)
         points = [_Point(entry.nbytes, entry.measurement.forward_s * scale(entry.measurement)) for entry in entries]
         self.calling_s = sum(point.seconds for point in points if not point.nbytes)

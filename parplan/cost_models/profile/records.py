@@ -118,13 +118,11 @@ class EntryGroup:
 
 
 class SessionProfile:
-    """A profile that lasts as long as this process; it begins with the entries of `group`."""
+    """The entries that this process knows, which prices are read from; it begins with those of `group`."""
 
     def __init__(self, group: EntryGroup | None = None) -> None:
-        self._parts: dict[str, PartEntry] = {}
-        self._links: dict[tuple[str, str, int, int], LinkEntry] = {}
-        if group is not None:
-            self.put(*group.entries)
+        self._parts = {entry.signature: entry for entry in (group.parts if group is not None else ())}
+        self._links = {entry.key: entry for entry in (group.links if group is not None else ())}
 
     def get(self, signature: str) -> PartEntry | None:
         """The entry of a part, or None."""

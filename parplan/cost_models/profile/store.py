@@ -23,7 +23,7 @@ from parplan.cost_models.profile.store_file import default_path, open_store, rep
 from parplan.errors import ProfileError
 from parplan.fields import read_fields
 
-__all__ = ["Merged", "Profile", "ProfileStore", "StoredProfile"]
+__all__ = ["Merged", "ProfileStore", "StoredProfile"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,8 @@ class ProfileStore:
                 with _damage():
                     every = (read_fields(dict(row), CONDITIONS, "conditions", ProfileError) for row in rows)
                     found = [Conditions(**values) for values in every]
-            groups = [EntryGroup(c, _select(connection, PARTS, c), _select(connection, LINKS, c)) for c in found]
+            groups = [_group(connection, each) for each in found]
         return [group for group in groups if group.parts or group.links]
-
-    def find(self, table: EntryTable[Entry], conditions: Conditions, **equal: Any) -> tuple[Entry, ...]:
-        """Entries of a table under `conditions` whose fields are as given, sorted by key."""
-        with self._using() as connection:
-            return _select(connection, table, conditions, **equal)
 
     def put(self, group: EntryGroup) -> None:
         """Add the entries of `group`, or replace those with the same keys: all of them or none.
@@ -119,10 +114,9 @@ class ProfileStore:
         counts = {"added": 0, "replaced": 0, "kept": 0}
         with self._writing() as connection:
             for group in groups:
+                known = {entry.key: entry for entry in _group(connection, group.conditions).entries}
                 for entry in group.entries:
-                    table: EntryTable[Any] = PARTS if isinstance(entry, PartEntry) else LINKS
-                    key = dict(zip(table.key, entry.key, strict=True))
-                    present = next(iter(_select(connection, table, group.conditions, **key)), None)
+                    present = known.get(entry.key)
                     if present is not None and (not present.origin or _second(entry) <= _second(present)):
                         counts["kept"] += 1
                     else:
@@ -156,41 +150,23 @@ class ProfileStore:
 _CONNECTIONS_OF_THE_PARENT: list[Connection] = []
 
 
-class StoredProfile:
-    """The entries of a store made under one set of conditions; a `Profile`.
+class StoredProfile(SessionProfile):
+    """The entries that a store has now under one set of conditions; what is put here is stored, too.
 
-    All methods raise ProfileError when the file is damaged or cannot be used.
+    Raises:
+        ProfileError: the file is damaged or cannot be used.
     """
 
     def __init__(self, store: ProfileStore, conditions: Conditions) -> None:
-        self.store = store
-        self.conditions = conditions
-
-    def get(self, signature: str) -> PartEntry | None:
-        """The entry of a part, or None."""
-        return next(iter(self.store.find(PARTS, self.conditions, signature=signature)), None)
-
-    def family(self, family: str) -> Sequence[PartEntry]:
-        """All entries of an op class, sorted by signature."""
-        return self.store.find(PARTS, self.conditions, family=family)
-
-    def all(self) -> Sequence[PartEntry]:
-        """All entries of parts, sorted by signature."""
-        return self.store.find(PARTS, self.conditions)
-
-    def links(self, backend: str) -> Sequence[LinkEntry]:
-        """All communications measured with `backend`, sorted by kind, group and bytes."""
-        return self.store.find(LINKS, self.conditions, backend=backend)
+        super().__init__(*store.groups(conditions))
+        self._store, self._conditions = store, conditions
 
     def put(self, *entries: PartEntry | LinkEntry) -> None:
         """Add or replace entries, all or none: many at once are much faster than one by one."""
         parts = tuple(entry for entry in entries if isinstance(entry, PartEntry))
         links = tuple(entry for entry in entries if isinstance(entry, LinkEntry))
-        self.store.put(EntryGroup(self.conditions, parts, links))
-
-
-# Measurements made under one set of conditions, which prices are read from: a store's, or those of this process.
-Profile = SessionProfile | StoredProfile
+        self._store.put(EntryGroup(self._conditions, parts, links))
+        super().put(*entries)
 
 
 def _second(entry: PartEntry | LinkEntry) -> str:
@@ -198,11 +174,13 @@ def _second(entry: PartEntry | LinkEntry) -> str:
     return (entry.measurement.when if isinstance(entry, PartEntry) else entry.when)[:19]
 
 
-def _select(
-    connection: Connection, table: EntryTable[Entry], conditions: Conditions, **equal: Any
-) -> tuple[Entry, ...]:
-    """Entries under `conditions` whose fields are as given in `equal`, sorted by key."""
-    values = {**vars(conditions), **equal}
+def _group(connection: Connection, conditions: Conditions) -> EntryGroup:
+    return EntryGroup(conditions, _select(connection, PARTS, conditions), _select(connection, LINKS, conditions))
+
+
+def _select(connection: Connection, table: EntryTable[Entry], conditions: Conditions) -> tuple[Entry, ...]:
+    """Entries under `conditions`, sorted by key."""
+    values = vars(conditions)
     tests = " AND ".join(f'"{name}" = ?' for name in values)
     rows = connection.execute(
         f"SELECT {_listed(field.name for field in table.fields)} FROM {table.name} JOIN conditions "

@@ -40,8 +40,7 @@ CREATE TABLE links (
     "conditions" INTEGER NOT NULL, "backend" TEXT NOT NULL, "kind" TEXT NOT NULL, "group" INTEGER NOT NULL,
     "nbytes" INTEGER NOT NULL, "seconds" REAL NOT NULL, "spread" REAL NOT NULL, "runs" INTEGER NOT NULL,
     "reference_s" REAL NOT NULL, "when" TEXT NOT NULL, "origin" TEXT NOT NULL,
-    PRIMARY KEY ("conditions", "backend", "kind", "group", "nbytes"));
-CREATE INDEX families ON parts ("conditions", "family")
+    PRIMARY KEY ("conditions", "backend", "kind", "group", "nbytes"))
 """
 
 _MEASURE_AGAIN = "import a saved export (`parplan profile --import FILE`) or measure again (`parplan profile`)"

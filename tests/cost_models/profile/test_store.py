@@ -14,7 +14,7 @@ import pytest
 
 from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS
-from parplan.cost_models.profile.store import Profile, ProfileStore
+from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from tests.cost_models.profiles import CPU, H200, group, link, part
@@ -30,7 +30,7 @@ from tests.cost_models.store_writers import (
 
 @pytest.mark.parametrize("kind", ["session", "store"])
 def test_every_profile_gives_back_what_was_put(store: ProfileStore, kind: str) -> None:
-    profile: Profile = store.under(CPU) if kind == "store" else SessionProfile()
+    profile: SessionProfile = store.under(CPU) if kind == "store" else SessionProfile()
     a, b, other = part("conv2d 1"), part("conv2d 2"), part("relu 1")
     for entry in (b, a, other, part("relu 1"), replace(a, flops=1.0)):
         profile.put(entry)

@@ -82,10 +82,11 @@ def test_figures_that_were_never_written_are_damage(tmp_path: Path, value: str) 
     connection = sqlite3.connect(tmp_path / "p.sqlite", isolation_level=None)
     connection.execute(f"UPDATE parts SET forward_s = {value} WHERE signature LIKE 'conv2d 7 %'")
     connection.close()
-    with ProfileStore(tmp_path / "p.sqlite") as store:
-        assert store.under(CPU).get(f"conv2d 8 {'x' * 300}") is not None
-        with pytest.raises(ProfileError, match=r"is damaged.*part: forward_s is"):
-            store.under(CPU).get(f"conv2d 7 {'x' * 300}")
+    with (
+        ProfileStore(tmp_path / "p.sqlite") as store,
+        pytest.raises(ProfileError, match=r"damaged.*part: forward_s"),
+    ):
+        store.under(CPU)
 
 
 def test_missing_tables_are_damage(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_missing_tables_are_damage(tmp_path: Path) -> None:
     connection.execute("DROP TABLE links")
     connection.close()
     with ProfileStore(tmp_path / "p.sqlite") as store, pytest.raises(ProfileError, match=r"is damaged.*no such table"):
-        store.under(CPU).links("gloo")
+        store.under(CPU)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
