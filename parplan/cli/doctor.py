@@ -113,7 +113,7 @@ def _profile() -> Iterator[str]:
     device, most = torch.device("cuda" if cuda else "cpu"), torch.cuda.device_count() if cuda else os.cpu_count() or 1
     now = {current_conditions(device, busy) for busy in range(1, most + 1)}
     with ProfileStore(read_only=True) as store:
-        kept = store.counts()
+        kept = store.groups()
     for one in sorted(kept, key=lambda one: one.conditions not in now)[:SHOWN]:
         use = "used here" if one.conditions in now else "not used: measured under other conditions than now"
         yield f"{one.describe()}, {one.conditions.describe()}: {use}"

@@ -55,11 +55,11 @@ def run(target: TargetOptions, options: ProfileOptions) -> str:
     if target.target is not None:
         return "\n".join(_measure(target, options)) + "\n"
     with ProfileStore(read_only=True) as store:
-        found = store.counts()
+        found = store.groups()
     lines = [f"Profile store: {store.path}{'' if found else ' (empty)'}"]
-    for counts in found:
-        last = f", the last on {counts.last_when[:10]}" if counts.last_when else ""
-        lines.append(f"  {counts.conditions.describe()}: {counts.describe()}{last}")
+    for group in found:
+        last = f", the last on {group.last_when[:10]}" if group.last_when else ""
+        lines.append(f"  {group.conditions.describe()}: {group.describe()}{last}")
     hint = [] if found else ["`parplan profile TARGET --devices N` measures what plans of a model need."]
     return "\n".join([*lines, *hint]) + "\n"
 

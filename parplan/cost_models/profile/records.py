@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from parplan.cost_models.sampling import Measurement
+from parplan.fields import counted
 
 __all__ = ["Conditions", "Entry", "EntryGroup", "LinkEntry", "PartEntry", "SessionProfile"]
 
@@ -115,6 +116,17 @@ class EntryGroup:
     def entries(self) -> Sequence[PartEntry | LinkEntry]:
         """Parts, then links."""
         return [*self.parts, *self.links]
+
+    @property
+    def last_when(self) -> str:
+        """When the last of them was measured (UTC, ISO 8601; "" unknown)."""
+        times = [*(part.measurement.when for part in self.parts), *(link.when for link in self.links)]
+        return max(times, default="")
+
+    def describe(self) -> str:
+        """Words for a report: `212 parts and 1 link`."""
+        numbers = ((len(self.parts), "part"), (len(self.links), "link"))
+        return " and ".join(counted(number, word) for number, word in numbers if number)
 
 
 class SessionProfile:

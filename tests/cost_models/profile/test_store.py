@@ -71,8 +71,8 @@ def test_the_conditions_kept_are_counted_and_dated(store: ProfileStore) -> None:
     days = [f"2025-06-0{day}T12:00:00+00:00" for day in (1, 2, 3)]
     store.put(group(H200, part("undated", when="")))
     store.put(group(CPU, part("a", when=days[1]), part("b", when=days[2]), part("c", when=""), link(1, when=days[0])))
-    found = [(counts.conditions, counts.parts, counts.links, counts.last_when) for counts in store.counts()]
-    assert found == [(CPU, 3, 1, days[2]), (H200, 1, 0, "")]
+    found = [(group.conditions, group.describe(), group.last_when) for group in store.groups()]
+    assert found == [(CPU, "3 parts and 1 link", days[2]), (H200, "1 part", "")]
 
 
 @pytest.mark.parametrize(
