@@ -25,8 +25,8 @@ __all__ = ["SCHEMA", "export_profile", "from_text", "import_profile", "to_text"]
 SCHEMA = "parplan.profile/2"
 
 
-def export_profile(store: ProfileStore, file: str | Path, conditions: Conditions | None = None) -> int:
-    """Write the store's entries, or those made under `conditions`, to `file`; returns how many they are.
+def export_profile(store: ProfileStore, file: str | Path) -> int:
+    """Write the store's entries to `file`; returns how many they are.
 
     The file is whole or as it was.
 
@@ -34,13 +34,11 @@ def export_profile(store: ProfileStore, file: str | Path, conditions: Conditions
         ProfileError: there is nothing to export; the store is damaged.
         ParplanError: the file cannot be written.
     """
-    groups = store.groups(conditions)
+    groups = store.groups()
     if not groups:
-        under = f" under {conditions.describe()}" if conditions is not None else ""
-        hints = "; ".join(store.mismatches(conditions)) if conditions is not None else ""
-        raise ProfileError(f"{store.path} has nothing to export{under}; {hints or 'run parplan profile first'}")
+        raise ProfileError(f"{store.path} has nothing to export; run parplan profile first")
     write_files({str(file): to_text(groups)})
-    return sum(len(group.parts) + len(group.links) for group in groups)
+    return sum(len(group.entries) for group in groups)
 
 
 def import_profile(store: ProfileStore, file: str | Path) -> Merged:
