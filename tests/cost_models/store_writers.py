@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -18,7 +17,6 @@ from tests.cost_models.profiles import CPU, link, part
 __all__ = [
     "BATCH",
     "WRITERS",
-    "put_and_fork",
     "run_threads",
     "tell_switches",
     "write_batches_until_killed",
@@ -54,25 +52,6 @@ def write_batches_until_killed(path: Path, round_: int, told: Connection) -> Non
             profile.put(*(part(f"r{round_}b{batch} {number} {'x' * 500}") for number in range(BATCH)))
             told.send(batch)
             batch += 1
-
-
-def put_and_fork(path: Path) -> None:
-    """Put with a store before a fork, with the same store in the child, and in the parent again."""
-    with ProfileStore(path) as store:
-        profile = store.under(CPU)
-        profile.put(part("before"))
-        if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            assert status == 0
-            profile.put(part("parent"))
-            assert store.under(CPU).get("child") is not None
-        else:
-            failed = 1
-            try:
-                profile.put(part("child"))
-                failed = 0
-            finally:
-                os._exit(failed)
 
 
 def tell_switches(device: str, setting: str, value: str | bool, told: Connection) -> None:

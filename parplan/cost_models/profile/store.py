@@ -1,15 +1,14 @@
 """The profile store: measurements that outlive the process, shared by all of the user's processes.
 
 Entries are kept by the conditions they were measured under and are only found under exactly those. An entry measured on
-this machine is not replaced by an imported one. One connection serves all threads of a process, in turns.
+this machine is not replaced by an imported one. A store is for the thread that opened it; other threads and processes
+open their own.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ class Merged:
 
 
 class ProfileStore:
-    """The measurements in one SQLite file; safe with several processes and threads, and after a fork.
+    """The measurements in one SQLite file, which several processes and threads may have open.
 
     Args:
         path: the file; by default in PARPLAN_CACHE or the user's cache folder.
@@ -59,7 +58,8 @@ class ProfileStore:
     def __init__(self, path: str | Path | None = None, *, read_only: bool = False) -> None:
         self.path = Path(path) if path is not None else default_path()
         self.read_only = read_only
-        self._open()
+        self._connection = open_store(self.path, read_only=read_only)
+        self._close = weakref.finalize(self, self._connection.close)
 
     def __enter__(self) -> ProfileStore:
         return self
@@ -81,7 +81,8 @@ class ProfileStore:
 
     def groups(self, conditions: Conditions | None = None) -> list[EntryGroup]:
         """All entries, or those under `conditions`, sorted: one moment's, whatever other processes write."""
-        with self._using() as connection, transaction(connection, "DEFERRED"):
+        connection = self._connection
+        with reported(self.path), transaction(connection, "DEFERRED"):
             names, found = _listed(field.name for field in CONDITIONS), [conditions] if conditions is not None else []
             if conditions is None:
                 rows = connection.execute(f"SELECT {names} FROM conditions ORDER BY {names}").fetchall()
@@ -120,30 +121,12 @@ class ProfileStore:
                         _put(connection, group.conditions, entry)
         return Merged(**counts)
 
-    def _open(self) -> None:
-        connection = open_store(self.path, read_only=self.read_only)
-        self._connection, self._lock, self._process = connection, threading.Lock(), os.getpid()
-        self._close: Callable[[], object] = weakref.finalize(self, connection.close)
-
-    @contextmanager
-    def _using(self) -> Iterator[Connection]:
-        """The connection for one thread at a time; a process that was forked off opens its own."""
-        if self._process != os.getpid():
-            _CONNECTIONS_OF_THE_PARENT.append(self._connection)
-            self._open()
-        with self._lock, reported(self.path):
-            yield self._connection
-
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         if self.read_only:
             raise ProfileError(f"the profile store {self.path} was opened for reading only")
-        with self._using() as connection, transaction(connection):
-            yield connection
-
-
-# Connections from before a fork: SQLite wants them neither used nor closed by the child.
-_CONNECTIONS_OF_THE_PARENT: list[Connection] = []
+        with reported(self.path), transaction(self._connection):
+            yield self._connection
 
 
 class StoredProfile(SessionProfile):
