@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from operator import attrgetter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.cost_models.profiles import CPU, link, part
 __all__ = [
     "BATCH",
     "WRITERS",
+    "open_new_stores",
     "run_threads",
     "tell_switches",
     "write_batches_until_killed",
@@ -42,6 +44,13 @@ def write_some(path: Path, writer: int, count: int) -> None:
             profile.put(entry)
             profile.put(link(1000 * writer + number))
             assert profile.get(entry.signature) == store.under(CPU).get(entry.signature) == entry
+
+
+def open_new_stores(folder: Path, together: Barrier) -> None:
+    """Open one store after the other, each at the same moment as other processes do."""
+    for number in range(100):
+        together.wait(20)
+        ProfileStore(folder / f"{number}.sqlite").close()
 
 
 def write_batches_until_killed(path: Path, round_: int, told: Connection) -> None:

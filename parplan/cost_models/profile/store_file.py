@@ -99,8 +99,9 @@ def open_store(path: Path, *, read_only: bool) -> sqlite3.Connection:
     with reported(path):
         connection = _connect(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}")
         try:
-            if _has_tables(connection, path):
-                return connection
+            with transaction(connection, "DEFERRED"):  # one moment's look, as another process may be making them
+                if _has_tables(connection, path):
+                    return connection
             if not read_only:
                 with transaction(connection):
                     if not _has_tables(connection, path):  # no other process was faster

@@ -21,6 +21,7 @@ from tests.cost_models.profiles import CPU, H200, group, link, part
 from tests.cost_models.store_writers import (
     BATCH,
     WRITERS,
+    open_new_stores,
     run_threads,
     write_batches_until_killed,
     write_some,
@@ -182,6 +183,16 @@ def test_eight_processes_write_at_once(tmp_path: Path, processes: ForkServerCont
     expected = {f"writer {w} {n}": w + n / 1024 for w in range(WRITERS) for n in range(count)}
     assert {entry.signature: entry.measurement.forward_s for entry in found.parts} == expected
     assert {entry.nbytes for entry in found.links} == {1000 * w + n for w in range(WRITERS) for n in range(count)}
+
+
+def test_processes_that_make_a_store_at_once_all_have_it(tmp_path: Path, processes: ForkServerContext) -> None:
+    together = processes.Barrier(4)
+    openers = [processes.Process(target=open_new_stores, args=(tmp_path, together)) for _ in range(4)]
+    for process in openers:
+        process.start()
+    for process in openers:
+        process.join(120)
+    assert [process.exitcode for process in openers] == [0] * 4
 
 
 def test_eight_threads_share_a_file(store: ProfileStore) -> None:
