@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +38,6 @@ _ALIKE = {
 }  # fmt: skip
 
 
-class _Time(Protocol):
-    """What a transfer of a tensor takes, by the tensor's bytes."""
-
-    def seconds(self, nbytes: float) -> float: ...
-
-
 @dataclass(frozen=True)
 class _Measured:
     """The busiest device receives (or sends) `share` of the tensor in each of these communications."""
@@ -58,7 +51,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Price:
-    time: _Time
+    time: Linear | _Measured
     received: float
     kind: str
 
