@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from parplan.errors import ParplanError
 
-__all__ = ["OPTIMIZER_STATES", "OptimizerMemory", "optimizer_memory", "optimizer_states"]
+__all__ = ["OPTIMIZER_STATES", "OptimizerMemory", "optimizer_memory"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,3 @@ def optimizer_memory(optimizer: str) -> OptimizerMemory:
             "or the number of tensors it keeps per parameter"
         )
     return _OPTIMIZERS[optimizer]
-
-
-def optimizer_states(optimizer: str) -> int:
-    """Number of state tensors per parameter of `optimizer`; raises as `optimizer_memory` does."""
-    return optimizer_memory(optimizer).states

@@ -19,7 +19,7 @@ from parplan.cost_models.communication.measured_links import MeasuredLinks
 from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
-from parplan.cost_models.memory.layer_memory import MemoryModel, optimizer_states
+from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step, peaks
 from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
@@ -141,7 +141,7 @@ class RooflineCosts:
             backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
             trained_bytes = self.memory(layer, strategy).gradients_bytes
             # The update in one go reads weights, gradients and state, and writes weights and state.
-            moved_bytes = (3 + 2 * optimizer_states(self.optimizer)) * trained_bytes
+            moved_bytes = (3 + 2 * self._memory_model.optimizer.states) * trained_bytes
             update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
             update_s = self._seconds(update, own) if trained_bytes else 0.0
             own.layers[key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)

@@ -21,13 +21,13 @@ from parplan.cost_models.costs import Held, LayerMemory, Moments
 from parplan.cost_models.memory.lifetimes import Lifetime, Lifetimes
 from parplan.cost_models.ops.op_calls import OpCall, op_calls, total_bytes
 from parplan.cost_models.ops.saved import Saved, saved_by
-from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory, optimizer_states
+from parplan.cost_models.optimizers import optimizer_memory
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import IntArray
 from parplan.lowering.holdings import ALONE_BYTES
 
-__all__ = ["OPTIMIZER_STATES", "MemoryModel", "optimizer_states"]
+__all__ = ["MemoryModel"]
 
 # What torch's caching allocator rounds every tensor up to (kMinBlockSize in c10/cuda/CUDACachingAllocator). On the CPU
 # torch counts what was asked for.
@@ -51,7 +51,7 @@ class MemoryModel:
 
     Args:
         graph: the captured model.
-        optimizer: whose state is counted: a key of OPTIMIZER_STATES, or how many tensors it keeps per parameter.
+        optimizer: whose state is counted: a name in optimizers.py, or how many tensors it keeps per parameter.
         on_cpu: where kernels and optimizers differ, take the CPU's; else CUDA's.
 
     Attributes:

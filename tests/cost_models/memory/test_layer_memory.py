@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from parplan.cost_models.costs import Moments
 from parplan.cost_models.devices.presets import cluster_preset
-from parplan.cost_models.memory.layer_memory import OPTIMIZER_STATES, MemoryModel, optimizer_states
+from parplan.cost_models.memory.layer_memory import MemoryModel
+from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
@@ -125,7 +126,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 def test_an_unknown_optimizer_is_told_which_are_known() -> None:
     with pytest.raises(ParplanError, match=r"'lion' is not known.*sgd, momentum, .*adamw"):
-        optimizer_states("lion")
+        optimizer_memory("lion")
     assert all(states in (0, 1, 2) for states in OPTIMIZER_STATES.values())
 
 
@@ -182,7 +183,7 @@ def test_the_update_takes_temporaries_of_one_parameter_or_of_all(
 
 
 def test_an_optimizer_may_be_given_by_how_much_it_keeps() -> None:
-    assert optimizer_states("3") == 3
+    assert optimizer_memory("3").states == 3
     graph = network("mlp").graph
     kept = {name: at_moments(graph, name, on_cpu=True)[0] for name in ("1", "momentum", "3")}
     assert kept["1"] == kept["momentum"] < kept["3"]
