@@ -22,8 +22,6 @@ class Measurement:
 
     Args:
         reference_s: what the reference kernel took in the same second; 0 where none was run.
-        saved_bytes: what autograd kept from forward to backward; None where that was not measured.
-        peak_bytes: the most that was allocated at once; None where that was not measured.
         when: UTC, ISO 8601, to the second.
     """
 
@@ -32,8 +30,6 @@ class Measurement:
     spread: float
     runs: int
     reference_s: float = 0.0
-    saved_bytes: int | None = None
-    peak_bytes: int | None = None
     when: str = ""
 
 

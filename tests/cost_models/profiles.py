@@ -17,7 +17,7 @@ H200 = Conditions("h200-sxm", 1, "2.11.0", "12.8", "tf32 matmul")
 
 def part(signature: str, forward_s: float = 1e-3, when: str = "2025-06-01T12:00:00+00:00") -> PartEntry:
     """A part of the family that its signature starts with."""
-    measurement = Measurement(forward_s, 2e-3, 0.01, 7, 5e-4, 4096, None, when)
+    measurement = Measurement(forward_s, 2e-3, 0.01, 7, 5e-4, when)
     return PartEntry(signature, signature.split()[0], 2e9, 3e6, measurement)
 
 
@@ -40,9 +40,8 @@ _WHEN = st.one_of(st.just(""), st.datetimes().map(lambda at: at.isoformat(timesp
 _WHOLE = st.integers(0, 2**62)
 _SOME = st.integers(1, 2**62)
 _SPREAD = st.floats(0, 10)
-_BYTES = st.none() | _WHOLE
 
-_MEASUREMENTS = st.builds(Measurement, _SECONDS, _SECONDS, _SPREAD, _SOME, _SECONDS, _BYTES, _BYTES, _WHEN)
+_MEASUREMENTS = st.builds(Measurement, _SECONDS, _SECONDS, _SPREAD, _SOME, _SECONDS, _WHEN)
 _SIGNATURE = st.lists(_TEXT, min_size=1, max_size=3).map("\n".join)
 _AMOUNT, _GRADIENTS = st.floats(0, 1e30), st.lists(st.booleans(), max_size=3).map(tuple)
 _PARTS = st.builds(PartEntry, _SIGNATURE, _TEXT, _AMOUNT, _AMOUNT, _MEASUREMENTS, _NAME, _GRADIENTS)

@@ -9,7 +9,7 @@ second call goes on where the first one stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -122,9 +122,8 @@ def measure_parts(
             else:
                 ready.append((job, runnable))
         found = time_in_context([runnable for _, runnable in ready], device, stop, ranks) if ready else []
-        for (job, runnable), measurement in zip(ready, found, strict=True):
-            figures = replace(measurement, saved_bytes=runnable.saved_bytes(), peak_bytes=runnable.peak_bytes())
-            profile.put(part_entry(graph, job.part, figures))
+        for (job, _), measurement in zip(ready, found, strict=True):
+            profile.put(part_entry(graph, job.part, measurement))
         measured, done = measured + len(found), done + len(sweep)
     if on_progress is not None:
         on_progress(len(todo), len(todo))

@@ -97,36 +97,6 @@ class LayerPart:
         """The code's results."""
         return self.code(*inputs)
 
-    def saved_bytes(self) -> int:
-        """Bytes that autograd keeps of one run for its backward, without parameters and buffers."""
-        state = {tensor.untyped_storage().data_ptr() for tensor in self.tensors[self.arriving :]}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in state:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            results = self.run(self.fresh_inputs())
-        del results
-        return sum(kept.values())
-
-    def peak_bytes(self) -> int | None:
-        """The most that a forward and backward allocate at once on a CUDA device; None elsewhere."""
-        device = next((tensor.device for tensor in self.tensors), None)
-        if device is None or device.type != "cuda":
-            return None
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        inputs = self.fresh_inputs()
-        ends = [end for end in self.run(inputs) if isinstance(end, Tensor) and end.requires_grad]
-        leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        if ends and leaves:
-            torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-
 
 # What tells a batch norm that shares its statistics with other replicas from one by itself: it is other code.
 SHARED = "shared statistics"

@@ -68,14 +68,6 @@ _seconds = partial(number, least=0, most=1e6, meaning="seconds")  # eleven days:
 _amount = partial(number, least=0, most=1e30)
 
 
-def _bytes_or_none(name: str) -> Field:
-    def read(value: Any) -> int | None:
-        return None if value is None else int(known.read(value))
-
-    known = count(name, 0)
-    return Field(name, "a whole number of bytes, or null where it was not measured", read)
-
-
 def _read_time(value: Any) -> str:
     if value != "":
         datetime.fromisoformat(_TIME.read(value)[:19])  # refuses the 31st of February
@@ -98,8 +90,6 @@ PARTS = EntryTable(
         _seconds("forward_s"),
         _seconds("backward_s"),
         *_MEASURED,
-        _bytes_or_none("saved_bytes"),
-        _bytes_or_none("peak_bytes"),
         _WHEN,
         _text("origin").optional(),
         text("gradients", "[g-]*", 'a "g" or "-" for each operand').optional(),

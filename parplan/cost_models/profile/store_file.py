@@ -33,9 +33,8 @@ CREATE TABLE conditions (
 CREATE TABLE parts (
     "conditions" INTEGER NOT NULL, "signature" TEXT NOT NULL, "family" TEXT NOT NULL, "flops" REAL NOT NULL,
     "nbytes" REAL NOT NULL, "forward_s" REAL NOT NULL, "backward_s" REAL NOT NULL, "spread" REAL NOT NULL,
-    "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "saved_bytes" INTEGER, "peak_bytes" INTEGER,
-    "when" TEXT NOT NULL, "origin" TEXT NOT NULL, "gradients" TEXT NOT NULL,
-    PRIMARY KEY ("conditions", "signature"));
+    "runs" INTEGER NOT NULL, "reference_s" REAL NOT NULL, "when" TEXT NOT NULL, "origin" TEXT NOT NULL,
+    "gradients" TEXT NOT NULL, PRIMARY KEY ("conditions", "signature"));
 CREATE TABLE links (
     "conditions" INTEGER NOT NULL, "backend" TEXT NOT NULL, "kind" TEXT NOT NULL, "group" INTEGER NOT NULL,
     "nbytes" INTEGER NOT NULL, "seconds" REAL NOT NULL, "spread" REAL NOT NULL, "runs" INTEGER NOT NULL,
