@@ -23,7 +23,8 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     """
     found: dict[str, Strategy] = {}
     for name, layer in graph.layers.items():
-        found[name] = plan.layers[name] if name in plan.layers else _following(graph, layer, found, plan)
+        known = plan.layers.get(name)
+        found[name] = _following(graph, layer, found, plan) if known is None else _uncut(layer, known)
         strategy = found[name]
         if strategy.replicas * strategy.shards != len(strategy.devices):
             raise PlanError(
@@ -42,6 +43,20 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
         if axis is not None and axis.units % strategy.shards:
             raise PlanError(f"{name}: {axis.units} {axis.name} cannot be cut in {strategy.shards} (R5)")
     return found
+
+
+def _uncut(layer: Layer, strategy: Strategy) -> Strategy:
+    """A strategy of the plan, with replicas in place of shards where these do not divide, or no longer have, the axis.
+
+    Such as that of a sequence, where another length than the plan's comes, or the last word alone. Cuts no parameters,
+    so that the same devices hold the same of them.
+    """
+    axis = layer.axis(strategy.axis)
+    if strategy.shards == 1 or layer.batch is None:
+        return strategy
+    if axis is not None and (axis.units % strategy.shards == 0 or axis.dims.keys() & layer.parameters):
+        return strategy
+    return Strategy(len(strategy.devices), 1, None, strategy.devices)
 
 
 def _following(graph: LayerGraph, layer: Layer, known: Mapping[str, Strategy], plan: Plan) -> Strategy:

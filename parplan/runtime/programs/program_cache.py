@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from parplan.errors import PlanError, RuntimeFailure
@@ -180,9 +181,11 @@ class Programs:
         self.sharding.hold()
         self.sharding.fresh |= self.fresh_buffers(graph, program)
         for name, blocks in held.items():
-            if self._held.get(name) != blocks:
-                known = self._held.get(name)
-                if known is None:
+            known = self._held.get(name, {})
+            # Without gradients a block may rest on a device that does not use it.
+            fit = blocks.items() <= known.items() if not torch.is_grad_enabled() else blocks == known
+            if not fit:
+                if not known:
                     reason = "was no parameter of its own at the first call (a tie that is broken since?)"
                 else:
                     reason = f"is held as {known} since the first call, and this call needs {blocks}"
@@ -190,7 +193,8 @@ class Programs:
                     f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
                     "build the model anew, compile it, and load state_dict()"
                 )
-        captured.supposed = None
+        if held == {name: self._held[name] for name in held}:  # for calls with gradients, too
+            captured.supposed = None
 
     def groups(self, plan: Plan) -> Grid | None:
         """The ranks in rows that bring the same samples: the shards of one replica of the first layer.
