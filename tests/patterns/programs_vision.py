@@ -1,0 +1,288 @@
+"""Whole programs: image models and generative models, each with the trick that it is known for."""
+
+# mypy: disable-error-code="operator"
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from benchmarks.training import Run
+from tests.patterns.nets import BATCH, sgd, train
+from tests.patterns.pattern import Section
+
+SECTION = Section("Programs: vision and generation")
+
+
+def _average(mean: nn.Module, model: nn.Module, keep: float = 0.9) -> None:
+    """An exponential moving average of the parameters."""
+    with torch.no_grad():
+        for old, new in zip(mean.parameters(), model.parameters(), strict=True):
+            old.mul_(keep).add_(new, alpha=1 - keep)
+
+
+class _UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.enter, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.down, self.up = nn.Conv2d(4, 8, 4, 2, 1), nn.ConvTranspose2d(8, 4, 4, 2, 1)
+        self.leave = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Any:
+        angles = t[:, None] * torch.exp(torch.arange(4) * (-math.log(1e4) / 3))
+        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        skip = F.silu(self.norm(self.enter(x)))
+        h = self.up(F.silu(self.down(skip) + time[:, :, None, None]))
+        return self.leave(torch.cat([h, skip], 1))
+
+
+@SECTION("DDPM: a U-Net with time embedding, the schedule in buffers, an averaged copy that samples")
+def ddpm(run: Run) -> None:
+    class Diffusion(nn.Module):
+        kept: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.denoiser = _UNet()
+            self.register_buffer("kept", torch.cumprod(1 - torch.linspace(1e-4, 0.2, 10), 0))
+
+        def forward(self, x: Tensor, t: Tensor, noise: Tensor) -> Any:
+            kept = self.kept.gather(0, t).view(-1, *[1] * (x.ndim - 1))
+            return F.mse_loss(self.denoiser(kept.sqrt() * x + (1 - kept).sqrt() * noise, t), noise)
+
+    model = run.compile(Diffusion())
+    mean = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    for _ in range(4):
+        loss = model(run.randn(BATCH, 1, 8, 8), run.randint(10, BATCH), run.randn(BATCH, 1, 8, 8))
+        optimizer.zero_grad()
+        loss.backward()
+        run.same("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        scheduler.step()
+        _average(mean, model)
+        run.same("loss", loss)
+    x = run.randn(BATCH, 1, 8, 8)
+    with torch.no_grad():
+        for step in reversed(range(3)):
+            x = x - 0.1 * mean.denoiser(x, torch.full((x.shape[0],), step))
+    run.rows("samples", x)
+    run.state(model)
+    run.state(mean, "mean ")
+
+
+@SECTION("VQ-VAE: nearest codes, straight-through, the codebook's averages kept through `.data`")
+def vq_vae(run: Run) -> None:
+    class Codes(nn.Module):
+        codes: Tensor
+        counts: Tensor
+        sums: Tensor
+
+        def __init__(self, width: int, number: int) -> None:
+            super().__init__()
+            codes = torch.randn(width, number)
+            self.register_buffer("codes", codes)
+            self.register_buffer("counts", torch.zeros(number))
+            self.register_buffer("sums", codes.clone())
+
+        def forward(self, z: Tensor) -> Any:
+            flat = z.reshape(-1, z.shape[-1])
+            far = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.codes + self.codes.pow(2).sum(0, keepdim=True)
+            _, nearest = (-far).max(1)
+            chosen = F.one_hot(nearest, self.codes.shape[1]).type(flat.dtype)
+            code = F.embedding(nearest.view(z.shape[:-1]), self.codes.t())
+            if self.training:
+                self.counts.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+                self.sums.data.mul_(0.9).add_(flat.detach().t() @ chosen, alpha=0.1)
+                n = self.counts.sum()
+                counts = (self.counts + 1e-5) / (n + 1e-5 * self.counts.shape[0]) * n
+                self.codes.data.copy_(self.sums / counts.unsqueeze(0))
+            return z + (code - z).detach(), (code.detach() - z).pow(2).mean(), nearest.view(z.shape[:-1])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Conv2d(1, 4, 4, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1))
+            self.codes = Codes(3, 6)
+            self.decoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(True), nn.ConvTranspose2d(4, 1, 4, 2, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            z, commitment, nearest = self.codes(self.encoder(x).permute(0, 2, 3, 1))
+            return self.decoder(z.permute(0, 3, 1, 2)), commitment, nearest
+
+    model = run.compile(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        x = run.randn(BATCH, 1, 8, 8)
+        found, commitment, nearest = model(x)
+        optimizer.zero_grad()
+        loss = F.mse_loss(found, x) + 0.25 * commitment
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+        run.rows("nearest", nearest)
+    model.eval()
+    with torch.no_grad():
+        run.rows("nearest in evaluation", model(run.randn(BATCH, 1, 8, 8))[2])
+    run.state(model)
+
+
+@SECTION(
+    "DCGAN: transposed convolutions, a discriminator with spectral norm, one half frozen while the other trains",
+    free=("0", "2"),
+)
+def dcgan(run: Run) -> None:
+    def init(m: nn.Module) -> None:
+        if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
+            nn.init.normal_(m.weight, 0.0, 0.2)
+
+    generator = nn.Sequential(
+        nn.Linear(6, 32), nn.Unflatten(1, (8, 2, 2)), nn.BatchNorm2d(8), nn.ReLU(True),
+        nn.ConvTranspose2d(8, 4, 4, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(True),
+        nn.ConvTranspose2d(4, 1, 4, 2, 1), nn.Tanh(),
+    ).apply(init)  # fmt: skip
+    critic = nn.Sequential(
+        spectral_norm(nn.Conv2d(1, 4, 4, 2, 1)), nn.LeakyReLU(0.2, inplace=True),
+        spectral_norm(nn.Conv2d(4, 8, 4, 2, 1)), nn.LeakyReLU(0.2, True), nn.Flatten(), nn.Linear(32, 1),
+    )  # fmt: skip
+    g, d = run.compile(generator), run.compile(critic)
+    steps_of = {m: torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.5, 0.999)) for m in (g, d)}
+    truth = nn.BCEWithLogitsLoss()
+    for _ in range(3):
+        d.requires_grad_(True)
+        d.zero_grad()
+        for images, label in ((run.randn(BATCH, 1, 8, 8), 0.9), (g(run.randn(BATCH, 6)).detach(), 0.0)):
+            scores = d(images).view(-1)
+            loss = truth(scores, torch.full_like(scores, label))
+            loss.backward()
+            run.mean("critic's loss", loss)
+        steps_of[d].step()
+        d.requires_grad_(False)
+        g.zero_grad()
+        scores = d(g(run.randn(BATCH, 6))).view(-1)
+        loss = truth(scores, torch.ones_like(scores))
+        loss.backward()
+        steps_of[g].step()
+        run.mean("generator's loss", loss)
+    g.eval()
+    with torch.no_grad():
+        run.rows("images", g(run.randn(BATCH, 6)))
+    run.state(g, "generator ")
+    run.state(d, "critic ")
+
+
+@SECTION("supervised contrast: two views of each sample in one batch, all against all")
+def simclr(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(
+                nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+            )
+            self.project = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+        def forward(self, views: Tensor) -> Any:
+            z = F.normalize(self.project(self.encoder(views.flatten(0, 1))), dim=1)
+            z = torch.cat(torch.unbind(z.view(views.shape[0], 2, -1), 1))
+            logits = (z @ z.T / 0.5).masked_fill(torch.eye(z.shape[0], dtype=torch.bool), float("-inf"))
+            return F.cross_entropy(logits, torch.arange(z.shape[0]).roll(views.shape[0]))
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for _ in range(3):
+        loss = model(run.randn(BATCH, 2, 3, 8, 8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        run.same("loss", loss)
+    run.state(model)
+
+
+@SECTION("MoCo: the key encoder's momentum and the queue's pointer (`int(self.pointer)`) inside the forward")
+def moco(run: Run) -> None:
+    class Net(nn.Module):
+        queue: Tensor
+        pointer: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+            self.key = copy.deepcopy(self.query).requires_grad_(False)
+            self.register_buffer("queue", F.normalize(torch.randn(4, 2 * BATCH), dim=0))
+            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+        @torch.no_grad()
+        def enqueue(self, keys: Tensor) -> None:
+            at, count = int(self.pointer), keys.shape[0]
+            self.queue[:, at : at + count] = keys.T
+            self.pointer[0] = (at + count) % self.queue.shape[1]
+
+        def forward(self, a: Tensor, b: Tensor) -> Any:
+            q = F.normalize(self.query(a), dim=1)
+            with torch.no_grad():
+                for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                    slow.data = slow.data * 0.9 + fast.data * 0.1
+                k = F.normalize(self.key(b), dim=1)
+            logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone().detach()], 1) / 0.2
+            self.enqueue(k)
+            return logits, torch.zeros(logits.shape[0], dtype=torch.long)
+
+    model = run.compile(Net())
+
+    def loss() -> Tensor:
+        logits, labels = model(run.randn(BATCH, 6), run.randn(BATCH, 6))
+        return F.cross_entropy(logits, labels)
+
+    train(run, model, sgd(model), loss)
+
+
+@SECTION("super-resolution: `PixelShuffle`, scaled residual blocks, a bicubic skip, the L1 loss, PSNR in evaluation")
+def super_resolution(run: Run) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU(True), nn.Conv2d(4, 4, 3, 1, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            res = self.body(x).mul(0.1)
+            res += x
+            return res
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+            self.blocks = nn.Sequential(Block(), Block())
+            self.tail = nn.Sequential(nn.Conv2d(4, 16, 3, 1, 1), nn.PixelShuffle(2), nn.PReLU(), nn.Conv2d(4, 3, 3, 1, 1))
+
+        def forward(self, x: Tensor) -> Any:
+            skip = F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=False)
+            h = self.head(x)
+            return self.tail(h + self.blocks(h)) + skip
+
+    model = run.compile(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5)
+    for _ in range(3):
+        wide = run.randn(BATCH, 3, 8, 8)
+        optimizer.zero_grad()
+        loss = F.l1_loss(model(F.avg_pool2d(wide, 2)), wide)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        run.mean("loss", loss)
+    model.eval()
+    wide = run.randn(BATCH, 3, 8, 8)
+    with torch.inference_mode():
+        error = (model(F.avg_pool2d(wide, 2)).clamp(-1, 1) - wide).square().mean((1, 2, 3))
+    run.rows("PSNR", -10 * error.log10())
+    run.state(model)
