@@ -14,6 +14,7 @@ from tests.patterns import (
     modules,
     optimizers,
     precision,
+    programs_generation,
     programs_vision,
     second_round,
 )  # fmt: skip
@@ -24,7 +25,7 @@ __all__ = ["PATTERNS", "launched", "run_cell"]
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
-    programs_vision.SECTION,
+    programs_generation.SECTION, programs_vision.SECTION,
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}

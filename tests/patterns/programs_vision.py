@@ -1,4 +1,4 @@
-"""Whole programs: image models and generative models, each with the trick that it is known for."""
+"""Whole programs: image models and representations, each with the trick that it is known for."""
 
 # mypy: disable-error-code="operator"
 from __future__ import annotations
@@ -10,20 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.training import Run
 from tests.patterns.nets import BATCH, sgd, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Programs: vision and generation")
-
-
-def _average(mean: nn.Module, model: nn.Module, keep: float = 0.9) -> None:
-    """An exponential moving average of the parameters."""
-    with torch.no_grad():
-        for old, new in zip(mean.parameters(), model.parameters(), strict=True):
-            old.mul_(keep).add_(new, alpha=1 - keep)
 
 
 class _UNet(nn.Module):
@@ -40,142 +32,6 @@ class _UNet(nn.Module):
         skip = F.silu(self.norm(self.enter(x)))
         h = self.up(F.silu(self.down(skip) + time[:, :, None, None]))
         return self.leave(torch.cat([h, skip], 1))
-
-
-@SECTION("DDPM: a U-Net with time embedding, the schedule in buffers, an averaged copy that samples")
-def ddpm(run: Run) -> None:
-    class Diffusion(nn.Module):
-        kept: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.denoiser = _UNet()
-            self.register_buffer("kept", torch.cumprod(1 - torch.linspace(1e-4, 0.2, 10), 0))
-
-        def forward(self, x: Tensor, t: Tensor, noise: Tensor) -> Any:
-            kept = self.kept.gather(0, t).view(-1, *[1] * (x.ndim - 1))
-            return F.mse_loss(self.denoiser(kept.sqrt() * x + (1 - kept).sqrt() * noise, t), noise)
-
-    model = run.compile(Diffusion())
-    mean = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-    for _ in range(4):
-        loss = model(run.randn(BATCH, 1, 8, 8), run.randint(10, BATCH), run.randn(BATCH, 1, 8, 8))
-        optimizer.zero_grad()
-        loss.backward()
-        run.same("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        scheduler.step()
-        _average(mean, model)
-        run.same("loss", loss)
-    x = run.randn(BATCH, 1, 8, 8)
-    with torch.no_grad():
-        for step in reversed(range(3)):
-            x = x - 0.1 * mean.denoiser(x, torch.full((x.shape[0],), step))
-    run.rows("samples", x)
-    run.state(model)
-    run.state(mean, "mean ")
-
-
-@SECTION("VQ-VAE: nearest codes, straight-through, the codebook's averages kept through `.data`")
-def vq_vae(run: Run) -> None:
-    class Codes(nn.Module):
-        codes: Tensor
-        counts: Tensor
-        sums: Tensor
-
-        def __init__(self, width: int, number: int) -> None:
-            super().__init__()
-            codes = torch.randn(width, number)
-            self.register_buffer("codes", codes)
-            self.register_buffer("counts", torch.zeros(number))
-            self.register_buffer("sums", codes.clone())
-
-        def forward(self, z: Tensor) -> Any:
-            flat = z.reshape(-1, z.shape[-1])
-            far = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.codes + self.codes.pow(2).sum(0, keepdim=True)
-            _, nearest = (-far).max(1)
-            chosen = F.one_hot(nearest, self.codes.shape[1]).type(flat.dtype)
-            code = F.embedding(nearest.view(z.shape[:-1]), self.codes.t())
-            if self.training:
-                self.counts.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-                self.sums.data.mul_(0.9).add_(flat.detach().t() @ chosen, alpha=0.1)
-                n = self.counts.sum()
-                counts = (self.counts + 1e-5) / (n + 1e-5 * self.counts.shape[0]) * n
-                self.codes.data.copy_(self.sums / counts.unsqueeze(0))
-            return z + (code - z).detach(), (code.detach() - z).pow(2).mean(), nearest.view(z.shape[:-1])
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Conv2d(1, 4, 4, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1))
-            self.codes = Codes(3, 6)
-            self.decoder = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(True), nn.ConvTranspose2d(4, 1, 4, 2, 1))
-
-        def forward(self, x: Tensor) -> Any:
-            z, commitment, nearest = self.codes(self.encoder(x).permute(0, 2, 3, 1))
-            return self.decoder(z.permute(0, 3, 1, 2)), commitment, nearest
-
-    model = run.compile(Net())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        x = run.randn(BATCH, 1, 8, 8)
-        found, commitment, nearest = model(x)
-        optimizer.zero_grad()
-        loss = F.mse_loss(found, x) + 0.25 * commitment
-        loss.backward()
-        optimizer.step()
-        run.mean("loss", loss)
-        run.rows("nearest", nearest)
-    model.eval()
-    with torch.no_grad():
-        run.rows("nearest in evaluation", model(run.randn(BATCH, 1, 8, 8))[2])
-    run.state(model)
-
-
-@SECTION(
-    "DCGAN: transposed convolutions, a discriminator with spectral norm, one half frozen while the other trains",
-    free=("0", "2"),
-)
-def dcgan(run: Run) -> None:
-    def init(m: nn.Module) -> None:
-        if isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)):
-            nn.init.normal_(m.weight, 0.0, 0.2)
-
-    generator = nn.Sequential(
-        nn.Linear(6, 32), nn.Unflatten(1, (8, 2, 2)), nn.BatchNorm2d(8), nn.ReLU(True),
-        nn.ConvTranspose2d(8, 4, 4, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(True),
-        nn.ConvTranspose2d(4, 1, 4, 2, 1), nn.Tanh(),
-    ).apply(init)  # fmt: skip
-    critic = nn.Sequential(
-        spectral_norm(nn.Conv2d(1, 4, 4, 2, 1)), nn.LeakyReLU(0.2, inplace=True),
-        spectral_norm(nn.Conv2d(4, 8, 4, 2, 1)), nn.LeakyReLU(0.2, True), nn.Flatten(), nn.Linear(32, 1),
-    )  # fmt: skip
-    g, d = run.compile(generator), run.compile(critic)
-    steps_of = {m: torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.5, 0.999)) for m in (g, d)}
-    truth = nn.BCEWithLogitsLoss()
-    for _ in range(3):
-        d.requires_grad_(True)
-        d.zero_grad()
-        for images, label in ((run.randn(BATCH, 1, 8, 8), 0.9), (g(run.randn(BATCH, 6)).detach(), 0.0)):
-            scores = d(images).view(-1)
-            loss = truth(scores, torch.full_like(scores, label))
-            loss.backward()
-            run.mean("critic's loss", loss)
-        steps_of[d].step()
-        d.requires_grad_(False)
-        g.zero_grad()
-        scores = d(g(run.randn(BATCH, 6))).view(-1)
-        loss = truth(scores, torch.ones_like(scores))
-        loss.backward()
-        steps_of[g].step()
-        run.mean("generator's loss", loss)
-    g.eval()
-    with torch.no_grad():
-        run.rows("images", g(run.randn(BATCH, 6)))
-    run.state(g, "generator ")
-    run.state(d, "critic ")
 
 
 @SECTION("supervised contrast: two views of each sample in one batch, all against all")
@@ -245,44 +101,265 @@ def moco(run: Run) -> None:
     train(run, model, sgd(model), loss)
 
 
-@SECTION("super-resolution: `PixelShuffle`, scaled residual blocks, a bicubic skip, the L1 loss, PSNR in evaluation")
-def super_resolution(run: Run) -> None:
+class _Features(NamedTuple):
+    low: Tensor
+    high: Tensor
+
+
+@SECTION("ConvNeXt: layer scale, drop path off, LayerNorm on channels-last, mixed-up soft targets", free=("1.depth",))
+def convnext(run: Run) -> None:
     class Block(nn.Module):
-        def __init__(self) -> None:
+        drop = 0.0
+
+        def __init__(self, width: int) -> None:
             super().__init__()
-            self.body = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), nn.ReLU(True), nn.Conv2d(4, 4, 3, 1, 1))
+            self.depth, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width, 1e-6)
+            self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.gamma = nn.Parameter(0.1 * torch.ones(width))
 
         def forward(self, x: Tensor) -> Any:
-            res = self.body(x).mul(0.1)
-            res += x
-            return res
+            h = self.norm(self.depth(x).permute(0, 2, 3, 1))
+            h = (self.gamma * self.narrow(F.gelu(self.wide(h)))).permute(0, 3, 1, 2)
+            if self.drop > 0 and self.training:
+                h = h * h.new_empty(h.shape[0], 1, 1, 1).bernoulli_(1 - self.drop).div_(1 - self.drop)
+            return x + h
 
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 2, 2), Block(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, 4)
+    )
+    model = run.compile(net)
+    groups = [[p for p in model.parameters() if (p.ndim <= 1) is flat] for flat in (False, True)]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01
+    )
+
+    def loss() -> Tensor:
+        x, other = run.randn(BATCH, 3, 8, 8), run.randn(BATCH, 3, 8, 8)
+        a, b = (F.one_hot(run.randint(4, BATCH), 4) * 0.9 + 0.025 for _ in range(2))
+        return F.cross_entropy(model(0.7 * x + 0.3 * other), 0.7 * a + 0.3 * b)
+
+    train(run, model, optimizer, loss)
+
+
+@SECTION(
+    "MobileNet: depthwise convolutions, squeeze and excitation, label smoothing, an average of buffers, too",
+    free=("body.3",),
+)
+def mobilenet(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
-            self.blocks = nn.Sequential(Block(), Block())
-            self.tail = nn.Sequential(nn.Conv2d(4, 16, 3, 1, 1), nn.PixelShuffle(2), nn.PReLU(), nn.Conv2d(4, 3, 3, 1, 1))
+            self.body = nn.Sequential(
+                nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish(inplace=True),
+                nn.Conv2d(8, 8, 3, 2, 1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True),
+            )  # fmt: skip
+            self.squeeze, self.excite = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 8, 1)
+            self.head = nn.Sequential(nn.Dropout(0.0), nn.Linear(8, 4))
 
         def forward(self, x: Tensor) -> Any:
-            skip = F.interpolate(x, scale_factor=2, mode="bicubic", align_corners=False)
-            h = self.head(x)
-            return self.tail(h + self.blocks(h)) + skip
+            h = self.body(x)
+            h = h * F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(h, 1)))))
+            return self.head(h.mean([2, 3]))
 
     model = run.compile(Net())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5)
+    mean = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9, alpha=0.9, eps=1e-3)
     for _ in range(3):
-        wide = run.randn(BATCH, 3, 8, 8)
+        scores = model(run.randn(BATCH, 3, 8, 8))
+        loss = F.cross_entropy(scores, run.randint(4, BATCH), label_smoothing=0.1)
         optimizer.zero_grad()
-        loss = F.l1_loss(model(F.avg_pool2d(wide, 2)), wide)
+        loss.backward()
+        optimizer.step()
+        mean.update_parameters(model)
+        run.mean("loss", loss)
+    mean.eval()
+    with torch.no_grad():
+        run.rows("scores", mean(run.randn(BATCH, 3, 8, 8)))
+    run.state(model)
+    run.state(mean.module, "mean ")
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        n, length, width = x.shape
+        qkv = self.qkv(self.norm(x)).reshape(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(*qkv.unbind(0))
+        return x + self.proj(h.transpose(1, 2).reshape(n, length, width))
+
+
+@SECTION("masked autoencoder: patches shuffled by sorted noise, mask tokens, cls token, loss on masked patches")
+def masked_autoencoder(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.encoder, self.decoder = nn.Conv2d(1, 8, 2, 2), _Attention(8, 2), _Attention(8, 2)
+            self.cls, self.mask = nn.Parameter(0.02 * torch.randn(1, 1, 8)), nn.Parameter(torch.zeros(1, 1, 8))
+            self.place = nn.Parameter(torch.randn(1, 17, 8), requires_grad=False)
+            self.pred = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, noise: Tensor, kept: int = 4) -> Any:
+            h = self.embed(x).flatten(2).transpose(1, 2) + self.place[:, 1:]
+            shuffle = torch.argsort(noise, dim=1)
+            restore = torch.argsort(shuffle, dim=1)
+            h = torch.gather(h, 1, shuffle[:, :kept].unsqueeze(-1).repeat(1, 1, h.shape[2]))
+            h = self.encoder(torch.cat([(self.cls + self.place[:, :1]).expand(h.shape[0], -1, -1), h], 1))
+            masks = self.mask.repeat(h.shape[0], restore.shape[1] + 1 - h.shape[1], 1)
+            whole = torch.cat([h[:, 1:], masks], 1).gather(1, restore.unsqueeze(-1).repeat(1, 1, h.shape[2]))
+            found = self.pred(self.decoder(torch.cat([h[:, :1], whole], 1) + self.place))[:, 1:]
+            mask = torch.ones_like(noise)
+            mask[:, :kept] = 0
+            mask = mask.gather(1, restore)
+            wanted = torch.einsum("nchpwq->nhwpqc", x.reshape(x.shape[0], 1, 4, 2, 4, 2)).reshape(x.shape[0], 16, 4)
+            wanted = (wanted - wanted.mean(-1, keepdim=True)) / (wanted.var(-1, keepdim=True) + 1e-6) ** 0.5
+            return ((found - wanted).square().mean(-1) * mask).sum() / mask.sum(), found, mask
+
+    model = run.compile(Net())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, betas=(0.9, 0.95))
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss, found, mask = model(run.randn(BATCH, 1, 8, 8), run.own(torch.rand(BATCH, 16, generator=run.draws)))
+        loss.backward()
+        optimizer.step()
+        run.same("loss", loss)
+        run.rows("found", found)
+        run.rows("mask", mask)
+    run.state(model)
+
+
+@SECTION("a detector with a feature pyramid: focal and box losses by the number of positives, in the model in training")
+def detector(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)
+            self.lateral = nn.ModuleList([nn.Conv2d(4, 4, 1), nn.Conv2d(8, 4, 1)])
+            self.scores, self.boxes = nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+            nn.init.constant_(self.scores.bias, -2.0)  # type: ignore[arg-type]
+
+        def forward(self, x: Tensor, targets: dict[str, Tensor] | None = None) -> Any:
+            low = F.relu(self.low(x))
+            top = self.lateral[1](F.relu(self.high(low)))
+            levels = [self.lateral[0](low) + F.interpolate(top, size=low.shape[-2:], mode="nearest"), top]
+            scores, boxes = (
+                torch.cat([head(level).permute(0, 2, 3, 1).flatten(1, 2) for level in levels], 1)
+                for head in (self.scores, self.boxes)
+            )
+            if targets is None:
+                best, kind = scores.sigmoid().max(-1)
+                return {"score": best, "class": kind, "boxes": boxes}
+            positive = targets["classes"] > 0
+            truth = F.one_hot(targets["classes"], 4)[..., 1:].to(scores.dtype)
+            p = scores.sigmoid()
+            sure = p * truth + (1 - p) * (1 - truth)
+            focal = F.binary_cross_entropy_with_logits(scores, truth, reduction="none") * (1 - sure) ** 2
+            box = F.smooth_l1_loss(boxes, targets["boxes"], reduction="none", beta=0.1).sum(-1) * positive
+            count = positive.sum().clamp(min=1)
+            return {"class": focal.sum() / count, "box": box.sum() / count}
+
+    model = run.compile(Net())
+    optimizer = sgd(model, 0.01)
+    for _ in range(3):
+        targets = {"classes": run.randint(4, BATCH, 20), "boxes": run.randn(BATCH, 20, 4)}
+        losses = model(run.randn(BATCH, 3, 8, 8), targets)
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for name, loss in losses.items():
+            run.same(name, loss)
+    model.eval()
+    with torch.no_grad():
+        for name, found in model(run.randn(BATCH, 3, 8, 8)).items():
+            run.rows(name, found)
+    run.state(model)
+
+
+@SECTION("segmentation: dilated convolutions, an auxiliary head, resized scores, `ignore_index`, polynomial decay")
+def segmentation(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+            self.wide = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=d, dilation=d) for d in (1, 2)])
+            self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.ReLU())
+            self.head, self.aux = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            size, h = x.shape[-2:], self.stem(x)
+            pooled = F.interpolate(self.pool(h), size=h.shape[-2:], mode="bilinear", align_corners=False)
+            found = {"out": self.head(torch.cat([*(F.relu(conv(h)) for conv in self.wide), pooled], 1))}
+            if self.training:
+                found["aux"] = self.aux(h)
+            return {k: F.interpolate(v, size=size, mode="bilinear", align_corners=False) for k, v in found.items()}
+
+    model = run.compile(Net())
+    optimizer = torch.optim.SGD(
+        [{"params": model.stem.parameters(), "lr": 0.01}, {"params": model.head.parameters()},
+         {"params": [*model.wide.parameters(), *model.pool.parameters(), *model.aux.parameters()]}],
+        lr=0.1, momentum=0.9, weight_decay=1e-4,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, 5, 0.9)
+    for _ in range(3):
+        found, truth = model(run.randn(BATCH, 3, 8, 8)), run.randint(4, BATCH, 8, 8)
+        truth[:, 0], truth[:, :, 0] = 255, 255
+        losses = {name: F.cross_entropy(scores, truth, ignore_index=255) for name, scores in found.items()}
+        loss = losses["out"] + 0.4 * losses["aux"]
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
         run.mean("loss", loss)
     model.eval()
-    wide = run.randn(BATCH, 3, 8, 8)
-    with torch.inference_mode():
-        error = (model(F.avg_pool2d(wide, 2)).clamp(-1, 1) - wide).square().mean((1, 2, 3))
-    run.rows("PSNR", -10 * error.log10())
+    with torch.no_grad():
+        run.rows("classes", model(run.randn(BATCH, 3, 8, 8))["out"].argmax(1))
+    run.state(model)
+
+
+@SECTION("capsules: dynamic routing with detached predictions, margin loss, a decoder that sees the right capsule only")
+def capsules(run: Run) -> None:
+    def squash(s: Tensor) -> Tensor:
+        n2 = s.square().sum(-1, keepdim=True)
+        return n2 / (1 + n2) * s / (n2.sqrt() + 1e-8)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.primary = nn.Conv2d(1, 8, 3, 2)
+            self.weight = nn.Parameter(0.3 * torch.randn(4, 18, 6, 4))
+            self.decoder = nn.Sequential(nn.Linear(24, 16), nn.ReLU(inplace=True), nn.Linear(16, 64), nn.Sigmoid())
+
+        def forward(self, x: Tensor, classes: Tensor) -> Any:
+            u = squash(self.primary(x).view(x.size(0), -1, 4))
+            votes = (self.weight @ u[:, None, :, :, None]).squeeze(-1)
+            still = votes.detach()
+            b = torch.zeros(x.size(0), 4, 18, 1)
+            for turn in range(3):
+                c = F.softmax(b, dim=1)
+                if turn == 2:
+                    v = squash((c * votes).sum(2))
+                else:
+                    b = b + still @ squash((c * still).sum(2)).unsqueeze(-1)
+            chosen = torch.eye(4).index_select(0, classes)
+            return v.norm(dim=-1), self.decoder((v * chosen[:, :, None]).view(x.size(0), -1)), chosen
+
+    model = run.compile(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(3):
+        x, classes = run.randn(BATCH, 1, 8, 8), run.randint(4, BATCH)
+        lengths, found, chosen = model(x, classes)
+        margin = chosen * F.relu(0.9 - lengths) ** 2 + 0.5 * (1 - chosen) * F.relu(lengths - 0.1) ** 2
+        loss = margin.sum(1).mean() + 0.0005 * F.mse_loss(found, x.flatten(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        run.mean("loss", loss)
     run.state(model)
