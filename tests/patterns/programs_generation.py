@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,22 @@ def _average(mean: nn.Module, model: nn.Module, keep: float = 0.9) -> None:
     with torch.no_grad():
         for old, new in zip(mean.parameters(), model.parameters(), strict=True):
             old.mul_(keep).add_(new, alpha=1 - keep)
+
+
+class _UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        self.enter, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.down, self.up = nn.Conv2d(4, 8, 4, 2, 1), nn.ConvTranspose2d(8, 4, 4, 2, 1)
+        self.leave = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Any:
+        angles = t[:, None] * torch.exp(torch.arange(4) * (-math.log(1e4) / 3))
+        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        skip = F.silu(self.norm(self.enter(x)))
+        h = self.up(F.silu(self.down(skip) + time[:, :, None, None]))
+        return self.leave(torch.cat([h, skip], 1))
 
 
 @SECTION("DDPM: a U-Net with time embedding, the schedule in buffers, an averaged copy that samples")
@@ -208,6 +225,11 @@ def super_resolution(run: Run) -> None:
     run.state(model)
 
 
+class _Features(NamedTuple):
+    low: Tensor
+    high: Tensor
+
+
 @SECTION("style transfer: Gram matrices of a frozen loss network that gives a named tuple, total variation")
 def style_transfer(run: Run) -> None:
     class Loss(nn.Module):
@@ -285,7 +307,7 @@ def glow(run: Run) -> None:
             logdet = torch.zeros(x.shape[0])
             for step in self.steps:
                 x, logdet = step(x, logdet)
-            return -(torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1) + logdet)
+            return 0.5 * (x.square() + math.log(2 * math.pi)).sum(1) - logdet
 
     model = run.compile(Flow())
     train(run, model, torch.optim.Adamax(model.parameters(), lr=0.01), lambda: model(run.randn(BATCH, 6)).mean())

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +15,6 @@ from tests.patterns.nets import BATCH, sgd, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Programs: vision and generation")
-
-
-class _UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
-        self.enter, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
-        self.down, self.up = nn.Conv2d(4, 8, 4, 2, 1), nn.ConvTranspose2d(8, 4, 4, 2, 1)
-        self.leave = nn.Conv2d(8, 1, 3, padding=1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Any:
-        angles = t[:, None] * torch.exp(torch.arange(4) * (-math.log(1e4) / 3))
-        time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
-        skip = F.silu(self.norm(self.enter(x)))
-        h = self.up(F.silu(self.down(skip) + time[:, :, None, None]))
-        return self.leave(torch.cat([h, skip], 1))
 
 
 @SECTION("supervised contrast: two views of each sample in one batch, all against all")
@@ -99,11 +82,6 @@ def moco(run: Run) -> None:
         return F.cross_entropy(logits, labels)
 
     train(run, model, sgd(model), loss)
-
-
-class _Features(NamedTuple):
-    low: Tensor
-    high: Tensor
 
 
 @SECTION("ConvNeXt: layer scale, drop path off, LayerNorm on channels-last, mixed-up soft targets", free=("1.depth",))
