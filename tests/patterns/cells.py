@@ -16,6 +16,7 @@ from tests.patterns import (
     precision,
     programs_agents,
     programs_generation,
+    programs_loops,
     programs_vision,
     second_round,
 )  # fmt: skip
@@ -27,7 +28,7 @@ _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
     programs_generation.SECTION, programs_vision.SECTION,
-    programs_agents.SECTION,
+    programs_agents.SECTION, programs_loops.SECTION,
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for section in _SECTIONS for pattern in section}

@@ -107,9 +107,7 @@ def ppo(run: Run) -> None:
     run.state(model)
 
 
-@SECTION(
-    "double DQN: a duelling network, its target synchronised by `load_state_dict` every other step, replayed steps"
-)
+@SECTION("double DQN: a duelling network, its target set by `load_state_dict` every other step, replayed steps")
 def dqn(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
