@@ -229,7 +229,8 @@ def byol(run: Run) -> None:
 
 
 @SECTION(
-    "DPO: log probabilities of answers against a frozen copy of the language model, chosen and rejected in one batch"
+    "DPO: log probabilities of answers against a frozen copy of the language model, chosen and rejected in one batch",
+    free=("attention.out_proj",),
 )
 def dpo(run: Run) -> None:
     class Language(nn.Module):

@@ -3,7 +3,6 @@
 # mypy: disable-error-code="operator"
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -103,9 +102,7 @@ def distillation(run: Run) -> None:
     run.state(model)
 
 
-@SECTION(
-    "multi-task learning: losses weighed by learned uncertainties, parameters of the model that only the loss uses"
-)
+@SECTION("multi-task learning: losses weighed by learned uncertainties, parameters that only the loss uses")
 def uncertainty(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -142,9 +139,8 @@ class _Lookahead(torch.optim.Optimizer):
     """Slow weights that every k steps go a part of the way to those of another optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        super().__init__(inner.param_groups, {})
         self.inner, self.k, self.alpha, self.made = inner, k, alpha, 0
-        self.param_groups, self.defaults = inner.param_groups, inner.defaults
-        self.state = defaultdict(dict)
 
     def step(self, closure: Any = None) -> Any:
         loss = self.inner.step(closure)
@@ -169,7 +165,11 @@ def lookahead(run: Run) -> None:
         run.same("slow", optimizer.state[p]["slow"])
 
 
-@SECTION("stochastic weight averaging: `SWALR`, `AveragedModel`, `update_bn` over a loader, evaluation")
+@SECTION(
+    "stochastic weight averaging: `SWALR`, `AveragedModel`, `update_bn` over a loader, evaluation",
+    refused={"*": "update_bn sets None: run it on the plain model"},
+    why="`update_bn` averages over all batches: run it on the plain model, `module` of the compiled one",
+)
 def weight_averaging(run: Run) -> None:
     model = run.compile(conv_net())
     optimizer = sgd(model)
