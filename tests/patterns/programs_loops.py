@@ -3,6 +3,8 @@
 # mypy: disable-error-code="operator"
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import torch
@@ -184,6 +186,22 @@ def weight_averaging(run: Run) -> None:
         run.rows("scores", average(run.randn(BATCH, 3, 6, 6)))
 
 
+@SECTION("the same, `update_bn` given the average's plain model and whole batches on every rank")
+def weight_averaging_plain(run: Run) -> None:
+    model = run.compile(conv_net())
+    optimizer = sgd(model)
+    average = AveragedModel(model)
+    for _ in range(3):
+        steps(run, model, optimizer, 1, shape=(3, 6, 6))
+        average.update_parameters(model)
+    inner = average.module.module if run.compiled else average.module
+    update_bn([torch.randn(BATCH, 3, 6, 6, generator=run.draws) for _ in range(2)], inner)
+    average.eval()
+    with torch.no_grad():
+        run.rows("scores", average(run.randn(BATCH, 3, 6, 6)))
+    run.state(average.module, "average ")
+
+
 @SECTION("gradient surgery (PCGrad): two losses' gradients as vectors, conflicting parts projected off, written back")
 def gradient_surgery(run: Run) -> None:
     class Net(nn.Module):
@@ -245,4 +263,177 @@ def truncated(run: Run) -> None:
         optimizer.step()
         run.mean("loss", loss)
     run.rows("state", state[1])
+    run.state(model)
+
+
+@SECTION("early stopping: plateaus of a validation loss, the best `state_dict()` copied, restored with the optimizer's")
+def early_stopping(run: Run) -> None:
+    model = run.compile(conv_net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    held, classes = run.randn(BATCH, 3, 6, 6), run.randint(4, BATCH)
+    best, kept, patience = math.inf, copy.deepcopy((model.state_dict(), optimizer.state_dict())), 2
+    for _ in range(6):
+        steps(run, model, optimizer, 1, shape=(3, 6, 6))
+        model.eval()
+        with torch.no_grad():
+            loss = F.cross_entropy(model(held), classes)
+        model.train()
+        if run.ranks > 1:
+            torch.distributed.all_reduce(loss)
+            loss /= run.ranks
+        scheduler.step(loss)
+        run.same("validation", loss)
+        if loss.item() < best - 1e-4:
+            best, kept, patience = loss.item(), copy.deepcopy((model.state_dict(), optimizer.state_dict())), 2
+        else:
+            patience -= 1
+        if not patience:
+            break
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    run.state(model, "best ")
+    steps(run, model, optimizer, 1, shape=(3, 6, 6))
+
+
+@SECTION("weights of samples as an input, steps skipped where the loss is not finite, a rolled-back optimizer")
+def not_finite(run: Run) -> None:
+    model = run.compile(Mlp())
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    skipped = 0
+    for step in range(4):
+        x, classes, weights = run.randn(BATCH, 6), run.randint(4, BATCH), run.randn(BATCH).exp()
+        if step in (0, 2):
+            x = x / 0.0
+        loss = (F.cross_entropy(model(x), classes, reduction="none") * weights).mean()
+        optimizer.zero_grad()
+        if not torch.isfinite(loss):
+            skipped += 1
+            continue
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+        run.mean("loss", loss)
+    run.same("skipped", skipped)
+    run.state(model)
+
+
+@SECTION("forward-forward: every layer a model with its own optimizer and local loss, no gradient between them")
+def forward_forward(run: Run) -> None:
+    class Layer(nn.Module):
+        def __init__(self, inputs: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(inputs, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.relu(self.linear(x / (x.norm(2, 1, keepdim=True) + 1e-4)))
+
+    def overlay(x: Tensor, classes: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, :4] = 0
+        x[range(x.shape[0]), classes] = 1.0
+        return x
+
+    layers = [run.compile(Layer(6)), run.compile(Layer(8))]
+    optimizers = [torch.optim.Adam(layer.parameters(), lr=0.03) for layer in layers]
+    for _ in range(2):
+        x, classes = (
+            run.own(torch.rand(BATCH, 6, generator=run.draws).clamp(max=1).round(decimals=3)),
+            run.randint(4, BATCH),
+        )
+        good, bad = overlay(x.fill_(0.5), classes), overlay(x, (classes + 1) % 4)
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            for _ in range(2):
+                gains = torch.cat([0.5 - layer(good).pow(2).mean(1), layer(bad).pow(2).mean(1) - 0.5])
+                loss = torch.log(1 + torch.exp(gains)).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.mean("loss", loss)
+            good, bad = layer(good).detach(), layer(bad).detach()
+    x, goodness = run.randn(BATCH, 6), []
+    with torch.no_grad():
+        for label in range(4):
+            h, total = overlay(x, torch.full(x.shape[:1], label)), torch.zeros(())
+            for layer in layers:
+                h = layer(h)
+                total = total + h.pow(2).mean(1)
+            goodness.append(total)
+    run.rows("classes", torch.stack(goodness, 1))
+    for number, layer in enumerate(layers):
+        run.state(layer, f"{number} ")
+
+
+@SECTION(
+    "a hypernetwork: weights of `F.linear` generated from learned embeddings, without samples", free=("make", "give")
+)
+def hypernetwork(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(2, 3))
+            self.make, self.give, self.head = nn.Linear(3, 8), nn.Linear(8, 42), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            for made in self.give(torch.tanh(self.make(self.codes))):
+                x = x + torch.tanh(F.linear(x, made[:36].view(6, 6), made[36:]))
+            return self.head(x)
+
+    model = run.compile(Net())
+    steps(run, model, torch.optim.Adam(model.parameters(), lr=0.01))
+
+
+@SECTION("weights generated for every sample (dynamic convolution): kernels mixed, samples as groups of one `conv2d`")
+def dynamic_convolution(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.kernels = nn.Linear(3, 2), nn.Parameter(0.2 * torch.randn(2, 4, 3, 3, 3))
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            n = x.shape[0]
+            weights = torch.softmax(self.gate(x.mean((2, 3))) / 2.0, 1) @ self.kernels.view(2, -1)
+            h = F.conv2d(x.reshape(1, n * 3, 6, 6), weights.view(n * 4, 3, 3, 3), padding=1, groups=n)
+            return self.head(h.view(n, 4, 6, 6).relu().mean((2, 3)))
+
+    model = run.compile(Net())
+    steps(run, model, sgd(model), shape=(3, 6, 6))
+
+
+@SECTION(
+    "sequence to sequence: a decoder loop with attention, teacher forcing by a given flag per step, padding ignored"
+)
+def teacher_forcing(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.encoder = nn.Embedding(10, 6), nn.GRU(6, 8, batch_first=True)
+            self.cell, self.score, self.head = nn.GRUCell(14, 8), nn.Linear(16, 1), nn.Linear(8, 10)
+
+        def forward(self, source: Tensor, target: Tensor, forced: list[bool]) -> Any:
+            seen, h = self.encoder(self.embed(source))
+            h, word, found = h.squeeze(0), target[:, 0], []
+            for t, given in enumerate(forced, 1):
+                energy = self.score(torch.cat([h.unsqueeze(1).expand(-1, seen.size(1), -1), seen], 2)).squeeze(2)
+                weights = energy.masked_fill(source == 0, -1e10).softmax(1)
+                context = torch.bmm(weights.unsqueeze(1), seen).squeeze(1)
+                h = self.cell(torch.cat([self.embed(word), context], 1), h)
+                found.append(self.head(h))
+                word = target[:, t] if given else found[-1].argmax(1)
+            return torch.stack(found, 1)
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    for step in range(3):
+        source, target = run.randint(10, BATCH, 5), run.randint(9, BATCH, 4) + 1
+        target[:, 3] = 0
+        scores = model(source, target, [step < 2, step != 1, True])
+        loss = F.cross_entropy(scores.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        run.mean("loss", loss)
     run.state(model)
