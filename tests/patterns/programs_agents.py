@@ -175,7 +175,7 @@ def sac(run: Run) -> None:
         with torch.no_grad():
             next_action, log_prob = act(after)
             goal = reward + 0.9 * (torch.min(*targets(after, next_action)) - log_alpha.exp() * log_prob)
-        critic_loss = sum(F.mse_loss(q, goal) for q in critics(state, action))
+        critic_loss = sum((F.mse_loss(q, goal) for q in critics(state, action)), torch.zeros(()))
         steps_of[1].zero_grad()
         critic_loss.backward()
         steps_of[1].step()
@@ -214,7 +214,8 @@ def byol(run: Run) -> None:
             with torch.no_grad():
                 wanted = [self.target(x).detach() for x in (b, a)]
             found = [self.predictor(self.online(x)) for x in (a, b)]
-            return sum(2 - 2 * F.cosine_similarity(f, w, dim=-1) for f, w in zip(found, wanted, strict=True)).mean()
+            far = [2 - 2 * F.cosine_similarity(f, w, dim=-1) for f, w in zip(found, wanted, strict=True)]
+            return (far[0] + far[1]).mean()
 
     learner = run.compile(Learner())
     optimizer = torch.optim.Adam([p for p in learner.parameters() if p.requires_grad], lr=0.01)
@@ -251,7 +252,7 @@ def dpo(run: Run) -> None:
     model = run.compile(policy)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
 
-    def log_prob(network: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    def log_prob(network: Any, ids: Tensor, mask: Tensor) -> Any:
         scores = network(ids)[:, :-1].log_softmax(-1)
         return (scores.gather(2, ids[:, 1:, None]).squeeze(2) * mask[:, 1:]).sum(1)
 
@@ -284,12 +285,12 @@ def reinforce(run: Run) -> None:
             action = policy.probs.cumsum(1).gt(0.5).double().argmax(1)
             log_probs.append(policy.log_prob(action))
             entropy = entropy + policy.entropy().mean()
-        returns, total = [], torch.zeros(rewards.shape[0])
+        total, returns = torch.zeros(rewards.shape[0]), list[Tensor]()
         for reward in reversed(rewards.unbind(1)):
             total = reward + 0.9 * total
             returns.insert(0, total)
         baseline = 0.9 * baseline + 0.1 * _mean(run, torch.stack(returns).mean())
-        loss = -sum((lp * (r - baseline)).mean() for lp, r in zip(log_probs, returns, strict=True))
+        loss = -torch.stack([lp * (r - baseline) for lp, r in zip(log_probs, returns, strict=True)]).mean()
         optimizer.zero_grad()
         (loss - 0.1 / (step + 1) * entropy).backward()
         optimizer.step()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.training import Run
@@ -242,7 +243,7 @@ def style_transfer(run: Run) -> None:
             low = self.low((x - x.new_tensor([0.4, 0.5, 0.6]).view(-1, 1, 1)) / 0.2)
             return _Features(low, self.high(low))
 
-    def gram(x: Tensor) -> Tensor:
+    def gram(x: Tensor) -> Any:
         flat = x.view(*x.shape[:2], -1)
         return flat.bmm(flat.transpose(1, 2)) / (x[0].numel())
 
@@ -263,7 +264,8 @@ def style_transfer(run: Run) -> None:
         total = F.mse_loss(found.high, wanted.high.detach())
         for f, g in zip(found, style, strict=True):
             total = total + 10 * F.mse_loss(gram(f), g)
-        return total + 0.1 * ((y[..., 1:] - y[..., :-1]).abs().mean() + (y[..., 1:, :] - y[..., :-1, :]).abs().mean())
+        rough: Tensor = (y[..., 1:] - y[..., :-1]).abs().mean() + (y[..., 1:, :] - y[..., :-1, :]).abs().mean()
+        return total + 0.1 * rough
 
     train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
 
@@ -343,3 +345,33 @@ def pixel_cnn(run: Run) -> None:
         for i, j in ((0, 0), (0, 1), (2, 3)):
             image[:, 0, i, j] = model(image)[:, :, i, j].argmax(1) / 3.0
     run.rows("image", image)
+
+
+def _mixture(run: Run, **checked: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 8), nn.Linear(8, 12)
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            logits, mean, spread = self.head(torch.tanh(self.body(x))).chunk(3, 1)
+            parts = Normal(mean, F.softplus(spread) + 1e-3, **checked)
+            return -MixtureSameFamily(Categorical(logits=logits, **checked), parts, **checked).log_prob(y)
+
+    model = run.compile(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(run, model, optimizer, lambda: model(run.randn(BATCH, 3), run.randn(BATCH)).mean())
+
+
+@SECTION(
+    "a mixture density network with `torch.distributions` in the forward",
+    refused={"*": "a branch is data-dependent"},
+    why="distributions check their arguments by branches on values: give them `validate_args=False`",
+)
+def mixture_checked(run: Run) -> None:
+    _mixture(run)
+
+
+@SECTION("the same with `validate_args=False`")
+def mixture(run: Run) -> None:
+    _mixture(run, validate_args=False)

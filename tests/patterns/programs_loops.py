@@ -118,10 +118,8 @@ def uncertainty(run: Run) -> None:
             return {name: head(h) for name, head in self.heads.items()}
 
     model = run.compile(Net())
-    optimizer = torch.optim.Adam(
-        [{"params": [p for n, p in model.named_parameters() if n != "log_vars"]},
-         {"params": [model.log_vars], "lr": 0.1}], lr=0.01,
-    )  # fmt: skip
+    rest = [p for name, p in model.named_parameters() if name != "log_vars"]
+    optimizer = torch.optim.Adam([{"params": rest, "lr": 0.01}, {"params": [model.log_vars], "lr": 0.1}])
     for _ in range(3):
         found = model(run.randn(BATCH, 6))
         losses = [
@@ -194,7 +192,7 @@ def weight_averaging_plain(run: Run) -> None:
     for _ in range(3):
         steps(run, model, optimizer, 1, shape=(3, 6, 6))
         average.update_parameters(model)
-    inner = average.module.module if run.compiled else average.module
+    inner: Any = average.module.module if run.compiled else average.module
     update_bn([torch.randn(BATCH, 3, 6, 6, generator=run.draws) for _ in range(2)], inner)
     average.eval()
     with torch.no_grad():
@@ -220,7 +218,7 @@ def gradient_surgery(run: Run) -> None:
         losses = [F.cross_entropy(a, run.randint(4, BATCH)), F.mse_loss(b, run.randn(BATCH, 1))]
         flat = []
         for loss in losses:
-            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            found: Any = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
             given = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
             flat.append(torch.cat([g.reshape(-1) for g in given]))
             run.mean("loss", loss)
@@ -268,7 +266,8 @@ def truncated(run: Run) -> None:
 
 @SECTION("early stopping: plateaus of a validation loss, the best `state_dict()` copied, restored with the optimizer's")
 def early_stopping(run: Run) -> None:
-    model = run.compile(conv_net())
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
+    model = run.compile(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     held, classes = run.randn(BATCH, 3, 6, 6), run.randint(4, BATCH)
@@ -403,7 +402,8 @@ def dynamic_convolution(run: Run) -> None:
 
 
 @SECTION(
-    "sequence to sequence: a decoder loop with attention, teacher forcing by a given flag per step, padding ignored"
+    "sequence to sequence: a decoder loop with attention, teacher forcing by a flag per step, padding ignored",
+    free=("encoder",),
 )
 def teacher_forcing(run: Run) -> None:
     class Net(nn.Module):

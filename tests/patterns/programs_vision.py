@@ -46,7 +46,11 @@ def simclr(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("MoCo: the key encoder's momentum and the queue's pointer (`int(self.pointer)`) inside the forward")
+@SECTION(
+    "MoCo: the key encoder's momentum and the queue's pointer (`int(self.pointer)`) inside the forward",
+    refused={"*": "a branch is data-dependent"},
+    why="the pointer is read as a Python number: write rows by a tensor, and update the key encoder in the script",
+)
 def moco(run: Run) -> None:
     class Net(nn.Module):
         queue: Tensor
