@@ -7,6 +7,8 @@ from collections.abc import Mapping
 __all__ = ["KNOWN_WRONG"]
 
 _DATA = "`.data` in the forward cannot be captured, and the error names neither it nor a remedy"
+_SEGFAULT = "a plain tensor that is given a cut one (`plain.data = cut`) ends the process"
+_GRADIENTS = "a copy of a cut parameter has its gradient, too"
 _COPIES = "what is written is memory that cut parameters no longer have, or a copy of theirs"
 
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
@@ -18,4 +20,6 @@ KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "vq_vae": {"*": _DATA},
     "glow": {"*": _DATA},
     "pixel_cnn": {"*": _DATA},
+    "mean_teacher": {"ranks/shards": _SEGFAULT, "ranks/mixed": _SEGFAULT},
+    "pseudo_labels": {"ranks/shards": _GRADIENTS, "ranks/mixed": _GRADIENTS},
 }

@@ -296,3 +296,47 @@ def reinforce(run: Run) -> None:
         optimizer.step()
         run.mean("loss", loss)
     run.state(model)
+
+
+@SECTION("a mean teacher: a plain copy follows the student (`slow.data = keep * slow.data + (1 - keep) * fast.data`)")
+def mean_teacher(run: Run) -> None:
+    student = _mlp(6, 4)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    model = run.compile(student)
+    optimizer = sgd(model)
+    for step in range(3):
+        x, noise = run.randn(BATCH, 6), 0.1 * run.randn(BATCH, 6)
+        scores = model(x)
+        agreement = F.mse_loss(scores.softmax(1), teacher(x + noise).softmax(1))
+        loss = F.cross_entropy(scores, run.randint(4, BATCH)) + min(1.0, step / 2) * agreement
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        keep = min(1 - 1 / (step + 1), 0.9)
+        for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+            slow.data = keep * slow.data + (1 - keep) * fast.data
+        run.mean("loss", loss)
+    run.state(model)
+    run.state(teacher, "teacher ")
+
+
+@SECTION("self-training: the best model kept as a copy (`copy.deepcopy(model)`), confident pseudo-labels from it")
+def pseudo_labels(run: Run) -> None:
+    model = run.compile(_mlp(6, 4))
+    optimizer = sgd(model)
+    for _ in range(2):
+        loss = F.cross_entropy(model(run.randn(BATCH, 6)), run.randint(4, BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        best = copy.deepcopy(model).eval()
+        x = run.randn(BATCH, 6)
+        with torch.no_grad():
+            sure, labels = best(x).softmax(1).max(1)
+        loss = (F.cross_entropy(model(x + 0.1 * run.randn(BATCH, 6)), labels, reduction="none") * (sure > 0.3)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+        run.state(best, "best ")
+    run.state(model)
