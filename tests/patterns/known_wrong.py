@@ -9,6 +9,7 @@ __all__ = ["KNOWN_WRONG"]
 _DATA = "`.data` in the forward cannot be captured, and the error names neither it nor a remedy"
 _SEGFAULT = "a plain tensor that is given a cut one (`plain.data = cut`) ends the process"
 _GRADIENTS = "a copy of a cut parameter has its gradient, too"
+_OTHER_CAPTURE = "the plan's strategies are taken by names of ops, which in another capture are other ops"
 _COPIES = "what is written is memory that cut parameters no longer have, or a copy of theirs"
 
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
@@ -21,5 +22,7 @@ KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "glow": {"*": _DATA},
     "pixel_cnn": {"*": _DATA},
     "mean_teacher": {"ranks/shards": _SEGFAULT, "ranks/mixed": _SEGFAULT},
+    "neural_ode": {"*/shards": _OTHER_CAPTURE, "ranks/mixed": _OTHER_CAPTURE},
+    "features_method": {"ranks/*": "batch norm in a method takes each process's own samples, without a word"},
     "pseudo_labels": {"ranks/shards": _GRADIENTS, "ranks/mixed": _GRADIENTS},
 }

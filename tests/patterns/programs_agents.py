@@ -340,3 +340,28 @@ def pseudo_labels(run: Run) -> None:
         run.mean("loss", loss)
         run.state(best, "best ")
     run.state(model)
+
+
+@SECTION("features by a method of the model (`model.features(x)`), with batch norm in it, trained after some steps")
+def features_method(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+        def features(self, x: Tensor) -> Any:
+            return torch.relu(self.norm(self.body(x)))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.features(x))
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        loss = F.cross_entropy(model(run.randn(BATCH, 6)), run.randint(4, BATCH))
+        loss = loss + 0.1 * model.features(run.randn(BATCH, 6)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.mean("loss", loss)
+    run.state(model)

@@ -14,7 +14,7 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils.parametrizations import spectral_norm
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, train
+from tests.patterns.nets import BATCH, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Programs: vision and generation")
@@ -375,3 +375,29 @@ def mixture_checked(run: Run) -> None:
 @SECTION("the same with `validate_args=False`")
 def mixture(run: Run) -> None:
     _mixture(run, validate_args=False)
+
+
+@SECTION("a neural ODE: one block integrated by Runge-Kutta steps, their number raised in training (`model.steps = 3`)")
+def neural_ode(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave, self.steps = nn.Linear(6, 8), nn.Linear(8, 4), 1
+            self.field = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def slope(self, t: float, h: Tensor) -> Any:
+            return self.field(torch.cat([h, torch.full_like(h[:, :1], t)], 1))
+
+        def forward(self, x: Tensor) -> Any:
+            h, dt = self.enter(x), 1.0 / self.steps
+            for k in range(self.steps):
+                a = self.slope(k * dt, h)
+                b = self.slope((k + 0.5) * dt, h + dt / 2 * a)
+                c = self.slope((k + 0.5) * dt, h + dt / 2 * b)
+                h = h + dt / 6 * (a + 2 * b + 2 * c + self.slope((k + 1) * dt, h + dt * c))
+            return self.leave(h)
+
+    model = run.compile(Net())
+    optimizer = sgd(model)
+    for model.steps in (1, 2, 3, 2):
+        steps(run, model, optimizer, 1)
