@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, sgd, train
+from tests.patterns.nets import BATCH, sgd, steps, train
 from tests.patterns.pattern import Section
 
 SECTION = Section("Programs: vision and generation")
@@ -345,3 +346,52 @@ def capsules(run: Run) -> None:
         scheduler.step()
         run.mean("loss", loss)
     run.state(model)
+
+
+@SECTION(
+    "a spatial transformer: the localisation begins as the identity, `affine_grid` and `grid_sample`",
+    refused={
+        "one/replicas": "its samples depend on each other",
+        "ranks/*": "does not know how aten.affine_grid_generator",
+    },
+    why="which dimension of these ops holds the samples is not known: `parplan.graph.axes.table.register_row` says so",
+)
+def spatial_transformer(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.local, self.pose = nn.Conv2d(1, 2, 3), nn.Linear(32, 6)
+            self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(64, 4)
+            self.pose.weight.data.zero_()
+            self.pose.bias.data.copy_(torch.tensor([1.0, 0, 0, 0, 1, 0]))
+
+        def forward(self, x: Tensor) -> Any:
+            theta = self.pose(F.relu(self.local(x)).view(-1, 32)).view(-1, 2, 3)
+            x = F.grid_sample(x, F.affine_grid(theta, x.size(), align_corners=False), align_corners=False)
+            return self.head(F.relu(self.conv(x)).view(-1, 64))
+
+    model = run.compile(Net())
+    steps(run, model, sgd(model, 0.01), shape=(1, 6, 6))
+
+
+@SECTION(
+    "ghost batch norm: the batch in chunks of a fixed size, each with statistics of its own",
+    refused={
+        "one/*s": "its samples depend on each other",
+        "one/mixed": "its samples depend on each other",
+        "ranks/*": "?",
+    },
+    why="chunks go across processes' samples: let each process norm its own (`batch_norm='local'`)",
+)
+def ghost_norm(run: Run) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            chunks = self.body(x).chunk(math.ceil(x.shape[0] / 4), 0)
+            return self.head(torch.relu(torch.cat([self.norm(chunk) for chunk in chunks])))
+
+    model = run.compile(Net())
+    steps(run, model, sgd(model))
