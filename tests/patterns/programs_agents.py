@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from benchmarks.training import Run
-from tests.patterns.nets import BATCH, sgd
+from tests.patterns.nets import BATCH, sgd, steps
 from tests.patterns.pattern import Section
 
 SECTION = Section("Programs: training schemes")
@@ -365,3 +365,25 @@ def features_method(run: Run) -> None:
         optimizer.step()
         run.mean("loss", loss)
     run.state(model)
+
+
+@SECTION("observations normalised by running moments, buffers that one `torch._foreach_lerp_` updates in the forward")
+def running_moments(run: Run) -> None:
+    class Net(nn.Module):
+        mean: Tensor
+        square: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _mlp(6, 4)
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("square", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Any:
+            if self.training:
+                with torch.no_grad():
+                    torch._foreach_lerp_([self.mean, self.square], [x.mean(0), x.square().mean(0)], 0.1)
+            return self.net((x - self.mean) / (self.square - self.mean.square() + 1e-2).sqrt())
+
+    model = run.compile(Net())
+    steps(run, model, sgd(model))

@@ -367,7 +367,7 @@ def spatial_transformer(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Any:
             theta = self.pose(F.relu(self.local(x)).view(-1, 32)).view(-1, 2, 3)
-            x = F.grid_sample(x, F.affine_grid(theta, x.size(), align_corners=False), align_corners=False)
+            x = F.grid_sample(x, F.affine_grid(theta, [*x.shape], align_corners=False), align_corners=False)
             return self.head(F.relu(self.conv(x)).view(-1, 64))
 
     model = run.compile(Net())
