@@ -377,11 +377,11 @@ def spatial_transformer(run: Run) -> None:
 @SECTION(
     "ghost batch norm: the batch in chunks of a fixed size, each with statistics of its own",
     refused={
-        "one/*s": "its samples depend on each other",
+        "one/replicas": "its samples depend on each other",
         "one/mixed": "its samples depend on each other",
-        "ranks/*": "?",
+        "ranks/*": "no dimension of it is known to hold the samples",
     },
-    why="chunks go across processes' samples: let each process norm its own (`batch_norm='local'`)",
+    why="a chunk may hold samples of several processes: run it in one process, in shards",
 )
 def ghost_norm(run: Run) -> None:
     class Net(nn.Module):
