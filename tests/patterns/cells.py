@@ -14,11 +14,15 @@ from tests.patterns import (
     modules,
     optimizers,
     precision,
+    programs_agents,
+    programs_generation,
     programs_language,
+    programs_loops,
     programs_science,
     programs_sequences,
     programs_signals,
     programs_state,
+    programs_vision,
     second_round,
 )  # fmt: skip
 from tests.patterns.pattern import Pattern
@@ -28,6 +32,8 @@ __all__ = ["PATTERNS", "launched", "run_cell"]
 _SECTIONS = (
     loops.SECTION, optimizers.SECTION, checkpoints.SECTION, models.SECTION, data.SECTION, modules.SECTION,
     attributes.SECTION, custom_autograd.SECTION, precision.SECTION, second_round.SECTION,
+    programs_generation.SECTION, programs_vision.SECTION,
+    programs_agents.SECTION, programs_loops.SECTION,
     programs_language.SECTION, programs_sequences.SECTION, programs_science.SECTION, programs_signals.SECTION,
     programs_state.SECTION,
 )  # fmt: skip
