@@ -22,8 +22,11 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
         PlanError: a layer is given replicas or shards that it cannot have.
     """
     found: dict[str, Strategy] = {}
+    # A module may be called more often than when the plan was made; its parameters stay where they are.
+    planned = [(layer, plan.layers[name]) for name, layer in graph.layers.items() if name in plan.layers]
+    holding = {parameter: own for layer, own in planned for parameter in layer.parameters}
     for name, layer in graph.layers.items():
-        known = plan.layers.get(name)
+        known = plan.layers.get(name) or next((holding[p] for p in layer.parameters if p in holding), None)
         found[name] = _following(graph, layer, found, plan) if known is None else _uncut(layer, known)
         strategy = found[name]
         if strategy.replicas * strategy.shards != len(strategy.devices):

@@ -10,7 +10,6 @@ _DATA = "`.data` in the forward cannot be captured, and the error names neither 
 _SEGFAULT = "a plain tensor that is given a cut one (`plain.data = cut`) ends the process"
 _GRADIENTS = "a copy of a cut parameter has its gradient, too"
 _ROWS = "a result that no sample reaches, expanded to the batch, is refused as a parameter or differs"
-_OTHER_CAPTURE = "the plan's strategies are taken by names of ops, which in another capture are other ops"
 
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
 KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
@@ -18,7 +17,6 @@ KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "glow": {"*": _DATA},
     "pixel_cnn": {"*": _DATA},
     "mean_teacher": {"ranks/shards": _SEGFAULT, "ranks/mixed": _SEGFAULT},
-    "neural_ode": {"*/shards": _OTHER_CAPTURE, "ranks/mixed": _OTHER_CAPTURE},
     "features_method": {"ranks/*": "batch norm in a method takes each process's own samples, without a word"},
     "running_moments": {"*": "a write to a list of buffers ends in an AttributeError"},
     "pseudo_labels": {"ranks/shards": _GRADIENTS, "ranks/mixed": _GRADIENTS},
