@@ -20,7 +20,6 @@ from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.surroundings import callers_modes
 from parplan.graph.capture.capture import capture, computes_alike
-from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
@@ -69,7 +68,7 @@ class Captures:
         self._fixed: set[frozenset[str]] = set()  # numbers that no graph can take as inputs
         self._bound: set[Hashable] = set()  # kinds that are captured for every number of samples
         self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
-        self._exports: dict[Hashable, EarlierExport] = defaultdict(EarlierExport)  # by kinds that differ in sizes only
+        self._compiling: set[Hashable] = set()  # kinds, whatever their sizes, whose code for compilers is captured
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
         self.planned: PlannedMemory | None = None
@@ -81,7 +80,7 @@ class Captures:
         self._fixed.clear()
         self._bound.clear()
         self._traced.clear()
-        self._exports.clear()
+        self._compiling.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
         self.programs.copies.clear()
@@ -289,7 +288,7 @@ class Captures:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            earlier = self._exports[self._modes(training), str(call.spec)]
+            kind = self._modes(training), str(call.spec)
             graph = capture(
                 self._module,
                 args,
@@ -297,9 +296,11 @@ class Captures:
                 training=training,
                 dim=self._dim,
                 numbers=numbers,
-                earlier=earlier,
+                compiling=kind in self._compiling or None,
                 settle=settle,
             )
+        if graph.compiling:
+            self._compiling.add(kind)
         if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)
         return graph
