@@ -27,7 +27,7 @@ from torch.export.graph_signature import InputKind
 from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
 from parplan.graph.attributes.first_call import Change, Write, refusal
-from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, KeysPlace, ValuesPlace, VersionPlace
+from parplan.graph.attributes.guards import ClassPlace, Computed, Entry, Guards
 from parplan.graph.attributes.held_values import (
     LIMIT,
     MISSING,
@@ -45,9 +45,9 @@ from parplan.graph.attributes.named_values import NamedValues, attributes_named,
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import (
+    MODES,
     OF_MODULES,
     HostReads,
-    ModePlace,
     RandomNumbers,
     seen_attributes,
     seen_modes,
@@ -104,10 +104,13 @@ class Recorder:
         """Guards on all values that the forward has read."""
         # Of which tensor a number came is not known.
         tensors = self._tensors.values() if self.host_reads.any else ()
-        versions = [Entry(t.path, VersionPlace(t.tensor), "_version", t.version) for t in tensors]
+        versions = [
+            Entry(t.path, Computed(partial(getattr, t.tensor, "_version")), "_version", t.version) for t in tensors
+        ]
         for known in (self._tensors[key] for key in self._decides if key in self._tensors):
-            if known.values is not None:
-                versions.append(Entry(known.path, ValuesPlace(known.tensor, known.values), "values", True))
+            if known.values is not None:  # written through `.data`, a view or NumPy, no version tells of it
+                same_values = Computed(partial(torch.equal, known.tensor, known.values))
+                versions.append(Entry(known.path, same_values, "values", True))
         written = {path: frozenset(keys) for path, keys in self._written.items()}
         for number in self._numbers:
             written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
@@ -228,8 +231,9 @@ class Recorder:
             for key in known.before.keys() - OF_MODULES:
                 if place.get(key, MISSING) is known.before[key]:
                     self._note(known.path(key), place, key, known.before[key])
-            names = KeysPlace(place, known.before.keys() - OF_MODULES, OF_MODULES)
-            self._read[id(place), ""] = Entry(known.path("__dict__"), names, "", True)
+            names = known.before.keys() - OF_MODULES
+            same_names = Computed(lambda: place.keys() - OF_MODULES == names)
+            self._read[id(place), ""] = Entry(known.path("__dict__"), same_names, "", True)
 
     def read_of_class(self, place: Any, kind: type, key: str) -> None:
         """The forward reads an attribute of a module's class."""
@@ -251,7 +255,7 @@ class Recorder:
     def read_mode(self, name: str, value: bool) -> None:
         """The forward asks for one of torch's modes."""
         if self._active:
-            self._read[0, name] = Entry(f"torch.{name}()", ModePlace(), name, value)
+            self._read[0, name] = Entry(f"torch.{name}()", Computed(MODES[name]), name, value)
 
     def _add(self, entry: Entry) -> bool:
         """Whether an entry is a new one: modules of one class share what they read of it."""

@@ -30,23 +30,15 @@ from parplan.graph.attributes.input_checks import InputCheck, asserted, input_ch
 from parplan.graph.user_line import calling_line, frame_line, is_users
 
 __all__ = [
-    "OF_MODULES", "HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_attributes",
+    "MODES", "OF_MODULES", "HostReads", "RandomNumbers", "callers_modes", "compiling_branches", "seen_attributes",
     "seen_modes",
 ]  # fmt: skip
 
-_MODES: dict[str, Callable[[], bool]] = {
+MODES: dict[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
 }
 _OUTSIDE: ContextVar[dict[str, bool] | None] = ContextVar("modes of the caller", default=None)
 _TORCH, _PARPLAN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-
-
-class ModePlace:
-    """torch's modes of now, as attributes of a place."""
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether a mode is on."""
-        return _MODES[key]()
 
 
 # What modules keep for themselves. Modes and hooks are watched elsewhere, parameters, buffers and submodules too.
@@ -116,7 +108,7 @@ def seen_attributes(reads: AttributeReads) -> Iterator[None]:
 @contextmanager
 def callers_modes() -> Iterator[None]:
     """Captures inside see the modes that hold on entry, whatever modes the capture itself runs in."""
-    token = _OUTSIDE.set({name: read() for name, read in _MODES.items()})
+    token = _OUTSIDE.set({name: read() for name, read in MODES.items()})
     try:
         yield
     finally:
@@ -127,11 +119,11 @@ def callers_modes() -> Iterator[None]:
 def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
     """While it lasts, `note` is told which modes code outside of torch asks for, and the caller's values of them."""
     thread = get_ident()
-    outside = _OUTSIDE.get() or {name: read() for name, read in _MODES.items()}
+    outside = _OUTSIDE.get() or {name: read() for name, read in MODES.items()}
 
     def reader(name: str) -> Callable[[], bool]:
         def read() -> bool:
-            now = _MODES[name]()
+            now = MODES[name]()
             if get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith(_TORCH):
                 return now
             note(name, outside[name])
@@ -140,11 +132,11 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
         return read
 
     try:
-        for name in _MODES:
+        for name in MODES:
             setattr(torch, name, reader(name))
         yield
     finally:
-        for name, plain in _MODES.items():
+        for name, plain in MODES.items():
             setattr(torch, name, plain)
 
 
