@@ -13,7 +13,7 @@ import io
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -422,14 +422,12 @@ def recorded(model: nn.Module, numbers: Sequence[Number] = ()) -> Iterator[Recor
         CaptureError: the forward writes what no captured graph can keep up.
     """
     recorder = Recorder(model, numbers)
-    handles = [
+    with (
+        closing(recorder),
         model.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True),
         model.register_forward_hook(recorder.leave, with_kwargs=True),
-    ]
-    try:
-        with seen_attributes(recorder), seen_modes(recorder.read_mode), recorder.host_reads:
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
-        recorder.close()
+        seen_attributes(recorder),
+        seen_modes(recorder.read_mode),
+        recorder.host_reads,
+    ):
+        yield recorder

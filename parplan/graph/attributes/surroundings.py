@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import get_ident
 from types import FrameType, FunctionType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -98,11 +99,8 @@ def seen_attributes(reads: AttributeReads) -> Iterator[None]:
             reads.read_of_class(place, kind, name)
         return value
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(nn.Module, "__getattribute__", read):
         yield
-    finally:
-        del nn.Module.__getattribute__
 
 
 @contextmanager
@@ -131,13 +129,9 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
 
         return read
 
-    try:
-        for name in MODES:
-            setattr(torch, name, reader(name))
+    readers: dict[str, Any] = {name: reader(name) for name in MODES}
+    with mock.patch.multiple(torch, **readers):
         yield
-    finally:
-        for name, plain in MODES.items():
-            setattr(torch, name, plain)
 
 
 # torch's own ways to ask, which pass on the question of the code that calls them.

@@ -74,12 +74,8 @@ def suspects(module: nn.Module, graph: LayerGraph) -> Iterator[Suspects]:
     seen = Suspects()
     before = {id(part): dict(vars(part)) for part in module.modules()}
     python, numpy = random.getstate(), _numpy_state()
-    handle = module.register_forward_hook(lambda part, args, result: seen.functions(result))
-    try:
-        with seen:
-            yield seen
-    finally:
-        handle.remove()
+    with module.register_forward_hook(lambda part, args, result: seen.functions(result)), seen:
+        yield seen
     for path, part in module.named_modules():
         old = before[id(part)]
         for name, value in vars(part).items():
