@@ -26,7 +26,7 @@ from torch.export.graph_signature import InputKind
 
 from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
-from parplan.graph.attributes.first_call import Change, Write, refusal
+from parplan.graph.attributes.first_call import Change, refusal
 from parplan.graph.attributes.guards import ClassPlace, Computed, Entry, Guards
 from parplan.graph.attributes.held_values import (
     LIMIT,
@@ -154,7 +154,7 @@ class Recorder:
         self._active = self.host_reads.on = False
         try:
             self._end_random()
-            extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
+            extra = [tensor for write in self._writes() for tensor in self._taken(*write, (args, kwargs))]
             self.changes += self._unread if self.changes else []
             for module, fields, place, before in self._held_by.values():
                 known = self._modules[id(module.__dict__)]
@@ -349,7 +349,8 @@ class Recorder:
         known = self._tensors.get(id(tensor))
         return known.path if known is not None else "a tensor that is not a parameter"
 
-    def _writes(self) -> Iterator[Write]:
+    def _writes(self) -> Iterator[tuple[Change, bool]]:
+        """Places that the forward has written, and whether it may have read there first."""
         for known in self._modules.values():
             for field_name in ("_modules", "_parameters"):
                 now, before = known.place[field_name], known.before[field_name]
@@ -358,9 +359,8 @@ class Recorder:
             for key in (k for k in known.place if k not in OF_MODULES and k not in known.hooked):
                 before, now = known.before.get(key, MISSING), known.place[key]
                 if now is not before and not same(now, before, self._held):
-                    yield Write(
-                        known.path(key), known.module, (key,), before, now, (id(known.place), key) in self._read
-                    )
+                    change = Change(known.path(key), known.module, (key,), before, now)
+                    yield change, (id(known.place), key) in self._read
                 elif now is before:
                     yield from self._inside(known, (key,), now, set())
             for key in known.before.keys() - known.place.keys():
@@ -374,7 +374,9 @@ class Recorder:
         for path, what in self._named.changes():
             raise refusal(path, what)
 
-    def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[Write]:
+    def _inside(
+        self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]
+    ) -> Iterator[tuple[Change, bool]]:
         """Changes in a container that the forward has read."""
         held = self._held.get(id(value))
         if held is None or id(value) in seen:
@@ -394,9 +396,9 @@ class Recorder:
                 yield from self._inside(known, (*keys, key), now, seen)
             else:
                 self._written[held.path].add(key)
-                yield Write(name_of(held.path, value, key), known.module, (*keys, key), before, now, True)
+                yield Change(name_of(held.path, value, key), known.module, (*keys, key), before, now), True
 
-    def _taken(self, write: Write, call: Any) -> list[Tensor]:
+    def _taken(self, write: Change, is_read: bool, call: Any) -> list[Tensor]:
         """The tensors of a write, which become results."""
         template, tensors = Template.of(write.now)
         for leaf in template.leaves.values():
@@ -405,8 +407,7 @@ class Recorder:
         # A setting that the first forward fills in; the guard on it makes the next call another capture.
         settled = write.before is None and isinstance(write.now, (str, bool, torch.dtype, torch.device))
         if not tensors:
-            change = Change(write.path, write.module, write.keys, write.before, write.now)
-            (self.changes if write.read and not settled else self._unread).append(change)
+            (self.changes if is_read and not settled else self._unread).append(write)
         self.stored.append(Stored(write.path, write.module, write.keys, template, len(tensors)))
         # A result of its own, also where an input or a parameter is stored as it is.
         given = {id(leaf) for leaf in pytree.tree_leaves(call)} | {id(p) for p in self._model.parameters()}

@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -270,7 +270,7 @@ class RandomNumbers:
     def __init__(self) -> None:
         self._before = self._states()
         self._line = ""
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced = ExitStack()
 
         def draw(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             line = calling_line()
@@ -280,9 +280,7 @@ class RandomNumbers:
         numpy = sys.modules.get("numpy")
         for home, names in ((random, _DRAWS), (getattr(numpy, "random", None), _NUMPY_DRAWS)):
             for name in (name for name in names.split() if hasattr(home, name)):
-                plain = getattr(home, name)
-                self._replaced.append((home, name, plain))
-                setattr(home, name, partial(draw, plain))
+                self._replaced.enter_context(mock.patch.object(home, name, partial(draw, getattr(home, name))))
 
     @staticmethod
     def _states() -> dict[str, bytes]:  # bytes, because two states are compared at every capture
@@ -296,9 +294,7 @@ class RandomNumbers:
         Raises:
             CaptureError: numbers were drawn.
         """
-        for home, name, plain in self._replaced:
-            setattr(home, name, plain)
-        self._replaced = []
+        self._replaced.close()
         drawn = [name for name, state in self._states().items() if state != self._before[name]]
         if not drawn:
             return

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from parplan.compat import expression_of, lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
-from parplan.graph.attributes.first_call import Change
+from parplan.graph.attributes.first_call import Change, refusal
 from parplan.graph.attributes.input_checks import asserted_in
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
@@ -159,11 +159,7 @@ class FirstCallChanges(CaptureError):
     """
 
     def __init__(self, changes: Sequence[Change], program: ExportedProgram) -> None:
-        super().__init__(
-            f"the forward writes {changes[0].path}: it {changes[0].what}, which a captured model would do once and not "
-            "at every call; count in a buffer (register_buffer), return the value as a result, or write it outside of "
-            "the forward"
-        )
+        super().__init__(str(refusal(changes[0].path, changes[0].what)))
         self.changes = tuple(changes)
         self.program = program
 
