@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from parplan.compat import expression_of, pytree
 from parplan.graph.axes.call import is_inplace
+from parplan.graph.export.late_writes import DETACHED, NO_GRAD
 
 __all__ = ["MARK", "RESULTS", "Span", "TensorMeta", "UnequalBlocks", "listed", "name_in_order", "tensor_facts"]
 
@@ -132,30 +133,21 @@ def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     return node.meta.get("nn_module_stack") or {}
 
 
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """All calls of ops, those of regions (under `torch.no_grad()`, say) where the region is called."""
-    for node in module.graph.nodes:
-        for region in _regions(module, node):
-            yield from _calls(region)
-        if isinstance(node.target, OpOverload) or node.target is operator.getitem:
-            yield node
-
-
-def _regions(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    taken = [one.target for one in node.all_input_nodes if one.op == "get_attr"]
-    found = [getattr(module, target, None) for target in taken if isinstance(target, str)]
-    return [one for one in found if isinstance(one, fx.GraphModule)]
-
-
 def name_in_order(module: fx.GraphModule) -> None:
     """Give all ops the names that tracing gives them: that of the op, with a number from the second on."""
-    names, calls = fx.Graph(), dict.fromkeys(_calls(module))
-    for node in module.graph.nodes:
+    names, nodes = fx.Graph(), list(module.graph.nodes)
+    called = (node for node in nodes if isinstance(node.target, OpOverload) or node.target is operator.getitem)
+    calls = dict.fromkeys(called)
+    for node in nodes:
         if node not in calls:
             names.create_node("call_function", operator.getitem, (), name=node.name)
-    for node in calls:
+    # Results of regions without gradients are named once more where the regions are taken apart, and detached there.
+    detached = [node for node in calls if node.meta.get(DETACHED)]
+    results = dict.fromkeys(source for node in detached for source in node.all_input_nodes if NO_GRAD in source.meta)
+    for node in (*(node for node in calls if node not in detached), *results, *detached):
         word = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else "getitem"
         word = word[2:-2] if word.startswith("__") and word.endswith("__") else word
+        word = "detach_default" if node in detached else word
         node.name = names.create_node("call_function", operator.getitem, (), name=word).name
     graph, made = module.graph, copy.deepcopy(module.graph)  # which knows these names as taken
     for node, twin in zip(graph.nodes, made.nodes, strict=True):

@@ -9,9 +9,9 @@ parameter or a buffer of the block, or made in it.
 
 The second block and the last one are traced, too, and have to have the same ops with the same operands. An export with
 another number of samples, which tells sizes only, traces one. Where anything does not fit, the model is exported in
-full. The ops are those of an export in full, and so are their names, but for numbers behind regions without gradients.
-The known exception is state that nobody records, such as `next()` on a module-level counter in a block's forward: a
-copied block does not call it, so a difference is seen in the blocks that are traced only.
+full. The ops are those of an export in full, and so are their names. The known exception is state that nobody records,
+such as `next()` on a module-level counter in a block's forward: a copied block does not call it, so a difference is
+seen in the blocks that are traced only.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
+from parplan.graph.export.functionalise import inline_grad_regions
 from parplan.graph.export.plain_forms import plain_forms
 from parplan.graph.export.stand_ins import idle_conversions, missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
@@ -242,6 +243,7 @@ def _export(
             equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=call.symbols(given))
+            inline_grad_regions(exported)
             copied = equal.copied if equal is not None else ()
             if equal is not None and not call.symbolic:
                 equal.fill_in(exported)

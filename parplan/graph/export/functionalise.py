@@ -25,9 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from parplan.compat import is_composite, overload_name, schema_of
 from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node
 from parplan.graph.axes.table import row_of
-from parplan.graph.export.late_writes import NO_GRAD, written_late
+from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
 
-__all__ = ["Functional", "functionalise", "out_of_place", "rename_output", "without_changes"]
+__all__ = [
+    "Functional", "functionalise", "inline_grad_regions", "out_of_place", "rename_output", "without_changes",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -51,8 +53,7 @@ class Functional:
 
 
 def functionalise(exported: ExportedProgram) -> Functional:
-    """The program without in-place changes and gradient regions; `exported` is changed."""
-    _inline_grad_regions(exported)
+    """The program without in-place changes; `exported`, without gradient regions, is changed."""
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
     _write_sections(exported)
@@ -91,9 +92,12 @@ def _scatter_as_pairs(program: ExportedProgram) -> None:
             graph.erase_node(node)
 
 
-def _inline_grad_regions(exported: ExportedProgram) -> None:
+def inline_grad_regions(exported: ExportedProgram) -> None:
     """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; results of the former are detached."""
     graph = exported.graph
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops
     for node in list(graph.nodes):
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
@@ -111,13 +115,14 @@ def _inline_grad_regions(exported: ExportedProgram) -> None:
                 result = results[user.args[1]]
                 if not enabled:
                     result = graph.call_function(aten.detach.default, (result,))
-                    result.meta = {**result.args[0].meta, "val": user.meta["val"]}
+                    result.meta = {**result.args[0].meta, "val": user.meta["val"], DETACHED: True}
             user.replace_all_uses_with(result)
             rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
             graph.erase_node(region)
+            delattr(exported.graph_module, region.target)
 
 
 def rename_output(exported: ExportedProgram, old: str, new: str) -> None:

@@ -323,7 +323,7 @@ NETS: dict[str, tuple[Callable[[], Net], list[int], list[int]]] = {
     "weights from elsewhere": (borrower, ALL, ALL),
     "notes of each block": (lambda: Net(noting), [*COMPARED, *ALL], [*ALL, *ALL]),  # once more settled
     "written behind": (Shifted, [*COMPARED, *ALL], ALL),
-    "without gradients": (Unwatched, [*COMPARED, *ALL], ALL),
+    "without gradients": (Unwatched, COMPARED, [0]),
     "two groups": (Groups, [7, 6, 5, 4, 0], [7, 6]),
     "called twice": (Twice, [*COMPARED, *ALL, 0], [*ALL, 0]),
 }
