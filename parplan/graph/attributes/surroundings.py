@@ -31,8 +31,8 @@ from parplan.graph.attributes.input_checks import InputCheck, asserted, input_ch
 from parplan.graph.user_line import calling_line, frame_line, is_users
 
 __all__ = [
-    "MODES", "OF_MODULES", "HostReads", "RandomNumbers", "callers_modes", "compiling_branches", "seen_attributes",
-    "seen_modes",
+    "MODES", "OF_MODULES", "HostReads", "RandomNumbers", "callers_modes", "compiling_branches", "random_states",
+    "seen_attributes", "seen_modes",
 ]  # fmt: skip
 
 MODES: dict[str, Callable[[], bool]] = {
@@ -264,11 +264,18 @@ _DRAWS = "random uniform randint randrange choice choices sample shuffle gauss n
 _NUMPY_DRAWS = "random rand randn randint uniform normal choice permutation shuffle beta"
 
 
+def random_states() -> dict[str, bytes]:
+    """The states of Python's and of NumPy's generator, as bytes, because two are compared at every capture."""
+    numpy = sys.modules.get("numpy")
+    found = {"random": pickle.dumps(random.getstate())}
+    return found if numpy is None else {**found, "numpy.random": pickle.dumps(numpy.random.get_state())}
+
+
 class RandomNumbers:
     """Python's and NumPy's generators from here on."""
 
     def __init__(self) -> None:
-        self._before = self._states()
+        self._before = random_states()
         self._line = ""
         self._replaced = ExitStack()
 
@@ -282,12 +289,6 @@ class RandomNumbers:
             for name in (name for name in names.split() if hasattr(home, name)):
                 self._replaced.enter_context(mock.patch.object(home, name, partial(draw, getattr(home, name))))
 
-    @staticmethod
-    def _states() -> dict[str, bytes]:  # bytes, because two states are compared at every capture
-        numpy = sys.modules.get("numpy")
-        found = {"random": pickle.dumps(random.getstate())}
-        return found if numpy is None else {**found, "numpy.random": pickle.dumps(numpy.random.get_state())}
-
     def end(self) -> None:
         """Put back functions and generators.
 
@@ -295,7 +296,7 @@ class RandomNumbers:
             CaptureError: numbers were drawn.
         """
         self._replaced.close()
-        drawn = [name for name, state in self._states().items() if state != self._before[name]]
+        drawn = [name for name, state in random_states().items() if state != self._before.get(name, state)]
         if not drawn:
             return
         random.setstate(pickle.loads(self._before["random"]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -306,15 +305,6 @@ class Captures:
         return graph
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A parameter, buffer or submodule, and the dictionary of its module that it is in."""
-
-    place: Mapping[str, object]
-    key: str
-    thing: object
-
-
 class _OwnTensors:
     """The parameters and buffers that `module` had when they were last looked up.
 
@@ -325,7 +315,7 @@ class _OwnTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[Mapping[str, object], str, object]] = []
         self._places: list[Mapping[str, object]] = []
         self._sizes: list[int] = []
         self._parameters: list[nn.Parameter] = []
@@ -340,14 +330,14 @@ class _OwnTensors:
             place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
         ]
         self._sizes = [len(place) for place in self._places]
-        self._entries = [_Entry(place, key, thing) for place in self._places for key, thing in place.items()]
+        self._entries = [(place, key, thing) for place in self._places for key, thing in place.items()]
 
     @property
     def replaced(self) -> bool:
         """Whether one of them is no longer the module's, or there are others."""
         if self._sizes != [*map(len, self._places)]:
             return True
-        return any(entry.place.get(entry.key) is not entry.thing for entry in self._entries)
+        return any(place.get(key) is not thing for place, key, thing in self._entries)
 
     @property
     def trained(self) -> Hashable:
