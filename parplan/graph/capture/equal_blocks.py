@@ -44,7 +44,7 @@ from parplan.graph.capture.block_copies import (
 
 __all__ = ["EqualBlocks"]
 
-LEAST_ALIKE, LEAST_PARTS = 5, 8
+LEAST_ALIKE, LEAST_PARTS = 4, 8
 """Blocks of one structure, and modules in each, from which on it is faster to trace three of them instead of all."""
 
 _keys = count()
