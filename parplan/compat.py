@@ -11,10 +11,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from traceback import FrameSummary
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -33,8 +34,8 @@ from torch.utils.hooks import BackwardHook
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
     "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
-    "is_composite", "lazy_code", "memory_of", "overload_name", "own_buffer_assignments", "pytree", "schema_of",
-    "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
+    "is_composite", "lazy_code", "memory_of", "overload_name", "own_buffer_assignments", "pytree",
+    "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
 ]  # fmt: skip
 
 NEWEST = (2, 15)
@@ -138,19 +139,12 @@ def intercepted_functions(handler: Handler) -> Iterator[None]:
         return met
 
     kinds = [kind for kind in _below(base) if not kind.__module__.startswith(("torch.", "parplan."))]
-    before = {kind: vars(kind).get("forward") for kind in kinds}
-    for kind, forward in {kind: forward_of(kind) for kind in kinds}.items():
-        kind.forward = staticmethod(forward)
-    base.apply = classmethod(apply)
-    try:
+    forwards = {kind: staticmethod(forward_of(kind)) for kind in kinds}  # of all, before any is replaced
+    with ExitStack() as stack:
+        for kind, forward in forwards.items():
+            stack.enter_context(mock.patch.object(kind, "forward", forward))
+        stack.enter_context(mock.patch.object(base, "apply", classmethod(apply)))
         yield
-    finally:
-        base.apply = own
-        for kind, forward in before.items():
-            if forward is None:
-                del kind.forward
-            else:
-                kind.forward = forward
 
 
 def _below(kind: Any) -> set[Any]:
@@ -180,11 +174,8 @@ def intercepted_modules(handler: Callable[..., Any]) -> Iterator[None]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return handler(plain, self, args, kwargs)
 
-    nn.Module._call_impl = call  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "_call_impl", call):
         yield
-    finally:
-        nn.Module._call_impl = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -206,11 +197,8 @@ def lazy_code() -> Iterator[None]:
 
         type(self).forward = forward
 
-    fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(fx.GraphModule, "recompile", recompile):
         yield
-    finally:
-        fx.GraphModule.recompile = plain  # type: ignore[method-assign]
 
 
 def traced_node(tensor: Tensor) -> tuple[fx.Node, nn.Module] | None:
@@ -231,11 +219,9 @@ def own_buffer_assignments() -> Iterator[None]:
     """
     name = "register_buffer_assignment_hook"
     plain = getattr(_trace, name)
-    setattr(_trace, name, lambda root, assigned: plain(nn.Module(), assigned))  # a module that nobody assigns to
-    try:
+    # On a module that nobody assigns to.
+    with mock.patch.object(_trace, name, lambda root, assigned: plain(nn.Module(), assigned)):
         yield
-    finally:
-        setattr(_trace, name, plain)
 
 
 @contextmanager
@@ -269,20 +255,17 @@ def symbolic_sizes(is_asking: Callable[[FrameType], bool]) -> Iterator[None]:
         is_asking: whether a frame is of code that gets a plain number, and not torch's own.
     """
     config: Any = _config
-    kinds: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
-    plain = {(kind, name): vars(kind)[name] for kind in kinds for name in ("__str__", "__repr__") if name in vars(kind)}
+    kinds: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float}
 
     def text(own: Callable[[Any], str], number: Callable[[Any], Any]) -> Callable[[Any], str]:
         return lambda self: str(number(self)) if is_asking(sys._getframe(1)) else own(self)
 
-    try:
-        for (kind, name), own in plain.items():
-            setattr(kind, name, text(own, int if kind is torch.SymInt else float))
-        with config.patch(backed_size_oblivious=True):
-            yield
-    finally:
-        for (kind, name), own in plain.items():
-            setattr(kind, name, own)
+    with ExitStack() as stack:
+        for kind, number in kinds.items():
+            for name in (name for name in ("__str__", "__repr__") if name in vars(kind)):
+                stack.enter_context(mock.patch.object(kind, name, text(vars(kind)[name], number)))
+        stack.enter_context(config.patch(backed_size_oblivious=True))
+        yield
 
 
 def expression_of(size: Any) -> Any:

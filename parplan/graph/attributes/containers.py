@@ -179,13 +179,9 @@ def returned_containers(model: nn.Module) -> Iterator[Callable[[], ContainerResu
         found = ContainerResults(tuple(places), len(pytree.tree_leaves(changed)))
         return (output, changed) if changed else None
 
-    handles = [
+    with (
         model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
         model.register_forward_pre_hook(look, with_kwargs=True),
         model.register_forward_hook(leave, with_kwargs=True),
-    ]
-    try:
+    ):
         yield lambda: found
-    finally:
-        for handle in handles:
-            handle.remove()

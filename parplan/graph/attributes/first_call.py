@@ -18,7 +18,7 @@ from parplan.errors import CaptureError
 from parplan.graph.attributes.held_values import MISSING
 from parplan.graph.attributes.number_inputs import container_of
 
-__all__ = ["Change", "Write", "refusal", "short"]
+__all__ = ["Change", "refusal", "short"]
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,6 @@ def short(value: Any) -> str:
     """The text of a value, up to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-@dataclass(frozen=True)
-class Write:
-    """A place that the forward has written.
-
-    Args:
-        path: what users call it.
-        module: whose it is.
-        keys: from the module's attributes to the place.
-        before, now: its values.
-        read: the forward may have read there first.
-    """
-
-    path: str
-    module: nn.Module
-    keys: tuple[Hashable, ...]
-    before: Any
-    now: Any
-    read: bool
 
 
 def refusal(path: str, what: str) -> CaptureError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import repeat
@@ -16,13 +16,10 @@ from operator import is_, xor
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, Written, contents, name_of, same, walk
 from parplan.graph.attributes.number_inputs import Number, is_number
 
-__all__ = ["ClassPlace", "Entry", "Guards", "KeysPlace", "MemoryPlace", "Place", "ValuesPlace", "VersionPlace"]
+__all__ = ["ClassPlace", "Computed", "Entry", "Guards", "Place"]
 
 
 # Containers within containers around a number.
@@ -59,57 +56,14 @@ class ClassPlace:
 
 
 @dataclass(frozen=True)
-class KeysPlace:
-    """Whether a module has the attributes that it had, for code that looks at all of them.
+class Computed:
+    """A value that is computed whenever it is looked at, under any name."""
 
-    Args:
-        place: the attributes of the module.
-        keys: the names that it had.
-        ignored: names that do not count.
-    """
+    value: Callable[[], Any]
 
-    place: dict[str, Any]
-    keys: Set[str]
-    ignored: Set[str]
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether it has."""
-        return self.place.keys() - self.ignored == self.keys
-
-
-@dataclass(frozen=True)
-class MemoryPlace:
-    """Whether a tensor has the memory that it had, and not another one's (`weight.data = ...`)."""
-
-    tensor: Tensor
-    address: int
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether it has."""
-        return self.tensor.data_ptr() == self.address
-
-
-@dataclass(frozen=True)
-class VersionPlace:
-    """How often a tensor was written in place."""
-
-    tensor: Tensor
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """The count."""
-        return self.tensor._version
-
-
-@dataclass(frozen=True)
-class ValuesPlace:
-    """Whether a tensor has the values that it had: written through `.data`, a view or NumPy, no count tells of it."""
-
-    tensor: Tensor
-    values: Tensor
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether it has."""
-        return torch.equal(self.tensor, self.values)
+    def get(self, key: Any, default: Any, /) -> Any:
+        """The value of now."""
+        return self.value()
 
 
 @dataclass(frozen=True)
@@ -118,7 +72,7 @@ class Entry:
 
     Args:
         path: what users call it.
-        place: the attributes of a module, or of a class.
+        place: the attributes of a module, or of a class, or how it is computed.
         key: its name there.
         value: MISSING where it was not there.
     """

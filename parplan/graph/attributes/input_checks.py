@@ -7,7 +7,6 @@ no branches, so the ops that lead from the inputs to the condition are kept besi
 from __future__ import annotations
 
 import dis
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,19 +93,18 @@ def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType,
 
 
 def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
-    """The assertions that torch.export has put into a graph (`torch._check`, `torch._assert_async`).
+    """The assertions that torch.export has put into a graph without gradient regions (`torch._check`, say).
 
     No graph of ours runs them.
 
     Returns:
         Those that inputs alone decide, and the lines of the others.
     """
-    specs, (graph, users) = program.graph_signature.input_specs, _without_regions(program)
+    specs, graph = program.graph_signature.input_specs, program.graph
     given_by_users = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
     checks, others = list[InputCheck](), list[fx.Node]()
-    inlined = {node.args[1].target for node in program.graph.nodes if node.target is _REGION}
-    for name, part in program.graph_module.named_modules():
-        if isinstance(part, fx.GraphModule) and name and name not in inlined:
+    for part in program.graph_module.modules():
+        if isinstance(part, fx.GraphModule) and part.graph is not graph:
             others += [node for node in part.graph.nodes if node.target in _ASSERTS]
     for node in (node for node in graph.nodes if node.target in _ASSERTS):
         known, waiting = {node}, [node]
@@ -118,14 +116,14 @@ def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
         ops = [one for one in graph.nodes if one in known and one.op != "placeholder" and one is not node]
         drawn = (torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()) for one in ops)
         plain = all(one.op == "call_function" and not any(map(writes, one.users)) for one in ops)
-        if not plain or any(drawn) or not all(users[one] in given_by_users for one in given) or not given:
+        if not plain or any(drawn) or not all(one.name in given_by_users for one in given) or not given:
             others.append(node)
             continue
         condition, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for one in (*given, *ops):
             copies[one] = condition.node_copy(one, copies.__getitem__)
         condition.output(fx.map_arg(node.args[0], copies.__getitem__))
-        leaves = tuple(given_by_users.index(users[one]) for one in given)
+        leaves = tuple(given_by_users.index(one.name) for one in given)
         checks.append(InputCheck(_line(node), fx.GraphModule({}, condition), str(condition), leaves, True))
     return checks, list(dict.fromkeys(filter(None, map(_line, others))))  # without a line it is torch's own
 
@@ -134,23 +132,6 @@ def _line(node: fx.Node) -> str:
     return code_line(str(node.meta.get("stack_trace") or ""), installed=True)
 
 
-def _without_regions(program: ExportedProgram) -> tuple[fx.Graph, dict[fx.Node, str]]:
-    """The graph of a program with its gradient regions (`torch.no_grad`) inlined, and the names of its placeholders."""
-    flat, copies = fx.Graph(), dict[fx.Node, Any]()
-    for node in program.graph.nodes:
-        if node.target is _REGION:
-            inner = getattr(program.graph_module, node.args[1].target).graph
-            places = [one for one in inner.nodes if one.op == "placeholder"]
-            operands = [copies[operand] for operand in node.args[2:]]
-            copies[node] = flat.graph_copy(inner, dict(zip(places, operands, strict=True)))
-        elif node.target is operator.getitem and node.args[0].target is _REGION:
-            copies[node] = copies[node.args[0]][node.args[1]]
-        elif node.op != "output":
-            copies[node] = flat.node_copy(node, copies.__getitem__)
-    return flat, {copies[node]: node.name for node in program.graph.nodes if node.op == "placeholder"}
-
-
-_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _ASSERTS = (
     torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import _lru_cache_wrapper, cache, cached_property
+from functools import _lru_cache_wrapper, cache, cached_property, partial
 from random import Random
 from typing import Any, TypeGuard
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parplan.compat import FakeTensor, pytree
 from parplan.graph.attributes.constant_values import constant_value
 from parplan.graph.attributes.first_call import short
-from parplan.graph.attributes.guards import ClassPlace, Entry, MemoryPlace, Place
+from parplan.graph.attributes.guards import ClassPlace, Computed, Entry, Place
 from parplan.graph.attributes.held_values import MISSING, PLAIN, Held, same, walk
 from parplan.graph.user_line import is_users
 
@@ -36,38 +36,12 @@ _ENVIRONMENT = (os, os.environ, os.getenv)
 _METHODS = (*_FUNCTIONS, property, cached_property, classmethod, staticmethod)
 
 
-@dataclass(frozen=True)
-class CellPlace:
-    """A variable of a function around."""
-
-    cell: types.CellType
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Its value."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # not assigned yet
-            return default
-
-
-@dataclass(frozen=True)
-class FunctionPlace:
-    """The attributes of a function, its default arguments among them."""
-
-    function: Any
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """One of them."""
-        return getattr(self.function, key, default)
-
-
-@dataclass(frozen=True)
-class EnvironmentPlace:
-    """The environment's variables."""
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """The value of one."""
-        return os.environ.get(key, default)
+def _cell_value(cell: types.CellType) -> Any:
+    """The value of a variable of a function around."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return MISSING
 
 
 class NamedValues:
@@ -162,11 +136,11 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
         file = _Home(str(function.__module__), function.__globals__, None)
         found = [(file, name) for name in outside]
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        found += [(_Home(file.path, CellPlace(cell), None), name) for name, cell in cells]
+        found += [(_Home(file.path, Computed(partial(_cell_value, cell)), None), name) for name, cell in cells]
         imported = filter(_is_users, map(sys.modules.get, attributes))  # inside of the function
         homes = [*homes, *(home for module in imported for home in _homes_of(module))]
-        defaults = _Home(str(function.__qualname__), FunctionPlace(function), None)
-        found += [(defaults, name) for name in ("__defaults__", "__kwdefaults__")]
+        for name in ("__defaults__", "__kwdefaults__"):
+            found.append((_Home(str(function.__qualname__), Computed(partial(getattr, function, name)), None), name))
         found += [(home, name) for home in homes for name in attributes]
         for home, name in found:
             value = home.place.get(name, MISSING)
@@ -174,7 +148,7 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
             inner = value.__self__ if isinstance(value, types.MethodType) else value
             if any(value is one for one in _ENVIRONMENT):
                 words = [word for word in code.co_consts if isinstance(word, str)]
-                found += [(_Home("os.environ", EnvironmentPlace(), None), word) for word in words]
+                found += [(_Home("os.environ", os.environ, None), word) for word in words]
                 continue
             is_later = name in later and (isinstance(value, _HOLDERS) or _is_object(value))
             if is_later and _is_compared(value):
@@ -193,24 +167,17 @@ def named_values(function: Any, owner: type | None, seen: set[Hashable]) -> Iter
                 found += [(part, n) for part, n in parts if (id(part.thing), n) not in known]
                 # An object is compared as a whole where it is not large, else by the attributes that code names.
                 whole = _is_object(value) and _is_compared(value)
-                yield entry if whole else replace(entry, place=SamePlace(home.place, name, value), value=True), False
+                still = Computed(partial(_is_still, home.place, name, value))
+                yield entry if whole else replace(entry, place=still, value=True), False
             elif _is_compared(value) or (
                 value is MISSING and _is_object(home.thing) and hasattr(type(home.thing), name)
             ):
                 yield entry, False
 
 
-@dataclass(frozen=True)
-class SamePlace:
+def _is_still(place: Place, name: str, value: Any) -> bool:
     """Whether a variable is the very object that it was."""
-
-    place: Place
-    name: str
-    value: Any
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether it is."""
-        return self.place.get(self.name, MISSING) is self.value
+    return place.get(name, MISSING) is value
 
 
 @dataclass(frozen=True)
@@ -281,7 +248,12 @@ def outside_values(module: nn.Module, key: str, value: Any) -> Iterator[Entry]:
         if key in holder and isinstance(value, (*PLAIN, Tensor, nn.Module)):
             yield Entry(path, holder, key, value)
             if isinstance(value, Tensor):
-                yield Entry(path, MemoryPlace(value, value.data_ptr()), "data", True)
+                yield Entry(path, Computed(partial(_has_memory, value, value.data_ptr())), "data", True)
+
+
+def _has_memory(tensor: Tensor, address: int) -> bool:
+    """Whether a tensor has the memory that it had, and not another one's (`weight.data = ...`)."""
+    return tensor.data_ptr() == address
 
 
 def _plain(function: Any) -> Any:

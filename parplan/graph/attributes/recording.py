@@ -13,7 +13,7 @@ import io
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -26,8 +26,8 @@ from torch.export.graph_signature import InputKind
 
 from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
-from parplan.graph.attributes.first_call import Change, Write, refusal
-from parplan.graph.attributes.guards import ClassPlace, Entry, Guards, KeysPlace, ValuesPlace, VersionPlace
+from parplan.graph.attributes.first_call import Change, refusal
+from parplan.graph.attributes.guards import ClassPlace, Computed, Entry, Guards
 from parplan.graph.attributes.held_values import (
     LIMIT,
     MISSING,
@@ -45,9 +45,9 @@ from parplan.graph.attributes.named_values import NamedValues, attributes_named,
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.stored_results import Stored, Template
 from parplan.graph.attributes.surroundings import (
+    MODES,
     OF_MODULES,
     HostReads,
-    ModePlace,
     RandomNumbers,
     seen_attributes,
     seen_modes,
@@ -104,10 +104,13 @@ class Recorder:
         """Guards on all values that the forward has read."""
         # Of which tensor a number came is not known.
         tensors = self._tensors.values() if self.host_reads.any else ()
-        versions = [Entry(t.path, VersionPlace(t.tensor), "_version", t.version) for t in tensors]
+        versions = [
+            Entry(t.path, Computed(partial(getattr, t.tensor, "_version")), "_version", t.version) for t in tensors
+        ]
         for known in (self._tensors[key] for key in self._decides if key in self._tensors):
-            if known.values is not None:
-                versions.append(Entry(known.path, ValuesPlace(known.tensor, known.values), "values", True))
+            if known.values is not None:  # written through `.data`, a view or NumPy, no version tells of it
+                same_values = Computed(partial(torch.equal, known.tensor, known.values))
+                versions.append(Entry(known.path, same_values, "values", True))
         written = {path: frozenset(keys) for path, keys in self._written.items()}
         for number in self._numbers:
             written[number.holder] = written.get(number.holder, frozenset()) | {number.keys[-1]}
@@ -151,7 +154,7 @@ class Recorder:
         self._active = self.host_reads.on = False
         try:
             self._end_random()
-            extra = [tensor for write in self._writes() for tensor in self._taken(write, (args, kwargs))]
+            extra = [tensor for write in self._writes() for tensor in self._taken(*write, (args, kwargs))]
             self.changes += self._unread if self.changes else []
             for module, fields, place, before in self._held_by.values():
                 known = self._modules[id(module.__dict__)]
@@ -228,8 +231,9 @@ class Recorder:
             for key in known.before.keys() - OF_MODULES:
                 if place.get(key, MISSING) is known.before[key]:
                     self._note(known.path(key), place, key, known.before[key])
-            names = KeysPlace(place, known.before.keys() - OF_MODULES, OF_MODULES)
-            self._read[id(place), ""] = Entry(known.path("__dict__"), names, "", True)
+            names = known.before.keys() - OF_MODULES
+            same_names = Computed(lambda: place.keys() - OF_MODULES == names)
+            self._read[id(place), ""] = Entry(known.path("__dict__"), same_names, "", True)
 
     def read_of_class(self, place: Any, kind: type, key: str) -> None:
         """The forward reads an attribute of a module's class."""
@@ -251,7 +255,7 @@ class Recorder:
     def read_mode(self, name: str, value: bool) -> None:
         """The forward asks for one of torch's modes."""
         if self._active:
-            self._read[0, name] = Entry(f"torch.{name}()", ModePlace(), name, value)
+            self._read[0, name] = Entry(f"torch.{name}()", Computed(MODES[name]), name, value)
 
     def _add(self, entry: Entry) -> bool:
         """Whether an entry is a new one: modules of one class share what they read of it."""
@@ -345,7 +349,8 @@ class Recorder:
         known = self._tensors.get(id(tensor))
         return known.path if known is not None else "a tensor that is not a parameter"
 
-    def _writes(self) -> Iterator[Write]:
+    def _writes(self) -> Iterator[tuple[Change, bool]]:
+        """Places that the forward has written, and whether it may have read there first."""
         for known in self._modules.values():
             for field_name in ("_modules", "_parameters"):
                 now, before = known.place[field_name], known.before[field_name]
@@ -354,9 +359,8 @@ class Recorder:
             for key in (k for k in known.place if k not in OF_MODULES and k not in known.hooked):
                 before, now = known.before.get(key, MISSING), known.place[key]
                 if now is not before and not same(now, before, self._held):
-                    yield Write(
-                        known.path(key), known.module, (key,), before, now, (id(known.place), key) in self._read
-                    )
+                    change = Change(known.path(key), known.module, (key,), before, now)
+                    yield change, (id(known.place), key) in self._read
                 elif now is before:
                     yield from self._inside(known, (key,), now, set())
             for key in known.before.keys() - known.place.keys():
@@ -370,7 +374,9 @@ class Recorder:
         for path, what in self._named.changes():
             raise refusal(path, what)
 
-    def _inside(self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]) -> Iterator[Write]:
+    def _inside(
+        self, known: _Module, keys: tuple[Hashable, ...], value: Any, seen: set[int]
+    ) -> Iterator[tuple[Change, bool]]:
         """Changes in a container that the forward has read."""
         held = self._held.get(id(value))
         if held is None or id(value) in seen:
@@ -390,9 +396,9 @@ class Recorder:
                 yield from self._inside(known, (*keys, key), now, seen)
             else:
                 self._written[held.path].add(key)
-                yield Write(name_of(held.path, value, key), known.module, (*keys, key), before, now, True)
+                yield Change(name_of(held.path, value, key), known.module, (*keys, key), before, now), True
 
-    def _taken(self, write: Write, call: Any) -> list[Tensor]:
+    def _taken(self, write: Change, is_read: bool, call: Any) -> list[Tensor]:
         """The tensors of a write, which become results."""
         template, tensors = Template.of(write.now)
         for leaf in template.leaves.values():
@@ -401,8 +407,7 @@ class Recorder:
         # A setting that the first forward fills in; the guard on it makes the next call another capture.
         settled = write.before is None and isinstance(write.now, (str, bool, torch.dtype, torch.device))
         if not tensors:
-            change = Change(write.path, write.module, write.keys, write.before, write.now)
-            (self.changes if write.read and not settled else self._unread).append(change)
+            (self.changes if is_read and not settled else self._unread).append(write)
         self.stored.append(Stored(write.path, write.module, write.keys, template, len(tensors)))
         # A result of its own, also where an input or a parameter is stored as it is.
         given = {id(leaf) for leaf in pytree.tree_leaves(call)} | {id(p) for p in self._model.parameters()}
@@ -418,14 +423,12 @@ def recorded(model: nn.Module, numbers: Sequence[Number] = ()) -> Iterator[Recor
         CaptureError: the forward writes what no captured graph can keep up.
     """
     recorder = Recorder(model, numbers)
-    handles = [
+    with (
+        closing(recorder),
         model.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True),
         model.register_forward_hook(recorder.leave, with_kwargs=True),
-    ]
-    try:
-        with seen_attributes(recorder), seen_modes(recorder.read_mode), recorder.host_reads:
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
-        recorder.close()
+        seen_attributes(recorder),
+        seen_modes(recorder.read_mode),
+        recorder.host_reads,
+    ):
+        yield recorder

@@ -10,13 +10,14 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, FunctionType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,23 +31,15 @@ from parplan.graph.attributes.input_checks import InputCheck, asserted, input_ch
 from parplan.graph.user_line import calling_line, frame_line, is_users
 
 __all__ = [
-    "OF_MODULES", "HostReads", "ModePlace", "RandomNumbers", "callers_modes", "compiling_branches", "seen_attributes",
-    "seen_modes",
+    "MODES", "OF_MODULES", "HostReads", "RandomNumbers", "callers_modes", "compiling_branches", "random_states",
+    "seen_attributes", "seen_modes",
 ]  # fmt: skip
 
-_MODES: dict[str, Callable[[], bool]] = {
+MODES: dict[str, Callable[[], bool]] = {
     name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")
 }
 _OUTSIDE: ContextVar[dict[str, bool] | None] = ContextVar("modes of the caller", default=None)
 _TORCH, _PARPLAN = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-
-
-class ModePlace:
-    """torch's modes of now, as attributes of a place."""
-
-    def get(self, key: str, default: Any, /) -> Any:
-        """Whether a mode is on."""
-        return _MODES[key]()
 
 
 # What modules keep for themselves. Modes and hooks are watched elsewhere, parameters, buffers and submodules too.
@@ -106,17 +99,14 @@ def seen_attributes(reads: AttributeReads) -> Iterator[None]:
             reads.read_of_class(place, kind, name)
         return value
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(nn.Module, "__getattribute__", read):
         yield
-    finally:
-        del nn.Module.__getattribute__
 
 
 @contextmanager
 def callers_modes() -> Iterator[None]:
     """Captures inside see the modes that hold on entry, whatever modes the capture itself runs in."""
-    token = _OUTSIDE.set({name: read() for name, read in _MODES.items()})
+    token = _OUTSIDE.set({name: read() for name, read in MODES.items()})
     try:
         yield
     finally:
@@ -127,11 +117,11 @@ def callers_modes() -> Iterator[None]:
 def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
     """While it lasts, `note` is told which modes code outside of torch asks for, and the caller's values of them."""
     thread = get_ident()
-    outside = _OUTSIDE.get() or {name: read() for name, read in _MODES.items()}
+    outside = _OUTSIDE.get() or {name: read() for name, read in MODES.items()}
 
     def reader(name: str) -> Callable[[], bool]:
         def read() -> bool:
-            now = _MODES[name]()
+            now = MODES[name]()
             if get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith(_TORCH):
                 return now
             note(name, outside[name])
@@ -139,13 +129,9 @@ def seen_modes(note: Callable[[str, bool], None]) -> Iterator[None]:
 
         return read
 
-    try:
-        for name in _MODES:
-            setattr(torch, name, reader(name))
+    readers: dict[str, Any] = {name: reader(name) for name in MODES}
+    with mock.patch.multiple(torch, **readers):
         yield
-    finally:
-        for name, plain in _MODES.items():
-            setattr(torch, name, plain)
 
 
 # torch's own ways to ask, which pass on the question of the code that calls them.
@@ -278,13 +264,20 @@ _DRAWS = "random uniform randint randrange choice choices sample shuffle gauss n
 _NUMPY_DRAWS = "random rand randn randint uniform normal choice permutation shuffle beta"
 
 
+def random_states() -> dict[str, bytes]:
+    """The states of Python's and of NumPy's generator, as bytes, because two are compared at every capture."""
+    numpy = sys.modules.get("numpy")
+    found = {"random": pickle.dumps(random.getstate())}
+    return found if numpy is None else {**found, "numpy.random": pickle.dumps(numpy.random.get_state())}
+
+
 class RandomNumbers:
     """Python's and NumPy's generators from here on."""
 
     def __init__(self) -> None:
-        self._before = self._states()
+        self._before = random_states()
         self._line = ""
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced = ExitStack()
 
         def draw(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             line = calling_line()
@@ -294,15 +287,7 @@ class RandomNumbers:
         numpy = sys.modules.get("numpy")
         for home, names in ((random, _DRAWS), (getattr(numpy, "random", None), _NUMPY_DRAWS)):
             for name in (name for name in names.split() if hasattr(home, name)):
-                plain = getattr(home, name)
-                self._replaced.append((home, name, plain))
-                setattr(home, name, partial(draw, plain))
-
-    @staticmethod
-    def _states() -> dict[str, bytes]:  # bytes, because two states are compared at every capture
-        numpy = sys.modules.get("numpy")
-        found = {"random": pickle.dumps(random.getstate())}
-        return found if numpy is None else {**found, "numpy.random": pickle.dumps(numpy.random.get_state())}
+                self._replaced.enter_context(mock.patch.object(home, name, partial(draw, getattr(home, name))))
 
     def end(self) -> None:
         """Put back functions and generators.
@@ -310,10 +295,8 @@ class RandomNumbers:
         Raises:
             CaptureError: numbers were drawn.
         """
-        for home, name, plain in self._replaced:
-            setattr(home, name, plain)
-        self._replaced = []
-        drawn = [name for name, state in self._states().items() if state != self._before[name]]
+        self._replaced.close()
+        drawn = [name for name, state in random_states().items() if state != self._before.get(name, state)]
         if not drawn:
             return
         random.setstate(pickle.loads(self._before["random"]))

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.compat import memory_of, schema_of
+from parplan.compat import FakeTensor, memory_of, schema_of
 from parplan.graph.axes.row_syntax import OpAxis, read_row
 
-__all__ = ["Call", "Row", "is_inplace", "is_tensor", "memory_of_node", "range_of", "shape_of", "text_row"]
+__all__ = [
+    "Call", "Row", "call_like", "call_value", "is_inplace", "is_tensor", "memory_of_node", "range_of", "shape_of",
+    "text_row",
+]  # fmt: skip
 
 
 class Call:
@@ -95,6 +98,22 @@ def memory_of_node(node: Any) -> int:
 def is_inplace(node: fx.Node) -> bool:
     """Whether an op writes one of its operands."""
     return node.op == "call_function" and bool(getattr(schema_of(node.target), "is_mutable", False))
+
+
+def call_value(node: fx.Node) -> Any:
+    """The value of a call on the values that its operands have now."""
+    values, named = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    known = (one.meta.get("val") for one in (*node.all_input_nodes, node))
+    op: Any = node.target
+    with next(value.fake_mode for value in known if isinstance(value, FakeTensor)):
+        return op(*values, **named)
+
+
+def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of an op, put where its graph inserts nodes now, with the origin of another node."""
+    made = like.graph.call_function(target, args, kwargs)
+    made.meta = {**like.meta, "val": call_value(made)}
+    return made
 
 
 def range_of(node: Any) -> tuple[Any, Any, Any] | None:

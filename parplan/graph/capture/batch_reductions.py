@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from parplan.compat import schema_of
-from parplan.graph.axes.call import shape_of
+from parplan.graph.axes.call import call_like, shape_of
 from parplan.graph.axes.loss_ops import (
     BATCH_MEAN,
     BATCH_SUM,
@@ -85,9 +85,8 @@ def _replace(graph: fx.Graph, node: fx.Node, made: fx.Node, found: dict[str, str
 
 def _make(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """An op of the module that `like` is called in."""
-    made = like.graph.call_function(target, args, kwargs)
-    values, named = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
-    made.meta = {**like.meta, "val": target(*values, **named), SPLIT_OFF: not is_loss_op(made)}
+    made = call_like(like, target, *args, **kwargs)
+    made.meta[SPLIT_OFF] = not is_loss_op(made)
     return made
 
 

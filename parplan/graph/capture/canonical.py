@@ -13,6 +13,7 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
+from parplan.graph.axes.call import call_like
 from parplan.graph.export.functionalise import Functional
 from parplan.graph.layer_graph import Constant
 from parplan.graph.user_line import code_line
@@ -186,10 +187,8 @@ def _copies(graph: fx.Graph) -> None:
         wanted, value = node.meta["val"], node.args[1]
         with graph.inserting_before(node):
             if value.meta["val"].dtype != wanted.dtype:
-                cast = graph.call_function(aten._to_copy.default, (value,), {"dtype": wanted.dtype})
-                cast.meta = {**node.meta, "val": value.meta["val"].to(wanted.dtype)}
-                value = cast
+                value = call_like(node, aten._to_copy.default, value, dtype=wanted.dtype)
             if value.meta["val"].shape != wanted.shape:
-                value = _like(graph, node, aten.expand.default, (value, list(wanted.shape)), node)
+                value = call_like(node, aten.expand.default, value, list(wanted.shape))
         node.replace_all_uses_with(value)
         graph.erase_node(node)

@@ -24,7 +24,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from parplan.compat import overload_name, pytree, schema_of
 from parplan.errors import CaptureError
 from parplan.garbage import seldom_collected
-from parplan.graph.attributes.containers import ContainerResults, register_caches
+from parplan.graph.attributes.containers import register_caches
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
 from parplan.graph.attributes.recording import Recorder
@@ -32,13 +32,11 @@ from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.graph.batch_changes import BatchChanges, batch_changes, changed_constants, everything_changes, ops_digest
 from parplan.graph.capture.batch_reductions import split_batch_reductions
 from parplan.graph.capture.canonical import Canonical, canonicalise
-from parplan.graph.capture.equal_blocks import EarlierExport, UnequalBlocks, equal_blocks
 from parplan.graph.capture.equal_rows import compute_rows_once, counted_samples, sample_sources
-from parplan.graph.capture.first_blocks import FirstBlocks
 from parplan.graph.capture.merged_heads import merged_heads
 from parplan.graph.capture.merged_samples import sample_places, unflatten_between_layers
 from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCallChanges, export_call
-from parplan.graph.capture.other_batches import Twin, at_another_batch, from_equal_blocks, is_plain, ops_of
+from parplan.graph.capture.other_batches import Twin, at_another_batch, export_blocks
 from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
 from parplan.graph.export.functionalise import Functional, functionalise
@@ -47,7 +45,6 @@ from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
 from parplan.graph.local import SAME, is_resized
 from parplan.graph.user_code.functions import known_sites
-from parplan.graph.user_code.module_hooks import Site
 from parplan.graph.user_code.opaque import OpaqueCalls
 
 __all__ = ["batch_of", "capture", "computes_alike"]
@@ -78,7 +75,7 @@ def capture(
     dim: int = 0,
     check_batch: bool = True,
     numbers: Sequence[Number] = (),
-    earlier: EarlierExport | None = None,
+    compiling: bool | None = None,
     settle: bool = True,
 ) -> LayerGraph:
     """Capture `model` called with `args` and `kwargs` as a graph of layers.
@@ -92,7 +89,7 @@ def capture(
         check_batch: capture a second batch size as well and compare, so that a layer whose constants
             depend on the batch is never given replicas.
         numbers: attributes that the graph takes as inputs.
-        earlier: of a call with other sizes, to trace one of equal blocks only; the first call's is kept there.
+        compiling: whether to capture the code that the model has for compilers; None: where its other code fails.
         settle: leave the model with the changes of a first call; False puts them back: no such call is about to run.
 
     Raises:
@@ -100,18 +97,16 @@ def capture(
     """
     register_caches()
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers)
-    call = replace(call, compiling=earlier.compiling if earlier is not None else None)
+    call = ExportRequest(model, leaves, in_spec, batch_of(leaves, dim), dim, training, numbers, compiling=compiling)
     with as_tensors(numbers) as tensors, _said_once(call.said):
         settled: tuple[Change, ...] = ()
         try:
-            first = _first_export(call, earlier)
+            given = call.resized(call.alike, call.batch)
+            first = export_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
         except FirstCallChanges as found:
             call, settled = replace(call, sites={}, opaque=OpaqueCalls()), found.changes
             first = export_settled(call, found)
         call = replace(call, compiling=bool(first.compiling))
-        if earlier is not None:
-            earlier.compiling = call.compiling or None
         twin = Twin(call.alike, call.opaque)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
@@ -174,42 +169,6 @@ def _check_inputs(
     same = changes | call.opaque.changes(exported.graph_module, opaque) == BatchChanges()
     if recorder.host_reads.any or not fixed or not same:
         raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
-
-
-def _first_export(call: ExportRequest, earlier: EarlierExport | None) -> Exported:
-    """The export of the call as it is: like an earlier one where it has the same ops, else in full."""
-    given = call.resized(call.alike, call.batch)
-    if earlier is not None and earlier.graph is not None and not earlier.unlike and not call.numbers:
-        made = from_equal_blocks(call, earlier.graph, earlier.inputs, given)
-        if made is not None and not _is_unseen(made):
-            return made
-        earlier.unlike = True
-    made = _from_first_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
-    if earlier is not None and is_plain(call, made) and equal_blocks(call.model, *ops_of(made)):
-        earlier.keep(made.program)
-    return made
-
-
-def _from_first_blocks(call: ExportRequest, given: Any) -> Exported | None:
-    """An export that traces three of many blocks of one structure; None where it has to be one in full.
-
-    Args:
-        given: (args, kwargs).
-    """
-    if call.numbers or not (blocks := FirstBlocks(call.model)).blocks:
-        return None
-    opaque, sites = OpaqueCalls(), dict[str, Site]()
-    try:
-        made = export_call(call, given, sites, opaque, blocks)
-    except (CaptureError, UnequalBlocks):
-        return None
-    code = sites or opaque.sites or opaque.checkpoints
-    return made if not code and not _is_unseen(made) and blocks.stores_alike(made.recorder.stored) else None
-
-
-def _is_unseen(made: Exported) -> bool:
-    """Whether the forward reads tensors on the host or changes caches, which nobody sees copied blocks do."""
-    return made.recorder.host_reads.any or made.containers != ContainerResults()
 
 
 @dataclass(frozen=True)

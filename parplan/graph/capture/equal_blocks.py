@@ -1,107 +1,71 @@
-"""Export of a model in which one of several equal blocks is traced, and the others are copied from it.
+"""Export of a model with many blocks of one structure, of which few are traced and the others are copied from these.
 
 A deep network has many blocks that an export traces to the same ops. One of them is traced, and an op stands for each
 other one until its ops are copied in. This is done where a block cannot be traced otherwise than the one that was: its
 modules are of the same types, with equal parameters, buffers and settings; whatever attribute the forward has read of
 the one has the same value in the other; and both are called with tensors of the same shapes, types and aliases and with
-equal numbers.
+equal numbers. Nothing that blocks take or make may be written in place; and all that their ops use is an argument, a
+parameter or a buffer of the block, or made in it.
 
-Exports with other sizes than the first have its program to compare with: with another number of samples, which tells
-sizes only, and for other lengths of sequences, which run. The first one traces the second and the last block, too
-(first_blocks.py). Where anything does not fit, the model is exported in full. The known exception is state that nobody
-records, such as `next()` on a module-level counter in a block's forward: a copied block does not call it, so a
-difference is seen in those two blocks only, or not at the other size.
+The second block and the last one are traced, too, and have to have the same ops with the same operands. An export with
+another number of samples, which tells sizes only, traces one. Where anything does not fit, the model is exported in
+full. The ops are those of an export in full, and so are their names. The known exception is state that nobody records,
+such as `next()` on a module-level counter in a block's forward: a copied block does not call it, so a difference is
+seen in the blocks that are traced only.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
-import torch
 from torch import Tensor, fx, is_autocast_enabled, is_grad_enabled, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
 
-from parplan.compat import HOOK_FIELDS, expression_of, intercepted_modules, memory_of, pytree
+from parplan.compat import HOOK_FIELDS, expression_of, intercepted_modules, memory_of, pytree, traced_node
 from parplan.graph.attributes.held_values import PLAIN
 from parplan.graph.attributes.recording import Recorder
+from parplan.graph.attributes.stored_results import Stored
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
-from parplan.graph.export.functionalise import rename_output
+from parplan.graph.capture.block_copies import (
+    MARK,
+    RESULTS,
+    Span,
+    TensorMeta,
+    UnequalBlocks,
+    listed,
+    name_in_order,
+    tensor_facts,
+)
 
-__all__ = [
-    "Block", "EarlierExport", "EqualBlocks", "Traced", "UnequalBlocks",
-    "alike", "copied", "equal_blocks", "tensor_facts",
-]  # fmt: skip
+__all__ = ["EqualBlocks"]
 
-# Equal blocks from which tracing one of them is worth the search.
-LEAST_COPIES = 3
+LEAST_ALIKE, LEAST_PARTS = 4, 8
+"""Blocks of one structure, and modules in each, from which on it is faster to trace three of them instead of all."""
 
-_Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-_results: dict[str, Sequence[_Meta]] = {}
 _keys = count()
-
-
-@torch.library.custom_op("parplan::equal_block", mutates_args=())
-def equal_block(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    """Results of a block that is not traced."""
-    return [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in _results[key]]
-
-
-@equal_block.register_fake
-def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in _results[key]]
-
-
-# What a traced block takes and makes is read off an op that nobody uses.
-fx.node.has_side_effect(torch.ops.parplan.equal_block.default)
-
-
-class UnequalBlocks(Exception):
-    """Two programs differ, or a block does what cannot be copied: the model has to be exported in full."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A module that is called once, and the ops of that call in an exported program, if there is one.
+    """A module that is called once.
 
     Args:
-        kind: the same for blocks of the same structure and the same ops.
+        path: as its model names it.
+        kind: the same for blocks of the same structure.
     """
 
+    path: str
     module: nn.Module
-    nodes: tuple[fx.Node, ...]
     kind: Hashable
 
 
-@dataclass
-class EarlierExport:
-    """The ops of an export in full, by which equal blocks are found when the same call comes with other sizes.
-
-    Attributes:
-        graph: before anything of it is changed; None as long as there is none.
-        inputs: of its signature.
-        unlike: a later export had other ops, so that no further one is tried.
-        compiling: whether the model's code for compilers was exported.
-    """
-
-    graph: fx.Graph | None = None
-    inputs: Sequence[InputSpec] = ()
-    unlike: bool = False
-    compiling: bool | None = None
-
-    def keep(self, program: ExportedProgram) -> None:
-        """Take a copy of an export's ops."""
-        self.graph, self.inputs = copied(program.graph), program.graph_signature.input_specs
-
-
-def alike(model: nn.Module, least: int) -> dict[str, Hashable]:
-    """Structures of the outermost modules of which at least so many have the same, by path."""
+def _alike(model: nn.Module) -> dict[str, Hashable]:
+    """Structures of the outermost modules of which many have the same, by path."""
     alike: dict[Hashable, list[str]] = defaultdict(list)
     kinds: dict[str, Hashable] = {}
     for path, module in model.named_modules():
@@ -111,37 +75,9 @@ def alike(model: nn.Module, least: int) -> dict[str, Hashable]:
     found: dict[str, Hashable] = {}
     for path, kind in kinds.items():  # outer modules come first
         inside = any(path[:at] in found for at, letter in enumerate(path) if letter == ".")
-        if len(alike[kind]) >= least and not inside:
+        if len(alike[kind]) >= LEAST_ALIKE and not inside:
             found[path] = kind
     return found
-
-
-def equal_blocks(model: nn.Module, graph: fx.Graph, inputs: Sequence[InputSpec]) -> dict[nn.Module, Block]:
-    """The outermost modules of which several have the same structure and were traced to the same ops.
-
-    Args:
-        graph, inputs: of an export in full, and of its signature.
-    """
-    kinds = alike(model, LEAST_COPIES)
-    calls = [node for node in graph.nodes if node.op != "placeholder"]
-    places: dict[str, list[int]] = defaultdict(list)
-    for number, node in enumerate(calls):
-        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            if path in kinds:
-                places[path].append(-1 if "@" in key else number)
-    constants = {spec.arg.name for spec in inputs if spec.kind is InputKind.CONSTANT_TENSOR}
-    written = {memory_of_node(node) for node in calls if is_inplace(node) and is_tensor(node)}
-    found: dict[str, Block] = {}
-    for path, own in places.items():
-        if own == list(range(own[0], own[-1] + 1)):
-            nodes = tuple(calls[own[0] : own[-1] + 1])
-            text = _described(nodes, constants, written)
-            if text is not None:
-                found[path] = Block(model.get_submodule(path), nodes, (kinds[path], text))
-    several: dict[Hashable, list[Block]] = defaultdict(list)
-    for block in found.values():
-        several[block.kind].append(block)
-    return {block.module: block for own in several.values() if len(own) >= LEAST_COPIES for block in own}
 
 
 def _structure(module: nn.Module) -> Hashable | None:
@@ -155,38 +91,6 @@ def _structure(module: nn.Module) -> Hashable | None:
         ]
         found.append((name, type(part), part.training, tuple(state)))
     return tuple(found)
-
-
-def tensor_facts(tensor: Tensor | None) -> Hashable:
-    """All that a trace depends on but aliases and values."""
-    if tensor is None:
-        return None
-    sizes = (tuple(map(expression_of, numbers)) for numbers in (tensor.shape, tensor.stride()))
-    return type(tensor), *sizes, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _described(nodes: Sequence[fx.Node], constants: set[str], written: set[int]) -> Hashable | None:
-    """Ops with their arguments and results, operands by number; None where there are regions, writes or constants."""
-    inside = {node: number for number, node in enumerate(nodes)}
-    outside: dict[fx.Node, int] = {}
-
-    def word(argument: Any) -> Hashable:
-        if isinstance(argument, fx.Node):
-            return ("own", inside[argument]) if argument in inside else ("", outside.setdefault(argument, len(outside)))
-        if isinstance(argument, (list, tuple)):
-            return tuple(map(word, argument))
-        return type(argument), repr(argument)
-
-    found = []
-    for node in nodes:
-        values = pytree.tree_leaves(node.meta.get("val"))
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        plain = node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
-        if not plain or is_inplace(node) or any(memory_of(tensor) in written for tensor in tensors):
-            return None
-        named = tuple((key, word(value)) for key, value in node.kwargs.items())
-        found.append((node.target, tuple(map(word, node.args)), named, tuple(map(tensor_facts, tensors))))
-    return None if any(node.name in constants for node in outside) else tuple(found)
 
 
 @dataclass(frozen=True)
@@ -205,18 +109,29 @@ class Traced:
     made: tuple[Tensor, ...]
 
 
-@dataclass
 class EqualBlocks:
-    """One export in which equal blocks are traced once.
+    """One export in which few of many blocks of one structure are traced.
 
     Args:
-        blocks: of the program of an export in full.
+        known: paths of blocks that another export of the same call has copied: of each structure one is traced then.
     """
 
-    blocks: dict[nn.Module, Block]
-    _traced: dict[Hashable, list[Traced]] = field(default_factory=lambda: defaultdict(list))
-    _called: set[nn.Module] = field(default_factory=set)
-    _copied: dict[str, tuple[Block, Block]] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, known: Collection[str] = ()) -> None:
+        kinds = _alike(model)
+        wanted = {kinds.get(path) for path in known}
+        blocks = (Block(path, model.get_submodule(path), kind) for path, kind in kinds.items())
+        self.blocks = {
+            block.module: block
+            for block in blocks
+            if sum(1 for _ in block.module.modules()) >= LEAST_PARTS and (not known or block.kind in wanted)
+        }
+        self._compares = not known
+        self._waiting = Counter(kinds.values())
+        self._called: set[nn.Module] = set()
+        self._known: dict[Hashable, list[Traced]] = defaultdict(list)  # from which others may be copied
+        self._made: dict[Block, Traced] = {}
+        self._pairs: list[tuple[Traced, Block]] = []  # to compare
+        self._marks: dict[str, tuple[Block, Block]] = {}
 
     @contextmanager
     def traced_once(self, recorder: Recorder) -> Iterator[None]:
@@ -232,11 +147,12 @@ class EqualBlocks:
             with intercepted_modules(call):
                 yield
         finally:
-            for key in self._copied:
-                _results.pop(key, None)
+            for key in self._marks:
+                RESULTS.pop(key, None)
 
     def _call(self, plain: Any, block: Block, args: Any, kwargs: Any, recorder: Recorder) -> Any:
         module = block.module
+        self._waiting[block.kind] -= 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = _arguments(leaves, spec)
         if module in self._called or not recorder.is_untouched(module):
@@ -244,7 +160,7 @@ class EqualBlocks:
         self._called.add(module)
         if given is None:
             return plain(module, *args, **kwargs)
-        known = self._traced[block.kind, given]
+        known = self._known[block.kind, given]
         for traced in known:
             if recorder.reads_alike(traced.block.module, module) and not self._is_compared(traced, block):
                 recorder.read_like(traced.block.module, module)
@@ -261,18 +177,32 @@ class EqualBlocks:
         return result
 
     def _is_compared(self, traced: Traced, block: Block) -> bool:
-        """Whether a block that could be copied from a traced one is traced, to compare the two."""
-        return False
+        """Whether a block is the second of those that are like a traced one, or the last of its structure."""
+        others = [one for one, _ in self._pairs]
+        compared = self._compares and (self._waiting[block.kind] == 0 or traced not in others)
+        self._pairs += [(traced, block)] * compared
+        return compared
 
     def _may_be_copied(self, traced: Traced) -> bool:
-        """Whether other blocks may be copied from a traced one."""
-        return True
+        """Whether a traced block is none to compare with, and has plain ops on what is its own only."""
+        self._made[traced.block] = traced
+        found = traced_node(traced.made[0]) if traced.made else None
+        if found is None or any(block is traced.block for _, block in self._pairs):
+            return False
+        if not self._compares:
+            return True
+        nodes = reversed(found[0].graph.nodes)
+        end = next(nodes)
+        own = list(takewhile(lambda node: node.target is not MARK, nodes))
+        return Span(own[-1].prev, own[::-1], end).described() is not None if own else False
 
-    def _mark(self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[_Meta] = ()) -> list[Tensor]:
+    def _mark(
+        self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[TensorMeta] = ()
+    ) -> list[Tensor]:
         """An op on what a block takes or makes, with results of shapes `made`."""
         key = f"{next(_keys)}"
-        _results[key], self._copied[key] = made, (traced, block)
-        found: list[Tensor] = equal_block(list(tensors), key)
+        RESULTS[key], self._marks[key] = made, (traced, block)
+        found: list[Tensor] = MARK(list(tensors), key)
         return found
 
     def _copy(self, traced: Traced, block: Block, leaves: Sequence[Any]) -> Any:
@@ -285,107 +215,77 @@ class EqualBlocks:
         results = [sources[how][value] if how in sources else value for how, value in traced.leaves]
         return pytree.tree_unflatten(results, traced.spec)
 
-    def copied(self, model: nn.Module) -> tuple[str, ...]:
+    @property
+    def copied(self) -> tuple[str, ...]:
         """Paths of the blocks that were not traced."""
-        blocks = {block.module for traced, block in self._copied.values() if traced is not block}
-        return tuple(path for path, module in model.named_modules() if module in blocks)
+        return tuple(block.path for traced, block in self._marks.values() if traced is not block)
 
-    def fill_in(self, first: fx.Graph, program: ExportedProgram) -> None:
+    def stores_alike(self, stored: Sequence[Stored]) -> bool:
+        """Whether blocks of one structure leave the same on their modules, and no tensors: copied ones leave none."""
+        found: dict[Hashable, set[Hashable]] = defaultdict(set)
+        for block in self.blocks.values():
+            parts = {id(part): name for name, part in block.module.named_modules()}
+            own = [one for one in stored if id(one.module) in parts]
+            words = ((parts[id(one.module)], one.keys, one.count, repr(one.template)) for one in own)
+            found[block.kind].add(frozenset(words))
+        return not any(one.count for one in stored) and all(len(words) == 1 for words in found.values())
+
+    def fill_in(self, program: ExportedProgram) -> None:
         """Put the ops of copied blocks into a program, whose ops get the names that an export in full gives them.
 
-        Args:
-            first: the graph of the export in full, in which the blocks were found.
-
         Raises:
-            UnequalBlocks: beside the blocks the programs differ in their ops or how these are connected.
+            UnequalBlocks: blocks that were to be compared differ, or a copied one uses what is not its own.
         """
         graph = program.graph
-        pairs: dict[fx.Node, fx.Node] = {}
-        results: dict[fx.Node, fx.Node] = {}  # of copied blocks, and what replaces them
-        ends = defaultdict[Block, list[list[fx.Node]]](list)  # of traced blocks: what they take, what they make
-        ones, marks = iter(first.nodes), list[fx.Node]()
-        for node in list(graph.nodes):
-            if node.target is torch.ops.parplan.equal_block.default:
-                marks.append(node)
-                listed = list(node.args[0])
-                traced, block = self._copied[str(node.args[1])]
-                if traced is block:
-                    ends[block].append(listed)
-                else:
-                    _match([next(ones, None) for _ in block.nodes] == list(block.nodes))
-                    taken, made = ends[traced]
-                    copies = _copy_nodes(graph, node, (traced, block), pairs, (taken, listed))
-                    _match(copies.keys() >= set(made))
-                    for user in list(node.users):
-                        results[user] = copies[made[int(user.args[1])]]
-                        user.replace_all_uses_with(results[user])  # at once: blocks behind are copied, too
-            elif node not in results:
-                one = next(ones, None)
-                if one is None:
-                    raise UnequalBlocks
-                _match(one.op == node.op and one.target == node.target)
-                _match([pairs[source] for source in one.all_input_nodes] == node.all_input_nodes)
-                pairs[one] = node
-        _match(next(ones, None) is None)
-        for old, new in results.items():
-            rename_output(program, old.name, new.name)
-        for mark in reversed(marks):
+        spans, stand_ins = self._spans(graph)
+        copies = {mark: self._marks[str(mark.args[1])] for mark in stand_ins}
+        sources = {traced for traced, _ in copies.values()}
+        words = {block: span.described() for block, span in spans.items()}
+        for traced, block in self._pairs:
+            again = self._made.get(block)
+            if traced.block in sources and (again is None or words[traced.block] != words[block]):
+                raise UnequalBlocks
+            if again is not None and (traced.spec, traced.leaves) != (again.spec, again.leaves):
+                raise UnequalBlocks
+        near = [node for mark in stand_ins for node in (*listed(mark), *mark.users)]
+        for span in (spans[block] for block in sources):
+            near += [*listed(span.begin), *span.nodes]
+        written = {memory_of_node(node) for node in graph.nodes if is_inplace(node) and is_tensor(node)}
+        if written & {memory_of_node(node) for node in near if is_tensor(node)}:
+            raise UnequalBlocks
+        for mark, (source, block) in copies.items():
+            if words[source] is None:
+                raise UnequalBlocks
+            made = spans[source].copied_to(mark, source.path, block.path)
             for user in list(mark.users):
+                user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]  # at once: blocks behind are copied, too
                 graph.erase_node(user)
             graph.erase_node(mark)
-        named = {node.name: one.name for one, node in pairs.items()}
-        for spec in program.graph_signature.output_specs:
-            spec.arg.name = named.get(name := getattr(spec.arg, "name", ""), name)
-        for one, node in pairs.items():
-            node.name = one.name
-        program.graph_module.graph = copied(graph)  # which knows these names as taken
+        for node in [node for node in graph.nodes if node.target is MARK]:
+            graph.erase_node(node)
+        name_in_order(program.graph_module)
+        results: Any = program.graph.output_node().args[0]
+        for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+            if isinstance(node, fx.Node):
+                spec.arg.name = node.name
 
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have the same names: fx gives those that are Python's (`input`) another one."""
-    made = copy.deepcopy(graph)
-    for node, twin in zip(graph.nodes, made.nodes, strict=True):
-        twin.name = node.name
-    return made
-
-
-def _copy_nodes(
-    graph: fx.Graph,
-    mark: fx.Node,
-    copied: tuple[Block, Block],
-    pairs: dict[fx.Node, fx.Node],
-    given: tuple[Sequence[fx.Node], Sequence[fx.Node]],
-) -> dict[fx.Node, fx.Node]:
-    """Copies of a traced block's ops in front of the op that stands for another block.
-
-    Args:
-        copied: the traced block and the other one.
-        pairs: by node of the first program, its twin; copies are added.
-        given: what the two take, in order.
-
-    Returns:
-        Nodes of the other block by those of the traced one.
-    """
-    own: dict[fx.Node, fx.Node] = {}
-    places = [defaultdict[fx.Node, list[int]](list) for _ in given]
-    for found, nodes in zip(places, given, strict=True):
-        for number, node in enumerate(nodes):
-            found[node].append(number)
-    for one, other in zip(*(block.nodes for block in copied), strict=True):
-        for a, b in zip(one.all_input_nodes, other.all_input_nodes, strict=True):
-            taken = places[0].get(pairs[a])
-            _match(own[pairs[a]] is pairs[b] if pairs[a] in own else taken is not None and taken == places[1][pairs[b]])
-            own[pairs[a]] = pairs[b]
-        with graph.inserting_before(mark):
-            made = graph.node_copy(pairs[one], own.__getitem__)
-        made.meta = {**other.meta, "val": pairs[one].meta.get("val")}
-        own[pairs[one]] = pairs[other] = made
-    return own
-
-
-def _match(fits: bool) -> None:
-    if not fits:
-        raise UnequalBlocks
+    def _spans(self, graph: fx.Graph) -> tuple[dict[Block, Span], list[fx.Node]]:
+        """Traced blocks, and the ops that stand for copied ones."""
+        spans: dict[Block, Span] = {}
+        stand_ins, running = [], None
+        for node in graph.nodes:
+            if node.target is not MARK:
+                if running is not None:
+                    running.nodes.append(node)
+                continue
+            traced, block = self._marks[str(node.args[1])]
+            if traced is not block:
+                stand_ins.append(node)
+            elif block not in spans:
+                running = spans[block] = Span(node)
+            else:
+                spans[block].end, running = node, None
+        return spans, stand_ins
 
 
 def _taken(block: Block, arguments: Sequence[Any]) -> list[Tensor]:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parplan.compat import FakeTensor
-from parplan.graph.axes.call import shape_of
+from parplan.graph.axes.call import call_value, shape_of
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import axes_of, overload
 from parplan.graph.batch_changes import BatchChanges
@@ -47,10 +46,7 @@ def compute_rows_once(graph: fx.Graph, changes: BatchChanges, samples: Set[str])
         if node.target in _SHAPED:
             place = _SHAPED[node.target]
             node.args = (*node.args[:place], one, *node.args[place + 1 :])
-        values = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-        with _fake_mode(node):
-            op: Any = node.target
-            node.meta["val"] = op(*values[0], **values[1])
+        node.meta["val"] = call_value(node)
     for node, dim in equal.items():
         for user in [user for user in node.users if user not in equal]:
             with graph.inserting_before(user):
@@ -135,9 +131,3 @@ def _is_row_by_row(node: fx.Node, dim: int, operands: Mapping[str, int]) -> bool
     # Rows that a view merges with another dimension are rows no longer.
     in_step = all(axis.dims.get(name) == at and sizes[name][at] == size for name, at in operands.items())
     return alone and in_step
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    assert isinstance(value, FakeTensor)
-    return value.fake_mode

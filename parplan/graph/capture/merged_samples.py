@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from parplan.graph.axes.call import is_tensor, shape_of
+from parplan.graph.axes.call import call_like, is_tensor, shape_of
 from parplan.graph.axes.row_syntax import Cut, OpAxis, Place
 from parplan.graph.axes.table import axes_of
 from parplan.graph.layers import BOUNDARY, LayerSet
@@ -95,7 +95,7 @@ def unflatten_between_layers(
         if not readers or hooked or node.name in kept:
             continue
         with graph.inserting_after(node):
-            unflattened = _reshape(graph, node, [*shape[:dim], *sizes, *shape[dim + 1 :]], node)
+            unflattened = _reshape(node, [*shape[:dim], *sizes, *shape[dim + 1 :]], node)
         known = grown.get(node.name, ())
         moved = (samples if own == dim else own + (own > dim) * (len(sizes) - 1) for own in known)
         inserted[unflattened.name] = tuple(moved)
@@ -108,14 +108,14 @@ def unflatten_between_layers(
             layer = layer_of[user].name
             if layer not in flattened:
                 with graph.inserting_before(user):
-                    flattened[layer] = _reshape(graph, unflattened, shape, user)
+                    flattened[layer] = _reshape(unflattened, shape, user)
                 inserted[flattened[layer].name] = tuple(known)
             user.replace_input_with(node, flattened[layer])
     return results, inserted
 
 
-def _reshape(graph: fx.Graph, source: fx.Node, shape: list[int], anchor: fx.Node) -> fx.Node:
+def _reshape(source: fx.Node, shape: list[int], anchor: fx.Node) -> fx.Node:
     """A reshape that belongs to the layer of `anchor`."""
-    made = graph.call_function(aten.reshape.default, (source, shape))
-    made.meta = {**anchor.meta, "val": source.meta["val"].reshape(shape), BOUNDARY: anchor}
+    made = call_like(anchor, aten.reshape.default, source, shape)
+    made.meta[BOUNDARY] = anchor
     return made

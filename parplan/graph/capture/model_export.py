@@ -22,17 +22,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from parplan.compat import expression_of, lazy_code, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import ContainerResults, returned_containers
-from parplan.graph.attributes.first_call import Change
+from parplan.graph.attributes.first_call import Change, refusal
 from parplan.graph.attributes.input_checks import asserted_in
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.recording import Recorder, recorded
 from parplan.graph.attributes.surroundings import compiling_branches
 from parplan.graph.axes.bags import join_bags
-from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks
-from parplan.graph.capture.first_blocks import FirstBlocks
+from parplan.graph.capture.block_copies import UnequalBlocks
+from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.export.assigned_buffers import assigned_buffers
 from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
+from parplan.graph.export.functionalise import inline_grad_regions
 from parplan.graph.export.plain_forms import plain_forms
 from parplan.graph.export.stand_ins import idle_conversions, missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
@@ -131,7 +132,7 @@ class Exported:
         program: as torch.export gives it, with lookups in step with the samples rewritten.
         recorder: attributes that the forward reads and writes.
         ops: with the modules that they are in, in their order.
-        copied: the blocks whose ops are not among them.
+        copied: the blocks that were not traced.
         containers: caches among the arguments that it returns or changes.
         compiling: the model's lines that ask whether they are compiled, where they were told so.
     """
@@ -144,9 +145,10 @@ class Exported:
     compiling: tuple[str, ...] = ()
 
     def has_ops_of(self, other: Exported) -> bool:
-        """Whether it has the ops of another one in full, in the same modules, but for copied blocks."""
+        """Whether it has the ops of another one, in the same modules, but for blocks that it has copied."""
         blocks = tuple(f"{path}." for path in self.copied)
-        return self.ops == tuple((at, op) for at, op in other.ops if not f"{at}.".startswith(blocks))
+        own, others = ([(at, op) for at, op in one.ops if not f"{at}.".startswith(blocks)] for one in (self, other))
+        return own == others
 
 
 class FirstCallChanges(CaptureError):
@@ -158,11 +160,7 @@ class FirstCallChanges(CaptureError):
     """
 
     def __init__(self, changes: Sequence[Change], program: ExportedProgram) -> None:
-        super().__init__(
-            f"the forward writes {changes[0].path}: it {changes[0].what}, which a captured model would do once and not "
-            "at every call; count in a buffer (register_buffer), return the value as a result, or write it outside of "
-            "the forward"
-        )
+        super().__init__(str(refusal(changes[0].path, changes[0].what)))
         self.changes = tuple(changes)
         self.program = program
 
@@ -176,7 +174,7 @@ def export_call(
     in Python, and only where that cannot be exported the other, of which the caller is warned.
 
     Args:
-        equal: blocks of which one is traced; their ops are filled in if they are `FirstBlocks`.
+        equal: blocks of which few are traced. The ops of the others are filled in, but not where sizes are symbols.
 
     Raises:
         CaptureError: the model cannot be exported; the text names the line.
@@ -190,13 +188,12 @@ def export_call(
         except FirstCallChanges:
             raise
         except CaptureError as error:
-            other = equal is not None and not isinstance(equal, FirstBlocks)
-            if not lines or call.compiling is not None or call.numbers or other:
+            if not lines or call.compiling is not None or call.numbers:
                 raise
             reason = error
     sites.clear()
     opaque.clear()
-    again = FirstBlocks(call.model) if equal is not None else None
+    again = EqualBlocks(call.model) if equal is not None else None
     with compiling_branches(taken=True) as lines:
         try:
             made = _export(call, given, sites, opaque, again)
@@ -218,7 +215,7 @@ def _export(
 ) -> Exported:
     model, training = call.model, call.training
     args, kwargs = given
-    modes, copied = {module: module.training for module in model.modules()}, tuple[str, ...]()
+    modes = {module: module.training for module in model.modules()}
     if training != model.training:
         model.train(training)
     try:
@@ -246,10 +243,10 @@ def _export(
             equal.traced_once(recorder) if equal is not None else contextlib.nullcontext(),
         ):
             exported = torch.export.export(model, args, kwargs, strict=False, dynamic_shapes=call.symbols(given))
-            if isinstance(equal, FirstBlocks):
-                equal.fill_in_alike(exported)
-            elif equal is not None:
-                copied = equal.copied(model)
+            inline_grad_regions(exported)
+            copied = equal.copied if equal is not None else ()
+            if equal is not None and not call.symbolic:
+                equal.fill_in(exported)
             ops = tuple(_calls(exported))
             if call.symbolic:
                 return Exported(exported, recorder, ContainerResults(), ops, copied)

@@ -5,23 +5,22 @@ Two numbers of samples show how each size grows. The symbol shows under which co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
-from torch.export.graph_signature import InputSpec
-
 from parplan.compat import symbolic_sizes
 from parplan.errors import CaptureError
+from parplan.graph.attributes.containers import ContainerResults
 from parplan.graph.attributes.size_branches import SizeBranches
-from parplan.graph.capture.equal_blocks import EqualBlocks, UnequalBlocks, equal_blocks
+from parplan.graph.capture.block_copies import UnequalBlocks
+from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
 from parplan.graph.user_code.module_hooks import Site
 from parplan.graph.user_code.opaque import OpaqueCalls
 from parplan.graph.user_line import is_users, source_line
 
-__all__ = ["Twin", "at_another_batch", "from_equal_blocks", "is_plain", "ops_of"]
+__all__ = ["Twin", "at_another_batch", "export_blocks"]
 
 _FURTHER = 8  # times the captured batch, up to which a number of samples is looked for that takes the same branches
 
@@ -77,8 +76,7 @@ def _twin(call: ExportRequest, first: Exported, batches: Sequence[int], leaves: 
             opaque = OpaqueCalls()
             try:
                 given = call.resized(samples, batch)
-                made = from_equal_blocks(call, *ops_of(first), given) if is_plain(call, first) else None
-                made = made or export_call(call, given, {}, opaque)
+                made = _export_again(call, first, given, opaque)
             except CaptureError as error:
                 reasons.append(f"for {batch}: {error}")
                 continue
@@ -86,34 +84,30 @@ def _twin(call: ExportRequest, first: Exported, batches: Sequence[int], leaves: 
     return Twin(call.alike, call.opaque, errors=tuple(reasons))
 
 
-def ops_of(made: Exported) -> tuple[fx.Graph, Sequence[InputSpec]]:
-    """The graph of an export, and what its inputs are."""
-    return made.program.graph, made.program.graph_signature.input_specs
-
-
-def is_plain(call: ExportRequest, first: Exported) -> bool:
-    """Whether an export in full is ops alone: no calls of the user's code, nothing left on modules."""
-    code = call.sites or call.opaque.sites or call.opaque.checkpoints
-    return not (call.numbers or code or first.recorder.stored)
-
-
-def from_equal_blocks(call: ExportRequest, graph: fx.Graph, inputs: Sequence[InputSpec], given: Any) -> Exported | None:
-    """An export with other sizes that traces one of several equal blocks; None where it has to be one in full.
+def export_blocks(call: ExportRequest, given: Any, known: Collection[str] = ()) -> Exported | None:
+    """An export that traces few of many blocks of one structure; None where it has to be one in full.
 
     Args:
-        graph, inputs: of an export in full, and of its signature.
         given: (args, kwargs).
+        known: paths of blocks that another export of the call has copied.
     """
-    blocks = equal_blocks(call.model, graph, inputs)
-    if not blocks:
+    if call.numbers or not (blocks := EqualBlocks(call.model, known)).blocks:
         return None
-    equal, opaque, sites = EqualBlocks(blocks), OpaqueCalls(), dict[str, Site]()
+    opaque, sites = OpaqueCalls(), dict[str, Site]()
     try:
-        made = export_call(call, given, sites, opaque, equal)
-        equal.fill_in(graph, made.program)
+        made = export_call(call, given, sites, opaque, blocks)
     except (CaptureError, UnequalBlocks):
         return None
-    return None if sites or opaque.sites or opaque.checkpoints or made.recorder.stored else made
+    # Nobody sees copied blocks run code of the user's, read tensors on the host, change caches or store values.
+    unseen = made.recorder.host_reads.any or made.containers != ContainerResults()
+    seen = not (sites or opaque.sites or opaque.checkpoints or unseen)
+    return made if seen and blocks.stores_alike(made.recorder.stored) else None
+
+
+def _export_again(call: ExportRequest, first: Exported, given: Any, opaque: OpaqueCalls) -> Exported:
+    """The export with other sizes: of blocks that the first one has copied one is traced."""
+    made = export_blocks(call, given, first.copied) if first.copied else None
+    return made or export_call(call, given, {}, opaque)
 
 
 def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBranches:
@@ -125,16 +119,13 @@ def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBran
         return SizeBranches(batch, not_one=one.measured)
     file, number, _ = next(iter(one.sizes.keys() ^ other.sizes.keys()))
     first_read = source_line(file, number)
-    blocks = equal_blocks(call.model, *ops_of(first)) if is_plain(call, first) else {}
-    # The symbol stands for 2 and more samples. Copied blocks are as the traced one, but for sizes that tell them apart.
-    for equal in (*([EqualBlocks(blocks)] if blocks else []), None) if batch > 1 else ():
+    if batch > 1:  # the symbol stands for 2 and more samples
         try:
             with symbolic_sizes(lambda frame: is_users(frame.f_code.co_filename)):
                 given = call.resized(twin.samples, call.batch)
-                made = export_call(replace(call, symbolic=twin.samples), given, {}, OpaqueCalls(), equal)
-        except (CaptureError, UnequalBlocks):
-            continue
-        if made.has_ops_of(first):
-            return SizeBranches.of(made.program, batch, first_read)
-        break  # other ops are others in full, too
+                made = _export_again(replace(call, symbolic=twin.samples), first, given, OpaqueCalls())
+            if made.has_ops_of(first):
+                return SizeBranches.of(made.program, batch, first_read)
+        except CaptureError:
+            pass
     return SizeBranches(batch, unknown=first_read)

@@ -81,13 +81,11 @@ def assigned_buffers(model: nn.Module) -> Iterator[list[Change]]:
                     changes.append(_replaced(_path(path, name), module, name, own[path].get(name, MISSING), one))
         before.clear()
 
-    handles = [model.register_forward_pre_hook(begun, prepend=True), model.register_forward_hook(ended)]
     try:
-        with own_buffer_assignments():
+        entering, leaving = model.register_forward_pre_hook(begun, prepend=True), model.register_forward_hook(ended)
+        with entering, leaving, own_buffer_assignments():
             yield changes
     finally:
-        for handle in handles:
-            handle.remove()
         for path, held in before.items():  # of a forward that has failed
             for now, known in zip((modules[path]._parameters, modules[path]._buffers), held, strict=True):
                 for name in now.keys() - known.keys():

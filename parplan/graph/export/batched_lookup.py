@@ -6,13 +6,14 @@ token that is no padding). As an index op it mixes samples: any row may be read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from parplan.graph.axes.call import range_of, shape_of
+from parplan.graph.axes.call import call_like, range_of, shape_of
 
 __all__ = ["gather_batched_lookups"]
 
@@ -41,7 +42,7 @@ def gather_batched_lookups(graph: fx.Graph) -> None:
                 positions = positions.all_input_nodes[0]
             if range_of(positions) == (0, size, 1) and fits:
                 with graph.inserting_before(node):
-                    result = _Gather(graph, node, source, lookup).result(step, looked, shape, along[0])
+                    result = _gathered(node, (step, looked), shape, along[0])
                 node.replace_all_uses_with(result)
                 graph.erase_node(node)
                 while count.op == "call_function" and not count.users:
@@ -50,56 +51,38 @@ def gather_batched_lookups(graph: fx.Graph) -> None:
                 break
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """The nodes of one lookup as a gather."""
+def _gathered(node: fx.Node, places: Sequence[int], looked_up: tuple[int, ...], along: int) -> fx.Node:
+    """A lookup as a gather.
 
-    graph: fx.Graph
-    node: fx.Node
-    source: fx.Node
-    lookup: fx.Node
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.graph.call_function(target, args, kwargs)
-        values, named = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
-        made.meta = {**self.node.meta, "val": target(*values, **named)}
-        return made
-
-    def result(self, step: int, looked: int, looked_up: tuple[int, ...], along: int) -> fx.Node:
-        """`source` looked up along dimension `looked`, in step with dimension `step`.
-
-        Args:
-            looked_up: shape of the indices, broadcast.
-            along: its dimension that is in step.
-        """
-        shape, rank, lookup = shape_of(self.source), len(looked_up), self.lookup
-        if lookup.meta["val"].dtype is not torch.int64:
-            lookup = self._call(aten._to_copy.default, lookup, dtype=torch.int64)
-        negative, from_end = (
-            self._call(aten.lt.Scalar, lookup, 0),
-            self._call(aten.add.Scalar, lookup, shape[looked]),
-        )
-        lookup = self._call(aten.where.self, negative, from_end, lookup)
-        others = [dim for dim in range(rank) if dim != along]
-        if shape_of(lookup) != looked_up:
-            lookup = self._call(aten.expand.default, lookup, list(looked_up))
-        if along:
-            lookup = self._call(aten.permute.default, lookup, [along, *others])
-        each = lookup.meta["val"].numel() // shape[step]
-        sizes = {step: shape[step], looked: each}
-        aligned = self._call(aten.reshape.default, lookup, [sizes.get(dim, 1) for dim in range(len(shape))])
-        index = self._call(aten.expand.default, aligned, [sizes.get(dim, size) for dim, size in enumerate(shape)])
-        found = self._call(aten.gather.default, self.source, looked, index)
-        # The two dimensions are those of the indices now, in the order in which source has them.
-        first = min(step, looked)
-        order = [along, *others] if step < looked else [*others, along]
-        found = self._call(
-            aten.reshape.default, found,
-            [*shape[:first], *(looked_up[dim] for dim in order), *shape[first + 2 :]],
-        )  # fmt: skip
-        if order == sorted(order):
-            return found
-        moved = [first + order.index(dim) for dim in range(rank)]
-        return self._call(
-            aten.permute.default, found, [*range(first), *moved, *range(first + rank, len(shape) + rank - 2)]
-        )
+    Args:
+        places: the dimension that is in step with the indices, and the one that is looked up in.
+        looked_up: shape of the indices, broadcast.
+        along: its dimension that is in step.
+    """
+    source: Any = node.args[0]
+    indices: Any = node.args[1]
+    (step, looked), lookup = places, indices[places[1]]
+    shape, rank, call = shape_of(source), len(looked_up), partial(call_like, node)
+    if lookup.meta["val"].dtype is not torch.int64:
+        lookup = call(aten._to_copy.default, lookup, dtype=torch.int64)
+    negative, from_end = call(aten.lt.Scalar, lookup, 0), call(aten.add.Scalar, lookup, shape[looked])
+    lookup = call(aten.where.self, negative, from_end, lookup)
+    others = [dim for dim in range(rank) if dim != along]
+    if shape_of(lookup) != looked_up:
+        lookup = call(aten.expand.default, lookup, list(looked_up))
+    if along:
+        lookup = call(aten.permute.default, lookup, [along, *others])
+    each = lookup.meta["val"].numel() // shape[step]
+    sizes = {step: shape[step], looked: each}
+    aligned = call(aten.reshape.default, lookup, [sizes.get(dim, 1) for dim in range(len(shape))])
+    index = call(aten.expand.default, aligned, [sizes.get(dim, size) for dim, size in enumerate(shape)])
+    found = call(aten.gather.default, source, looked, index)
+    # The two dimensions are those of the indices now, in the order in which source has them.
+    first = min(step, looked)
+    order = [along, *others] if step < looked else [*others, along]
+    sizes_behind = [looked_up[dim] for dim in order]
+    found = call(aten.reshape.default, found, [*shape[:first], *sizes_behind, *shape[first + 2 :]])
+    if order == sorted(order):
+        return found
+    moved = [first + order.index(dim) for dim in range(rank)]
+    return call(aten.permute.default, found, [*range(first), *moved, *range(first + rank, len(shape) + rank - 2)])

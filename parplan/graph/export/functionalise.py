@@ -23,11 +23,13 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.compat import is_composite, overload_name, schema_of
-from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
+from parplan.graph.axes.call import call_like, call_value, is_inplace, is_tensor, memory_of_node
 from parplan.graph.axes.table import row_of
-from parplan.graph.export.late_writes import NO_GRAD, written_late
+from parplan.graph.export.late_writes import DETACHED, NO_GRAD, written_late
 
-__all__ = ["Functional", "functionalise", "out_of_place", "rename_output", "without_changes"]
+__all__ = [
+    "Functional", "functionalise", "inline_grad_regions", "out_of_place", "rename_output", "without_changes",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -51,8 +53,7 @@ class Functional:
 
 
 def functionalise(exported: ExportedProgram) -> Functional:
-    """The program without in-place changes and gradient regions; `exported` is changed."""
-    _inline_grad_regions(exported)
+    """The program without in-place changes; `exported`, without gradient regions, is changed."""
     _spell_out(exported.graph)
     _reveal_aliases(exported.graph)
     _write_sections(exported)
@@ -82,18 +83,21 @@ def _scatter_as_pairs(program: ExportedProgram) -> None:
             whole, part, *rest = node.args
             dim = rest.pop(0) if rest else 0
             with graph.inserting_before(node):
-                pairs = [_called(graph, node, aten.view_as_real.default, (one,), {}) for one in (whole, part)]
-                put = (*pairs, int(dim) % node.meta["val"].dim(), *rest)
-                put_in = _called(graph, node, node.target, put, node.kwargs)
-                made = _called(graph, node, aten.view_as_complex.default, (put_in,), {})
+                pairs = [call_like(node, aten.view_as_real.default, one) for one in (whole, part)]
+                dim = int(dim) % node.meta["val"].dim()
+                put_in = call_like(node, node.target, *pairs, dim, *rest, **node.kwargs)
+                made = call_like(node, aten.view_as_complex.default, put_in)
             rename_output(program, node.name, made.name)
             node.replace_all_uses_with(made)
             graph.erase_node(node)
 
 
-def _inline_grad_regions(exported: ExportedProgram) -> None:
+def inline_grad_regions(exported: ExportedProgram) -> None:
     """Copy the nodes of `torch.no_grad` and `enable_grad` regions in; results of the former are detached."""
     graph = exported.graph
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops
     for node in list(graph.nodes):
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
             continue
@@ -111,13 +115,14 @@ def _inline_grad_regions(exported: ExportedProgram) -> None:
                 result = results[user.args[1]]
                 if not enabled:
                     result = graph.call_function(aten.detach.default, (result,))
-                    result.meta = {**result.args[0].meta, "val": user.meta["val"]}
+                    result.meta = {**result.args[0].meta, "val": user.meta["val"], DETACHED: True}
             user.replace_all_uses_with(result)
             rename_output(exported, user.name, result.name)
             graph.erase_node(user)
         graph.erase_node(node)
         if not region.users:
             graph.erase_node(region)
+            delattr(exported.graph_module, region.target)
 
 
 def rename_output(exported: ExportedProgram, old: str, new: str) -> None:
@@ -202,7 +207,7 @@ def _reveal_aliases(graph: fx.Graph) -> None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         elif node in alike:  # from torch 2.15 on: in memory of its own it is a layer, as in training
-            node.meta["val"] = _value(aten.clone.default, (source,), {})
+            node.meta["val"] = aten.clone.default(source.meta["val"])
             _follow(other for other in alike if other > node)
 
 
@@ -214,7 +219,7 @@ def _follow(nodes: Iterable[fx.Node]) -> None:
     """Views, and what is changed in place, share the memory that their operands have now."""
     for node in nodes:
         source: Any = node.args[0]
-        node.meta["val"] = source.meta["val"] if is_inplace(node) else _value(node.target, node.args, node.kwargs)
+        node.meta["val"] = source.meta["val"] if is_inplace(node) else call_value(node)
 
 
 def _write_sections(exported: ExportedProgram) -> None:
@@ -236,31 +241,17 @@ def _write_sections(exported: ExportedProgram) -> None:
         if alike[0] is not whole or whole.op == "placeholder" or any(u > node for one in earlier for u in one.users):
             continue
         with graph.inserting_before(node):
-            part = _called(graph, node, plain, node.args, node.kwargs)
+            part = call_like(node, plain, *node.args, **node.kwargs)
             if part.meta["val"].dtype != node.meta["val"].dtype:  # which a change in place keeps
                 graph.erase_node(part)
                 continue
             for view in views:
-                part = _called(graph, node, SCATTERS[view.target], (view.args[0], part, *view.args[1:]), view.kwargs)
+                part = call_like(node, SCATTERS[view.target], view.args[0], part, *view.args[1:], **view.kwargs)
         for user in [user for user in whole.users if user > node]:
             user.replace_input_with(whole, part)
         rename_output(exported, whole.name, part.name)
         _follow(other for other in alike if other > node)
         graph.erase_node(node)
-
-
-def _called(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
-    """A call of an op, with the origin of another node."""
-    made = graph.call_function(target, args, kwargs)
-    made.meta = {**like.meta, "val": _value(target, args, kwargs)}
-    return made
-
-
-def _value(target: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op on the values of nodes, of which the first argument is one."""
-    given, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
-    with given[0].fake_mode:
-        return target(*given, **named)
 
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:

@@ -15,12 +15,12 @@ from torch.export.graph_signature import InputKind
 from parplan.compat import schema_of
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 
-__all__ = ["NO_GRAD", "written_late"]
+__all__ = ["DETACHED", "NO_GRAD", "written_late"]
 
 aten = torch.ops.aten
 
-# Marks nodes that came out of a torch.no_grad region.
-NO_GRAD = "parplan_no_grad"
+# Mark nodes that came out of a torch.no_grad region, and those that detach its results.
+NO_GRAD, DETACHED = "parplan_no_grad", "parplan_detached"
 # Ops whose backward needs no tensor of the forward, and those that need none beside a number.
 # fmt: off
 _SAVES_NOTHING = frozenset((

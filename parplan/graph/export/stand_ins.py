@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +67,8 @@ def idle_conversions() -> Iterator[None]:
         idle = placed and (dtype is None or all(tensor.dtype == dtype for tensor in typed))
         return self if idle else plain(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(nn.Module, "to", to):
         yield
-    finally:
-        nn.Module.to = plain  # type: ignore[method-assign]
 
 
 class _Stay(TorchFunctionMode):

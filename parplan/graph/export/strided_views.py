@@ -7,13 +7,13 @@ strides. So the operand is brought into the order that it had in memory, flat an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from parplan.errors import CaptureError
+from parplan.graph.axes.call import call_like
 from parplan.graph.user_line import code_line
 
 __all__ = ["lay_out_strided"]
@@ -45,17 +45,10 @@ def lay_out_strided(graph: fx.Graph) -> None:
                 f"beside it{f' at {line}' if line else ''}; use slices, expand or unfold"
             )
 
-        def added(op: Callable[..., Tensor], *args: Any, node: fx.Node = node, **kwargs: Any) -> fx.Node:
-            made = graph.call_function(op, args, kwargs)
-            values, named = fx.node.map_arg((args, kwargs), lambda operand: operand.meta["val"])
-            with values[0].fake_mode:
-                made.meta = {**node.meta, "val": op(*values, **named)}
-            return made
-
         with graph.inserting_before(node):
-            flat = source if order == sorted(order) else added(aten.permute.default, source, order)
-            flat = added(aten.reshape.default, flat, [value.numel()])
-            flat = added(aten.clone.default, flat, memory_format=torch.contiguous_format)
+            flat = source if order == sorted(order) else call_like(node, aten.permute.default, source, order)
+            flat = call_like(node, aten.reshape.default, flat, [value.numel()])
+            flat = call_like(node, aten.clone.default, flat, memory_format=torch.contiguous_format)
         node.target, node.args = aten.as_strided.default, (flat, size, stride, start)
 
 

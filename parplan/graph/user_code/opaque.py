@@ -27,6 +27,7 @@ from parplan.errors import CaptureError
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.batch_changes import BatchChanges
 from parplan.graph.export.functionalise import rename_output
+from parplan.graph.export.late_writes import NO_GRAD
 from parplan.graph.sites import set_site
 from parplan.graph.user_code.function_probe import probe
 from parplan.graph.user_code.functions import CUSTOM_FUNCTION, FunctionSite, custom_function, known_sites
@@ -180,13 +181,9 @@ class OpaqueCalls:
                         f"what a hook reads is changed by the forward after it is registered\n  at {site.line}\n"
                         "  bind it as an argument: functools.partial(hook, value)"
                     )
-        for node in exported.graph.nodes:
-            for source in node.all_input_nodes:
-                source.users.setdefault(node)  # where gradients are switched off, torch.export forgets unread ops here
-        outer = set(exported.graph.nodes)
         for node in _opaque(exported.graph_module):
             site = self.sites[str(node.args[-1])]
-            if isinstance(site, HookSite) and node not in outer:
+            if isinstance(site, HookSite) and NO_GRAD in node.meta:
                 raise CaptureError(
                     f"a hook is registered on a tensor under torch.no_grad(), behind which there is no gradient\n  at "
                     f"{site.line}\n  leave it out, or register it on the tensor outside of no_grad"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from parplan.errors import CaptureError, PlanError, RuntimeFailure
 from parplan.graph.attributes.number_inputs import Number
 from parplan.graph.attributes.surroundings import callers_modes
 from parplan.graph.capture.capture import capture, computes_alike
-from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_code.module_hooks import HookWatch
 from parplan.plan import Plan
@@ -69,7 +67,7 @@ class Captures:
         self._fixed: set[frozenset[str]] = set()  # numbers that no graph can take as inputs
         self._bound: set[Hashable] = set()  # kinds that are captured for every number of samples
         self._traced: dict[Hashable, LayerGraph] = {}  # captured to be planned for, not yet run
-        self._exports: dict[Hashable, EarlierExport] = defaultdict(EarlierExport)  # by kinds that differ in sizes only
+        self._compiling: set[Hashable] = set()  # kinds, whatever their sizes, whose code for compilers is captured
         self.programs = Programs(module, transport, options)
         self.plan: Plan | None = None
         self.planned: PlannedMemory | None = None
@@ -81,7 +79,7 @@ class Captures:
         self._fixed.clear()
         self._bound.clear()
         self._traced.clear()
-        self._exports.clear()
+        self._compiling.clear()
         self._own.look_up()
         self._hooks = HookWatch(self._module)
         self.programs.copies.clear()
@@ -289,7 +287,7 @@ class Captures:
         # A graph made here also serves calls that record gradients; a checkpoint around this one must not see it made.
         with callers_modes(), torch.inference_mode(False), saved_tensors_hooks(*[lambda tensor: tensor] * 2):
             args, kwargs = call.resized(batch) if batch is not None else pytree.tree_unflatten(call.leaves, call.spec)
-            earlier = self._exports[self._modes(training), str(call.spec)]
+            kind = self._modes(training), str(call.spec)
             graph = capture(
                 self._module,
                 args,
@@ -297,21 +295,14 @@ class Captures:
                 training=training,
                 dim=self._dim,
                 numbers=numbers,
-                earlier=earlier,
+                compiling=kind in self._compiling or None,
                 settle=settle,
             )
+        if graph.compiling:
+            self._compiling.add(kind)
         if self._transport.processes > 1 and not self._grouped:
             check_own_samples(graph)
         return graph
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A parameter, buffer or submodule, and the dictionary of its module that it is in."""
-
-    place: Mapping[str, object]
-    key: str
-    thing: object
 
 
 class _OwnTensors:
@@ -324,7 +315,7 @@ class _OwnTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[Mapping[str, object], str, object]] = []
         self._places: list[Mapping[str, object]] = []
         self._sizes: list[int] = []
         self._parameters: list[nn.Parameter] = []
@@ -339,14 +330,14 @@ class _OwnTensors:
             place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
         ]
         self._sizes = [len(place) for place in self._places]
-        self._entries = [_Entry(place, key, thing) for place in self._places for key, thing in place.items()]
+        self._entries = [(place, key, thing) for place in self._places for key, thing in place.items()]
 
     @property
     def replaced(self) -> bool:
         """Whether one of them is no longer the module's, or there are others."""
         if self._sizes != [*map(len, self._places)]:
             return True
-        return any(entry.place.get(entry.key) is not entry.thing for entry in self._entries)
+        return any(place.get(key) is not thing for place, key, thing in self._entries)
 
     @property
     def trained(self) -> Hashable:

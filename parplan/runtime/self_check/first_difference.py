@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,12 +104,10 @@ def _module_outputs(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         tensors = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         found[path if call == 0 else f"{path}@{call}"] = tensors
 
-    handles = [part.register_forward_hook(partial(record, path)) for path, part in module.named_modules()]
-    try:
+    with ExitStack() as stack:
+        for path, part in module.named_modules():
+            stack.enter_context(part.register_forward_hook(partial(record, path)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)

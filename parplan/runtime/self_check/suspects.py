@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from parplan.compat import pytree
+from parplan.graph.attributes.surroundings import random_states
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.user_line import calling_line
 
@@ -73,30 +72,20 @@ def suspects(module: nn.Module, graph: LayerGraph) -> Iterator[Suspects]:
     """Watch one forward of `module`."""
     seen = Suspects()
     before = {id(part): dict(vars(part)) for part in module.modules()}
-    python, numpy = random.getstate(), _numpy_state()
-    handle = module.register_forward_hook(lambda part, args, result: seen.functions(result))
-    try:
-        with seen:
-            yield seen
-    finally:
-        handle.remove()
+    states = random_states()
+    with module.register_forward_hook(lambda part, args, result: seen.functions(result)), seen:
+        yield seen
     for path, part in module.named_modules():
         old = before[id(part)]
         for name, value in vars(part).items():
             if name not in ("_parameters", "_buffers", "_modules") and old.get(name) is not value and name in old:
                 seen.found.setdefault(f"the forward sets the attribute {name!r} of {path or type(part).__name__}")
-    if random.getstate() != python:
-        seen.found.setdefault("the forward draws from Python's random, which a captured graph holds as one number")
-    if _numpy_state() != numpy:
-        seen.found.setdefault("the forward draws from NumPy's random, which a captured graph holds as one number")
+    drawn = random_states()
+    for name, whose in (("random", "Python's"), ("numpy.random", "NumPy's")):
+        if name in states and drawn[name] != states[name]:
+            seen.found.setdefault(f"the forward draws from {whose} random, which a captured graph holds as one number")
     written = [graph.buffers[name] for name in (*graph.counters, *graph.buffer_updates) if name in graph.buffers]
     read = {graph.buffers.get(name) for layer in graph.layers.values() for name in layer.buffers}
     for name in written:
         if name in read:
             seen.found.setdefault(f"the forward writes the buffer {name} and uses its value")
-
-
-def _numpy_state() -> bytes:
-    """NumPy's global generator, as bytes to compare."""
-    state: Any = np.random.get_state(legacy=False)
-    return bytes(state["state"]["key"].tobytes()) + repr(state["state"]["pos"]).encode()

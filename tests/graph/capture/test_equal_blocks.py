@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from itertools import count
@@ -12,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.graph.capture import first_blocks, other_batches
+from parplan.graph.capture import equal_blocks
 from parplan.graph.capture.capture import capture
-from parplan.graph.capture.equal_blocks import EarlierExport
 from parplan.graph.layer_graph import LayerGraph
 
-BLOCKS, ODD, BATCH = 5, 3, 4
+BLOCKS, ODD, BATCH = 8, 3, 4
 
 
 class Block(nn.Module):
@@ -218,72 +216,6 @@ class Kept(Net):
         return found
 
 
-# By name the model, and the blocks that are traced at the second number of samples.
-NETS: dict[str, tuple[Callable[[], Net], list[int]]] = {
-    "equal": (equal, [0]),
-    "constant": (constant, [0, ODD]),
-    "setting": (setting, [0, ODD]),
-    "branch": (lambda: Net(branch), [0, 1, 2, 3, 4]),
-    "branch at one number of samples": (lambda: Net(late_branch), [0, 1, 2, 3, 4]),
-    "size of a buffer": (buffer_size, [0, ODD]),
-    "number of samples": (number_of_samples, [0, ODD]),
-    "number of samples in all": (lambda: Net(divided), [0]),
-    "forward of its own": (own_forward, [0]),
-    "frozen": (frozen, [0, ODD]),
-    "dropout": (lambda: Net(dropped), [0]),
-    "bound forward": (evaluated, [0, ODD]),
-    "in place": (lambda: Net(in_place), [0, 1, 2, 3, 4]),
-    "constant tensor": (lambda: Net(listed), [0, 1, 2, 3, 4]),
-    "argument": (ByArgument, [0, ODD]),
-    "wiring": (ByWiring, [0, ODD, *range(BLOCKS)]),
-    "exchanged": (Exchanged, [0, *range(BLOCKS)]),
-    "attribute set meanwhile": (lambda: ByAttribute(scaled), [0, 1, 2, 3, 4]),
-    "kept results": (Kept, [0]),
-    "tied": (tied, [0]),
-    "hooks": (hooked, [0, 1, 2, 3, 4]),
-}
-
-
-READERS = (
-    "branch at one number of samples", "number of samples", "number of samples in all", "forward of its own",
-    "argument", "wiring", "exchanged", "attribute set meanwhile",
-)  # fmt: skip
-
-
-def facts(graph: LayerGraph) -> list[Any]:
-    """All that a capture says of a model, ops as text."""
-    numbers = {node: number for number, node in enumerate(next(iter(graph.layers.values())).nodes[0].graph.nodes)}
-    ops = [
-        (node.name, str(node.target), repr(node.args), repr(node.kwargs), str(node.meta.get("val")))
-        for layer in graph.layers.values()
-        for node in layer.nodes
-    ]
-    layers = [
-        (layer.name, layer.inputs, layer.outputs, layer.parameters, layer.batch, layer.axes, layer.constant)
-        for layer in graph.layers.values()
-    ]
-    rest = (graph.grown, graph.batch_dims, graph.fixed_batch, graph.one_batch, graph.values, graph.user_outputs)
-    return [len(numbers), ops, layers, *rest, graph.sample_indices, graph.unplaced, graph.flattened]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", NETS)
-def test_the_capture_is_that_of_two_full_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, second = NETS[name]
-    first = [block for block in range(BLOCKS) if name != "forward of its own" or block != ODD]
-    torch.manual_seed(0)
-    net = make()
-    TRACED.clear()
-    found = capture(net, (torch.randn(BATCH, 8),))
-    index = {id(block): number for number, block in enumerate(net.blocks)}
-    traced = [index[block] for block in TRACED]
-    monkeypatch.setattr(other_batches, "from_equal_blocks", lambda *given: None)
-    assert facts(found) == facts(capture(net, (torch.randn(BATCH, 8),)))
-    known = len(first + second)
-    assert traced[:known] == first + second
-    assert bool(traced[known:]) == (name in READERS)  # which are traced once more, with a symbol for the samples
-
-
 def counted(block: Block, x: Tensor, beside: Tensor) -> Tensor:
     return x * numbered()
 
@@ -354,74 +286,6 @@ class Twice(Net):
         return found
 
 
-MANY = 8
-ALL = list(range(MANY))
-COMPARED = [0, 1, MANY - 1]
-# By name the model, and the blocks that are traced at the first number of samples of a model with many.
-FIRST: dict[str, tuple[Callable[[], Net], list[int]]] = {
-    **{
-        name: (NETS[name][0], COMPARED)
-        for name in ("equal", "dropout", "kept results", "tied", "wiring", "exchanged", "argument")
-    },
-    **{name: (NETS[name][0], [0, 1, ODD, MANY - 1]) for name in ("constant", "setting", "size of a buffer")},
-    **{name: (NETS[name][0], ALL) for name in ("branch", "in place", "constant tensor")},
-    "frozen": (frozen, [0, 1, ODD, MANY - 1]),
-    "hooks": (hooked, [0, 1, ODD, MANY - 1, *ALL]),
-    "attribute set meanwhile": (lambda: ByAttribute(scaled), ALL),
-    "a counter that nobody sees": (lambda: Net(counted), [*COMPARED, *ALL]),
-    "weights from elsewhere": (borrower, ALL),
-    "notes of each block": (lambda: Net(noting), [*COMPARED, *ALL]),
-    "written behind": (Shifted, [*COMPARED, *ALL]),
-    "without gradients": (Unwatched, COMPARED),
-    "two groups": (Groups, [7, 6, 5, 4, 0]),
-    "called twice": (Twice, [*COMPARED, *ALL]),
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", FIRST)
-def test_a_first_capture_of_many_blocks_is_that_of_a_full_export(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", MANY)
-    monkeypatch.setattr(first_blocks, "LEAST_ALIKE", 6)
-    monkeypatch.setattr(first_blocks, "LEAST_PARTS", 3)
-    make, expected = FIRST[name]
-    torch.manual_seed(0)
-    net, given = make(), (torch.randn(BATCH, 8),)
-    index = {id(block): number for number, block in enumerate(net.blocks)}
-    TRACED.clear()
-    found = capture(net, given)
-    assert [index[block] for block in TRACED][: len(expected)] == expected
-    if name == "a counter that nobody sees":  # which a capture cannot be asked for twice
-        return
-    monkeypatch.setattr(first_blocks, "LEAST_ALIKE", MANY + 1)
-    TRACED.clear()
-    full = capture(net, given)
-    assert set(ALL).issubset(index[block] for block in TRACED[: 2 * MANY])
-    assert facts(found) == facts(full)
-    assert {(e.path, str(e.key)) for e in found.reads.entries} == {(e.path, str(e.key)) for e in full.reads.entries}
-    assert [(one.path, one.template.leaves) for one in found.stored] == [
-        (one.path, one.template.leaves) for one in full.stored
-    ]
-
-
-def long_branch(block: Block, x: Tensor, beside: Tensor) -> Tensor:
-    return x * 2 if x.shape[1] > SHORT else x
-
-
-def long_op(block: Block, x: Tensor, beside: Tensor) -> Tensor:
-    return x.neg() if x.shape[1] > SHORT else x.abs()
-
-
-def long_setting(block: Block, x: Tensor, beside: Tensor) -> Tensor:
-    return x * (block.scale if x.shape[1] > SHORT else 2.0)
-
-
-def scaled_by_length() -> Net:
-    net = Net(long_setting)
-    net.block(ODD).scale = 3.0
-    return net
-
-
 class NamedLikePythons(Net):
     """Its argument has a name that fx gives to no node."""
 
@@ -429,63 +293,103 @@ class NamedLikePythons(Net):
         return super().forward(input)
 
 
-class OddWhenLong(Net):
-    """Longer sequences go through one block otherwise."""
-
-    def step(self, index: int, block: Any, x: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-        given = (beside, x) if x.shape[1] > SHORT and index == ODD else (x, beside)
-        found: tuple[Tensor, Tensor] = block(*given)
-        return found
-
-
-SHORT, LONG = 5, 7
-EVERY = list(range(BLOCKS))
-# By name the model, and the blocks that are traced in the first export of longer sequences.
-LENGTHS: dict[str, tuple[Callable[[], Net], list[int]]] = {
-    "equal": (equal, [0]),
-    "kept results": (Kept, [0]),
-    "an input called input": (NamedLikePythons, [0]),
-    "constant": (constant, [0, ODD]),
-    "a further op": (lambda: Net(long_branch), [0, *EVERY]),
-    "another op": (lambda: Net(long_op), [0, *EVERY]),
-    "an attribute that shorter ones do not need": (lambda: Net(long_setting), [0]),
-    "the same, which differs": (scaled_by_length, [0, ODD]),
-    "wiring": (OddWhenLong, [0, *EVERY]),
-    **{name: (NETS[name][0], EVERY) for name in ("branch", "in place", "constant tensor", "hooks")},
-    **{name: (NETS[name][0], [0, ODD]) for name in ("setting", "size of a buffer", "frozen", "bound forward")},
-    **{name: (NETS[name][0], [0]) for name in ("dropout", "tied")},
+ALL = list(range(BLOCKS))
+COMPARED, ODD_TOO = [0, 1, BLOCKS - 1], [0, 1, ODD, BLOCKS - 1]
+# By name the model, and the blocks that are traced at the first and at the second number of samples.
+NETS: dict[str, tuple[Callable[[], Net], list[int], list[int]]] = {
+    "equal": (equal, COMPARED, [0]),
+    "constant": (constant, ODD_TOO, [0, ODD]),
+    "setting": (setting, ODD_TOO, [0, ODD]),
+    "branch": (lambda: Net(branch), ALL, ALL),
+    "branch at one number of samples": (lambda: Net(late_branch), COMPARED, ALL),
+    "size of a buffer": (buffer_size, ODD_TOO, [0, ODD]),
+    "number of samples": (number_of_samples, ODD_TOO, [0, ODD]),
+    "number of samples in all": (lambda: Net(divided), COMPARED, [0]),
+    "forward of its own": (own_forward, COMPARED, [0]),
+    "frozen": (frozen, ODD_TOO, [0, ODD]),
+    "dropout": (lambda: Net(dropped), COMPARED, [0]),
+    "bound forward": (evaluated, ODD_TOO, [0, ODD]),
+    "in place": (lambda: Net(in_place), ALL, ALL),
+    "constant tensor": (lambda: Net(listed), ALL, ALL),
+    "argument": (ByArgument, COMPARED, [0, ODD]),
+    "an input called input": (NamedLikePythons, COMPARED, [0]),
+    "wiring": (ByWiring, COMPARED, [0, ODD]),
+    "exchanged": (Exchanged, COMPARED, [0]),
+    "attribute set meanwhile": (lambda: ByAttribute(scaled), ALL, ALL),
+    "kept results": (Kept, COMPARED, [0]),
+    "tied": (tied, COMPARED, [0]),
+    "hooks": (hooked, [*ODD_TOO, *ALL], ALL),
+    "a counter that nobody sees": (lambda: Net(counted), [*COMPARED, *ALL], ALL),
+    "weights from elsewhere": (borrower, ALL, ALL),
+    "notes of each block": (lambda: Net(noting), [*COMPARED, *ALL], [*ALL, *ALL]),  # once more settled
+    "written behind": (Shifted, [*COMPARED, *ALL], ALL),
+    "without gradients": (Unwatched, COMPARED, [0]),
+    "two groups": (Groups, [7, 6, 5, 4, 0], [7, 6]),
+    "called twice": (Twice, [*COMPARED, *ALL, 0], [*ALL, 0]),
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_capture_of_longer_sequences_is_that_of_full_exports(name: str) -> None:
-    make, expected = LENGTHS[name]
+READERS = (
+    "branch at one number of samples", "number of samples", "number of samples in all", "forward of its own",
+    "argument", "wiring", "exchanged", "attribute set meanwhile",
+)  # fmt: skip
+
+
+def facts(graph: LayerGraph) -> list[Any]:
+    """All that a capture says of a model, ops as text."""
+    numbers = {node: number for number, node in enumerate(next(iter(graph.layers.values())).nodes[0].graph.nodes)}
+    ops = [
+        (node.name, str(node.target), repr(node.args), repr(node.kwargs), str(node.meta.get("val")))
+        for layer in graph.layers.values()
+        for node in layer.nodes
+    ]
+    layers = [
+        (layer.name, layer.inputs, layer.outputs, layer.parameters, layer.batch, layer.axes, layer.constant)
+        for layer in graph.layers.values()
+    ]
+    rest = (graph.grown, graph.batch_dims, graph.fixed_batch, graph.one_batch, graph.values, graph.user_outputs)
+    return [len(numbers), ops, layers, *rest, graph.sample_indices, graph.unplaced, graph.flattened]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equal_blocks, "LEAST_PARTS", 3)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", NETS)
+def test_the_capture_is_that_of_full_exports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, first, second = NETS[name]
     torch.manual_seed(0)
-    net, earlier = make(), EarlierExport()
-    short, long = (torch.randn(BATCH, length, 8) for length in (SHORT, LONG))
-    capture(net, (short,), earlier=earlier)
+    net, given = make(), (torch.randn(BATCH, 8),)
     TRACED.clear()
-    found = capture(net, (long,), earlier=earlier)
+    found = capture(net, given)
     index = {id(block): number for number, block in enumerate(net.blocks)}
     traced = [index[block] for block in TRACED]
-    full = capture(net, (long,))
+    known = len(first + second)
+    assert traced[:known] == first + second
+    assert bool(traced[known:]) == (name in READERS)  # which are traced once more, with a symbol for the samples
+    if name == "a counter that nobody sees":  # which a capture cannot be asked for twice
+        return
+    monkeypatch.setattr(equal_blocks, "LEAST_ALIKE", BLOCKS + 1)
+    TRACED.clear()
+    full = capture(net, given)
+    assert set(first + second).issubset(index[block] for block in TRACED[: 2 * BLOCKS])
     assert facts(found) == facts(full)
     assert {(e.path, str(e.key)) for e in found.reads.entries} == {(e.path, str(e.key)) for e in full.reads.entries}
-    assert traced[: len(expected)] == expected
-    assert earlier.unlike == (len(expected) > BLOCKS)
-    TRACED.clear()
-    capture(net, (short,), earlier=earlier)  # an export with other ops is looked for once
-    assert len(TRACED) <= len(traced)
+    assert [(one.path, one.template.leaves) for one in found.stored] == [
+        (one.path, one.template.leaves) for one in full.stored
+    ]
 
 
 @pytest.mark.parametrize(
     "change", [lambda block: block.settings.update(shift=5), lambda block: setattr(block, "scale", 5.0)]
 )
 def test_an_attribute_of_a_copied_block_is_watched(change: Callable[[Block], None]) -> None:
-    net, earlier = Net(scaled), EarlierExport()
-    capture(net, (torch.randn(BATCH, SHORT, 8),), earlier=earlier)
-    graph = capture(net, (torch.randn(BATCH, LONG, 8),), earlier=earlier)
+    net = Net(scaled)
+    TRACED.clear()
+    graph = capture(net, (torch.randn(BATCH, 8),))
+    assert id(net.block(ODD)) not in TRACED
     assert graph.reads.hold
     change(net.block(ODD))
     assert not graph.reads.hold

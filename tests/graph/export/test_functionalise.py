@@ -13,14 +13,16 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from parplan.graph.capture.canonical import canonicalise
-from parplan.graph.export.functionalise import functionalise
+from parplan.graph.export.functionalise import functionalise, inline_grad_regions
 from tests.graph.models import MODELS, rand
 
 
 def exported(model: nn.Module, *args: object) -> ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(model, args, strict=False)
+        program = torch.export.export(model, args, strict=False)
+    inline_grad_regions(program)
+    return program
 
 
 def ops(program: ExportedProgram) -> list[str]:
