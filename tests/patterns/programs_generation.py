@@ -270,7 +270,11 @@ def style_transfer(run: Run) -> None:
     train(run, model, torch.optim.Adam(model.parameters(), lr=0.01), loss)
 
 
-@SECTION("Glow: activation norms set by the first samples (`.data.copy_` behind a flag), a 1x1 convolution's `slogdet`")
+@SECTION(
+    "Glow: activation norms set by the first samples (`.data.copy_` behind a flag), a 1x1 convolution's `slogdet`",
+    refused={"*": "call the model once before it is captured"},
+    why="call the plain model once, with the first samples",
+)
 def glow(run: Run) -> None:
     class ActNorm(nn.Module):
         def __init__(self, width: int) -> None:
@@ -315,7 +319,11 @@ def glow(run: Run) -> None:
     train(run, model, torch.optim.Adamax(model.parameters(), lr=0.01), lambda: model(run.randn(BATCH, 6)).mean())
 
 
-@SECTION("PixelCNN: convolutions that mask their weights (`self.weight.data *= self.mask`), sampled pixel by pixel")
+@SECTION(
+    "PixelCNN: convolutions that mask their weights (`self.weight.data *= self.mask`), sampled pixel by pixel",
+    refused={"*": "changes '0.weight' in place"},
+    why="multiply into a new tensor: `F.conv2d(x, self.weight * self.mask)`",
+)
 def pixel_cnn(run: Run) -> None:
     class Masked(nn.Conv2d):
         mask: Tensor

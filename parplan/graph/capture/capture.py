@@ -245,9 +245,9 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
     functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
     changes, branches = _changes(call, first, twin, canonical)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
-    changes = compute_rows_once(graph.graph, changes, frozenset(samples))
+    changes, moved = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
-    moved = split_batch_reductions(graph.graph, samples, changes.grown)
+    moved |= split_batch_reductions(graph.graph, samples, changes.grown)
     places = sample_places(graph.graph, samples)
     made = {name: (place.dim,) for name, place in places.items() if name not in known}
     changes = replace(changes, grown={**changes.grown, **made})

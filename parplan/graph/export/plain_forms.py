@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from parplan.compat import FakeTensor
+from parplan.errors import CaptureError
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node, shape_of
+from parplan.graph.kinds import op_name
+from parplan.graph.user_line import code_line
 
 __all__ = ["plain_forms"]
 
@@ -26,7 +29,14 @@ def plain_forms(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
 
     Args:
         constants: values of the placeholders of constants.
+
+    Raises:
+        CaptureError: an op writes several tensors at once.
     """
+    for node in graph.nodes:
+        if is_inplace(node) and isinstance(node.args[0], (list, tuple)):
+            line = code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+            raise CaptureError(f"{op_name(node)} writes several tensors at once; write each by itself\n  at {line}")
     written = {memory_of_node(node.args[0]) for node in graph.nodes if is_inplace(node) and is_tensor(node.args[0])}
     for node in list(graph.nodes):
         if node.target is aten.cat.default:

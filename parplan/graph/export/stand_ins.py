@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parplan.compat import conversion_of
+from parplan.compat import conversion_of, memory_of
 
-__all__ = ["idle_conversions", "missing_devices", "stand_ins"]
+__all__ = ["data_detached", "idle_conversions", "missing_devices", "stand_ins"]
 
 
 @contextmanager
@@ -69,6 +69,21 @@ def idle_conversions() -> Iterator[None]:
 
     with mock.patch.object(nn.Module, "to", to):
         yield
+
+
+class data_detached(TorchFunctionMode):  # noqa: N801 - a context
+    """While it lasts, `tensor.data` is `tensor.detach()`, which torch.export follows: also where it is written."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, or what stands for it."""
+        data: Any = Tensor.data
+        if func == data.__get__:
+            return args[0].detach()
+        if func == data.__set__ and memory_of(args[0]) == memory_of(args[1]):
+            return None  # the end of `tensor.data *= 2`
+        return func(*args, **(kwargs or {}))
 
 
 class _Stay(TorchFunctionMode):

@@ -91,7 +91,7 @@ class ShardedTensor(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """An independent tensor of the same placement."""
+        """An independent tensor of the same placement; a parameter without its gradient, as torch copies those."""
         if id(self) in memo:
             known: ShardedTensor = memo[id(self)]
             return known
@@ -103,7 +103,6 @@ class ShardedTensor(torch.Tensor):
         own.update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
         if not isinstance(self, nn.Parameter):
             made.requires_grad_(self.requires_grad)
-        if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         copied: ShardedTensor = made
         return copied
