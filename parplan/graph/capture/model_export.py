@@ -35,7 +35,7 @@ from parplan.graph.export.batched_lookup import gather_batched_lookups
 from parplan.graph.export.expert_routing import unsort_experts
 from parplan.graph.export.functionalise import inline_grad_regions
 from parplan.graph.export.plain_forms import plain_forms
-from parplan.graph.export.stand_ins import data_detached, idle_conversions, missing_devices, stand_ins
+from parplan.graph.export.stand_ins import DataDetached, idle_conversions, missing_devices, stand_ins
 from parplan.graph.packed_sequences import packed_sequences
 from parplan.graph.user_code.module_hooks import Site, marked_hooks
 from parplan.graph.user_code.opaque import OpaqueCalls
@@ -234,7 +234,7 @@ def _export(
             stand_ins(model),
             missing_devices(),
             idle_conversions(),
-            data_detached(),
+            DataDetached(),
             packed_sequences(),
             marked_hooks(model, sites),
             assigned_buffers(model) as replaced,

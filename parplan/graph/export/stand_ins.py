@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from parplan.compat import conversion_of, memory_of
 
-__all__ = ["data_detached", "idle_conversions", "missing_devices", "stand_ins"]
+__all__ = ["DataDetached", "idle_conversions", "missing_devices", "stand_ins"]
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def idle_conversions() -> Iterator[None]:
         yield
 
 
-class data_detached(TorchFunctionMode):  # noqa: N801 - a context
+class DataDetached(TorchFunctionMode):
     """While it lasts, `tensor.data` is `tensor.detach()`, which torch.export follows: also where it is written."""
 
     def __torch_function__(
