@@ -358,21 +358,15 @@ def _run_report(options: argparse.Namespace) -> int:
         progress.phase("run")
         from parplan.cli.run_report import Job, run_report
 
-        run_options = RunOptions(**chosen(RunOptions, options))
-        report = run_report(
-            Job(
-                TargetOptions(**chosen(TargetOptions, options)),
-                run_options,
-                plan.to_json() if plan is not None else None,
-            )
-        )
+        target, named = TargetOptions(**chosen(TargetOptions, options)), RunOptions(**chosen(RunOptions, options))
+        report = run_report(Job(target, named, plan))
     if report is None:
         return DONE
     from parplan.report.predicted_vs_measured import render_comparison, to_json
     from parplan.runtime.measurement.measured_step import notes, title
 
-    found = report.compared
-    said = title(found.measured), [*notes(found.measured), *report.learned]
+    found, learned = report
+    said = title(found.measured), [*notes(found.measured), *learned]
     texts = {options.json: to_json(found.plan, found.lines, *said)} if options.json else {}
     if options.trace:
         texts[options.trace] = found.trace()
