@@ -198,13 +198,13 @@ def _analyze(options: argparse.Namespace) -> int:
         return DONE
     from parplan.cli.reports import check
 
-    answer = check(kept, decision, options.check_tolerance)
+    write, good = check(kept, decision, options.check_tolerance)
     if json_alone:
         _write(json_alone)
-        print(_printed(answer.write), end="", file=sys.stderr)
+        print(_printed(write), end="", file=sys.stderr)
     else:
-        _write(_printed(answer.write))
-    return DONE if answer.good else DIFFERS
+        _write(_printed(write))
+    return DONE if good else DIFFERS
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -212,15 +212,18 @@ def _diff(options: argparse.Namespace) -> int:
     from parplan.cli.reports import diff
 
     target, named = TargetOptions(**chosen(TargetOptions, options)), DiffOptions(**chosen(DiffOptions, options))
-    answer = diff(options.first, options.second, target, named)
-    _write(_printed(answer.write))
-    return DONE if answer.good else DIFFERS
+    write, good = diff(options.first, options.second, target, named)
+    _write(_printed(write))
+    return DONE if good else DIFFERS
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from parplan.cli.reports import explain
+    from parplan.report.explanation import layer_named, render_explanation
+    from parplan.report.saved import load_report
 
-    _write(_printed(explain(options.report, options.layer).write))
+    report = load_report(options.report)
+    found = layer_named(report, options.layer)
+    _write(_printed(lambda console: render_explanation(report, found, console)))
     return DONE
 
 
