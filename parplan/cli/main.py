@@ -25,7 +25,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from parplan.cli.options import RunOptions, TargetOptions, parse
+from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, parse
 from parplan.errors import ParplanError
 from parplan.planner.option_fields import chosen
 
@@ -208,11 +208,9 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from parplan.cli.options import DiffOptions
     from parplan.cli.reports import diff
 
-    target, named = TargetOptions(**chosen(TargetOptions, options)), DiffOptions(**chosen(DiffOptions, options))
-    write, good = diff(options.first, options.second, target, named)
+    write, good = diff(options.first, options.second, TargetOptions(**chosen(TargetOptions, options)), options)
     _write(_printed(write))
     return DONE if good else DIFFERS
 
@@ -318,7 +316,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from parplan.cli.options import ProfileOptions
     from parplan.cli.profile import run
 
     _write(run(TargetOptions(**chosen(TargetOptions, options)), ProfileOptions(**chosen(ProfileOptions, options))))

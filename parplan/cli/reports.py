@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from parplan.report.saved import SavedPlan, load_plan_or_report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parplan.cli.options import DiffOptions, TargetOptions
+    from parplan.cli.options import TargetOptions
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
 
@@ -24,8 +25,8 @@ Answer = tuple[Callable[["Console"], None], bool]
 """What prints the text of a command, and whether all is as it should be."""
 
 
-def diff(first: str, second: str, target: TargetOptions, options: DiffOptions) -> Answer:
-    """Compare two plans or reports; good if they run alike. With a target both are priced.
+def diff(first: str, second: str, target: TargetOptions, options: Namespace) -> Answer:
+    """Compare two plans or reports; good if they run alike. With a target both are priced for the devices of `options`.
 
     Raises:
         ParplanError: a file, or the target, cannot be used.
@@ -44,7 +45,7 @@ def diff(first: str, second: str, target: TargetOptions, options: DiffOptions) -
     return lambda console: render_diff(found, (first, second), steps_s, console, remark), found.runs_alike
 
 
-def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> tuple[float, str]:
+def _priced(plan: Plan, target: TargetOptions, options: Namespace) -> tuple[float, str]:
     """The predicted step of a plan in seconds, at its own batch unless another is given, and on which devices."""
     with contextlib.redirect_stdout(sys.stderr):
         from parplan.cost_models.devices.requested import ClusterRequest, find_cluster
