@@ -176,8 +176,8 @@ def _analyze(options: argparse.Namespace) -> int:
 
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
-    pictures = picture_texts(options, decision)
-    write_files({**texts, **pictures.texts})
+    pictures, said = picture_texts(options, decision)
+    write_files({**texts, **pictures})
 
     def report(console: Console) -> None:
         from parplan.report.pictures.text import visible
@@ -189,8 +189,8 @@ def _analyze(options: argparse.Namespace) -> int:
         if options.profile_graph is not None:
             check = ", for reading: a profile has no model that could run it."
         if options.out:
-            pictures.said.insert(0, f"Plan written to {options.out}{check}")
-        for line in "\n".join(pictures.said).splitlines():
+            said.insert(0, f"Plan written to {options.out}{check}")
+        for line in "\n".join(said).splitlines():
             console.print(visible(line, LONGEST_LINE), markup=False, highlight=False, soft_wrap=True)
 
     if kept is None:
