@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, parse
 from parplan.errors import ParplanError
+from parplan.files import check_writable, write_files
+from parplan.pins import Pin, parse_pin, pins_from_toml, read_pins
+from parplan.plan import Plan
 from parplan.planner.option_fields import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parplan.pins import Pin
-    from parplan.plan import Plan
     from parplan.planner.decision import Decision
 
 __all__ = ["main"]
@@ -145,7 +146,6 @@ def _drop_stdout() -> None:
 
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.cli.pictures import picture_paths, picture_texts
-    from parplan.files import check_writable, write_files
     from parplan.planner.decision import Seconds
 
     began = time.perf_counter()
@@ -226,17 +226,11 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _plan(path: str | None) -> Plan | None:
-    if path is None:
-        return None
-    from parplan.plan import Plan
-
-    return Plan.load(path)
+    return None if path is None else Plan.load(path)
 
 
 def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
     """The pins, those of the file first; refused before the model is loaded if they cannot be read."""
-    from parplan.pins import parse_pin, pins_from_toml, read_pins
-
     from_file = () if options.pins_file is None else pins_from_toml(options.pins_file)
     return read_pins((*from_file, *map(parse_pin, options.pins)), with_plan=plan is not None)
 
@@ -323,7 +317,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from parplan.files import check_writable, write_files
     from parplan.report.presets import presets_json, render_presets
 
     if options.json in (None, "-"):
@@ -343,7 +336,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run_report(options: argparse.Namespace) -> int:
-    from parplan.files import check_writable, write_files
     from parplan.report.progress import Progress
 
     if options.trace and options.trace == options.json:
