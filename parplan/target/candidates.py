@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from parplan.errors import TargetError
 from parplan.target.inputs import Inputs, from_example
+from parplan.target.trouble import guarded
 
 __all__ = ["Built", "Candidate", "build", "choose"]
 
@@ -95,13 +96,13 @@ def choose(source: ModuleType, target: str, name: str = "") -> Candidate:
                       "torch.nn.Module")  # fmt: skip
 
 
-def build(candidate: Candidate, guarded: Callable[[Callable[[], Any]], Any]) -> Built:
-    """The candidate's model; `guarded` calls somebody's code and turns its exceptions into errors.
+def build(candidate: Candidate, what: str, folder: Path) -> Built:
+    """The candidate's model; `what` and `folder` tell of exceptions in somebody's code, as `guarded` says.
 
     A function may return the model alone, or the model and its example inputs.
 
     Raises:
-        TargetError: it needs arguments, or returns no model.
+        TargetError: it needs arguments, fails, or returns no model.
     """
     value = candidate.value
     if isinstance(value, nn.Module):
@@ -109,7 +110,7 @@ def build(candidate: Candidate, guarded: Callable[[Callable[[], Any]], Any]) -> 
     if candidate.required:
         raise TargetError(f"{candidate.label} needs arguments ({', '.join(candidate.required)}); add a function "
                           "build() that makes the model, or give them defaults")  # fmt: skip
-    made = guarded(value)
+    made = guarded(value, what, folder)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return Built(made[0], from_example(made[1], f"{candidate.label}()"))
     if not isinstance(made, nn.Module):
