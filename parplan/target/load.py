@@ -119,8 +119,8 @@ def load(
     with _quiet_import(place):
         source = guarded(lambda: _imported(place), f"{place.text}: importing it failed", place.folder)
         chosen = choose(source, place.text, place.name)
-        found = build(chosen, f"{place.text}: {chosen.words} failed", place.folder)
-        examples = given or found.inputs
+        module, examples = build(chosen, f"{place.text}: {chosen.words} failed", place.folder)
+        examples = given or examples
         if examples is None:
             example = getattr(source, "example_inputs", None)
             if example is None:
@@ -132,10 +132,10 @@ def load(
                 example = guarded(example, f"{place.text}: example_inputs() failed", place.folder)
             examples = from_example(example, f"{place.text}: example_inputs")
     examples = with_batch(examples, batch) if batch is not None else examples
-    kind = type(found.module)
+    kind = type(module)
     # Containers of torch.nn say nothing: their name is the file's.
     name = place.stem if kind.__module__.startswith("torch.nn.") else kind.__name__
-    return Target(name, found.module, examples.args, examples.kwargs)
+    return Target(name, module, examples.args, examples.kwargs)
 
 
 def _place(target: str) -> _Place:
