@@ -23,7 +23,7 @@ from parplan.errors import TargetError
 from parplan.pins import Pin
 from parplan.target.candidates import build, choose
 from parplan.target.inputs import from_example, from_options, with_batch
-from parplan.target.layer_file import layer_file, layer_file_inputs
+from parplan.target.layer_file import layer_file
 from parplan.target.model_library import LIBRARIES, library_model
 from parplan.target.trouble import guarded
 
@@ -98,8 +98,7 @@ def load(
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
     if target.endswith(".cfg"):
-        file = layer_file(target, inputs, layer_params)
-        args = layer_file_inputs(file, inputs, batch)
+        file, args = layer_file(target, inputs, layer_params, batch)
         return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
     if layer_params is not None:
         raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
