@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import nn
 
-from parplan.convnet2.extents import Extent, Pooled, Window, covering
+from parplan.convnet2.extents import Extent, Window, covering
 from parplan.convnet2.ini import IniSection
 from parplan.convnet2.modules import (
     Activation,
@@ -190,7 +190,7 @@ def _pool(spec: LayerSpec) -> Made:
     outputs = section.integer("outputsX", 0, 0) or most
     if outputs > most:
         raise section.error("outputsX", f"{most} windows cover the image; use up to {most}, or 0")
-    return Made(Pool(kind, Pooled(size, stride, start, outputs), neuron_of(section)), Extent(image.channels, outputs))
+    return Made(Pool(kind, size, stride, start, outputs, neuron_of(section)), Extent(image.channels, outputs))
 
 
 def _norm(spec: LayerSpec) -> Made:
