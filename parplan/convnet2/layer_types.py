@@ -30,7 +30,7 @@ from parplan.convnet2.modules import (
 )
 from parplan.convnet2.neurons import neuron_of
 
-__all__ = ["COST", "LayerSpec", "Made", "check_keys", "check_type", "make"]
+__all__ = ["COST", "LayerSpec", "Made", "check_type", "make"]
 
 COST = "cost.logreg"
 _DEVIATION = 0.01  # of weights, where no initW is given
@@ -76,13 +76,15 @@ def make(spec: LayerSpec) -> Made:
     """The module of one layer; weights are drawn from torch's generator, as deep as `initW` and `initB` say.
 
     Raises:
-        LayerFileError: a value that is missing or impossible.
+        LayerFileError: a key that is not one of the type's, a value that is missing or impossible.
     """
-    section = spec.section
-    found = _TYPES[section.text("type")]
+    section, name = spec.section, spec.section.text("type")
+    found = _TYPES[name]
+    common = "type inputs gpu" if name in (COST, "softmax") else "type inputs gpu neuron"
+    section.refuse_unknown(f"{common} {found.keys}".split(), f"a layer of type {name}")
+    spec.params.refuse_unknown(found.params.split(), f"a layer of type {name}")
     if found.single and len(spec.inputs) != 1:
-        raise section.error("inputs", f"a layer of type {section.text('type')} takes one input; join several with a "
-                            "layer of type pass")  # fmt: skip
+        raise section.error("inputs", f"a layer of type {name} takes one input; join several with a layer of type pass")
     return found.make(spec)
 
 
@@ -97,18 +99,6 @@ def check_type(section: IniSection) -> None:
                             "none: name the layer file)")  # fmt: skip
     if section.text("type") not in ("data", *_TYPES):
         raise section.error("type", f"it is not known here; types are data, {', '.join(_TYPES)}")
-
-
-def check_keys(section: IniSection, params: IniSection) -> None:
-    """Every key of both sections is one of the type's.
-
-    Raises:
-        LayerFileError: naming what is not.
-    """
-    name = section.text("type")
-    common = "type inputs gpu" if name in (COST, "softmax") else "type inputs gpu neuron"
-    section.refuse_unknown(f"{common} {_TYPES[name].keys}".split(), f"a layer of type {name}")
-    params.refuse_unknown(_TYPES[name].params.split(), f"a layer of type {name}")
 
 
 def _conv(spec: LayerSpec) -> Made:

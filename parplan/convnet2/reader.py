@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parplan.convnet2.data import Data, data_layers, examples
 from parplan.convnet2.extents import Extent
 from parplan.convnet2.ini import IniSection, read_sections
-from parplan.convnet2.layer_types import COST, LayerSpec, check_keys, make
+from parplan.convnet2.layer_types import COST, LayerSpec, make
 from parplan.convnet2.modules import Conv, FullyConnected
 from parplan.convnet2.network import ConvNet, Wire
 from parplan.convnet2.placement import devices_of, replica_notes, size_notes
@@ -180,7 +180,6 @@ def _network(
     for wire in wires:
         section = sections[wire.layer]
         own = params.get(wire.layer, IniSection(section.file, wire.layer, {}))
-        check_keys(section, own)
         takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
         made = make(LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST}))
         layers[wire.layer], gives[wire.layer] = made.module, made.gives
