@@ -181,7 +181,7 @@ def _network(
         section = sections[wire.layer]
         own = params.get(wire.layer, IniSection(section.file, wire.layer, {}))
         takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
-        made = make(LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST}))
-        layers[wire.layer], gives[wire.layer] = made.module, made.gives
+        spec = LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
+        layers[wire.layer], gives[wire.layer] = make(spec)
     labels = frozenset(name for name, each in data.items() if each.gives is None)
     return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives
