@@ -7,7 +7,7 @@ clocks, keys in forward order. Reading refuses what it does not know, so a typo 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -109,6 +109,10 @@ class Plan:
         object.__setattr__(self, "notes", MappingProxyType({name: text for name, text in self.notes.items() if text}))
         if unknown := [name for name in self.notes if name not in self.layers]:
             raise PlanError(f"the plan has a note on {unknown[0]!r} and no such layer; leave out the note")
+
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        """Pickled as its JSON: a view of a dictionary cannot be pickled."""
+        return Plan.from_json, (self.to_json(),)
 
     def with_layers(self, layers: Mapping[str, Strategy]) -> Plan:
         """The same plan with some layers' strategies replaced."""

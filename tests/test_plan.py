@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_every_plan_survives(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.to_json() == plan.to_json()
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def on(*devices: int) -> Plan:

@@ -25,15 +25,16 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from parplan.cli.options import RunOptions, TargetOptions, parse
+from parplan.cli.options import ProfileOptions, RunOptions, TargetOptions, parse
 from parplan.errors import ParplanError
+from parplan.files import check_writable, write_files
+from parplan.pins import Pin, parse_pin, pins_from_toml, read_pins
+from parplan.plan import Plan
 from parplan.planner.option_fields import chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parplan.pins import Pin
-    from parplan.plan import Plan
     from parplan.planner.decision import Decision
 
 __all__ = ["main"]
@@ -145,7 +146,6 @@ def _drop_stdout() -> None:
 
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.cli.pictures import picture_paths, picture_texts
-    from parplan.files import check_writable, write_files
     from parplan.planner.decision import Seconds
 
     began = time.perf_counter()
@@ -176,8 +176,8 @@ def _analyze(options: argparse.Namespace) -> int:
 
         texts[options.json] = to_json(decision)
     json_alone = texts.pop("-", "") if options.json == "-" else ""
-    pictures = picture_texts(options, decision)
-    write_files({**texts, **pictures.texts})
+    pictures, said = picture_texts(options, decision)
+    write_files({**texts, **pictures})
 
     def report(console: Console) -> None:
         from parplan.report.pictures.text import visible
@@ -189,8 +189,8 @@ def _analyze(options: argparse.Namespace) -> int:
         if options.profile_graph is not None:
             check = ", for reading: a profile has no model that could run it."
         if options.out:
-            pictures.said.insert(0, f"Plan written to {options.out}{check}")
-        for line in "\n".join(pictures.said).splitlines():
+            said.insert(0, f"Plan written to {options.out}{check}")
+        for line in "\n".join(said).splitlines():
             console.print(visible(line, LONGEST_LINE), markup=False, highlight=False, soft_wrap=True)
 
     if kept is None:
@@ -198,44 +198,39 @@ def _analyze(options: argparse.Namespace) -> int:
         return DONE
     from parplan.cli.reports import check
 
-    answer = check(kept, decision, options.check_tolerance)
+    write, good = check(kept, decision, options.check_tolerance)
     if json_alone:
         _write(json_alone)
-        print(_printed(answer.write), end="", file=sys.stderr)
+        print(_printed(write), end="", file=sys.stderr)
     else:
-        _write(_printed(answer.write))
-    return DONE if answer.good else DIFFERS
+        _write(_printed(write))
+    return DONE if good else DIFFERS
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from parplan.cli.options import DiffOptions
     from parplan.cli.reports import diff
 
-    target, named = TargetOptions(**chosen(TargetOptions, options)), DiffOptions(**chosen(DiffOptions, options))
-    answer = diff(options.first, options.second, target, named)
-    _write(_printed(answer.write))
-    return DONE if answer.good else DIFFERS
+    write, good = diff(options.first, options.second, TargetOptions(**chosen(TargetOptions, options)), options)
+    _write(_printed(write))
+    return DONE if good else DIFFERS
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from parplan.cli.reports import explain
+    from parplan.report.explanation import layer_named, render_explanation
+    from parplan.report.saved import load_report
 
-    _write(_printed(explain(options.report, options.layer).write))
+    report = load_report(options.report)
+    found = layer_named(report, options.layer)
+    _write(_printed(lambda console: render_explanation(report, found, console)))
     return DONE
 
 
 def _plan(path: str | None) -> Plan | None:
-    if path is None:
-        return None
-    from parplan.plan import Plan
-
-    return Plan.load(path)
+    return None if path is None else Plan.load(path)
 
 
 def _pins(options: argparse.Namespace, plan: Plan | None) -> tuple[Pin, ...]:
     """The pins, those of the file first; refused before the model is loaded if they cannot be read."""
-    from parplan.pins import parse_pin, pins_from_toml, read_pins
-
     from_file = () if options.pins_file is None else pins_from_toml(options.pins_file)
     return read_pins((*from_file, *map(parse_pin, options.pins)), with_plan=plan is not None)
 
@@ -315,7 +310,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from parplan.cli.options import ProfileOptions
     from parplan.cli.profile import run
 
     _write(run(TargetOptions(**chosen(TargetOptions, options)), ProfileOptions(**chosen(ProfileOptions, options))))
@@ -323,7 +317,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from parplan.files import check_writable, write_files
     from parplan.report.presets import presets_json, render_presets
 
     if options.json in (None, "-"):
@@ -343,7 +336,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run_report(options: argparse.Namespace) -> int:
-    from parplan.files import check_writable, write_files
     from parplan.report.progress import Progress
 
     if options.trace and options.trace == options.json:
@@ -358,21 +350,15 @@ def _run_report(options: argparse.Namespace) -> int:
         progress.phase("run")
         from parplan.cli.run_report import Job, run_report
 
-        run_options = RunOptions(**chosen(RunOptions, options))
-        report = run_report(
-            Job(
-                TargetOptions(**chosen(TargetOptions, options)),
-                run_options,
-                plan.to_json() if plan is not None else None,
-            )
-        )
+        target, named = TargetOptions(**chosen(TargetOptions, options)), RunOptions(**chosen(RunOptions, options))
+        report = run_report(Job(target, named, plan))
     if report is None:
         return DONE
     from parplan.report.predicted_vs_measured import render_comparison, to_json
     from parplan.runtime.measurement.measured_step import notes, title
 
-    found = report.compared
-    said = title(found.measured), [*notes(found.measured), *report.learned]
+    found, learned = report
+    said = title(found.measured), [*notes(found.measured), *learned]
     texts = {options.json: to_json(found.plan, found.lines, *said)} if options.json else {}
     if options.trace:
         texts[options.trace] = found.trace()

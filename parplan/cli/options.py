@@ -15,7 +15,6 @@ from parplan.errors import ParplanError
 from parplan.planner.option_fields import (
     add_options,
     device_count,
-    memory_bytes,
     option,
     percentage,
     positive,
@@ -26,7 +25,7 @@ from parplan.planner.request import PlanOptions
 if TYPE_CHECKING:
     from parplan.target import Target
 
-__all__ = ["DiffOptions", "ProfileOptions", "RunOptions", "TargetOptions", "parse"]
+__all__ = ["ProfileOptions", "RunOptions", "TargetOptions", "parse"]
 
 TARGETS = """
 TARGET is one of
@@ -212,18 +211,6 @@ class ProfileOptions:
     imported: str | None = option(None, "add what somebody exported", flag="import", **FILE)
 
 
-@dataclass(frozen=True)
-class DiffOptions:
-    """The devices that `parplan diff` prices two plans for; as many as each plan has."""
-
-    gpu: str | None = option(None, "which kind (default: those that are here, else a preset)", metavar="NAME")
-    link: str | None = option(None, "what joins them (default: the GPU's usual link)", metavar="NAME")
-    cluster: str | None = option(None, "instead of these: a TOML file (docs/clusters.md)", **FILE)
-    memory_bytes: int | None = option(None, "memory of each, in GiB", flag="memory", type=memory_bytes, metavar="GIB")
-    precision: str = option("fp32", None, choices=("fp32", "tf32", "fp16", "bf16"))
-    optimizer: str = option("adam", "whose state has to fit (default: adam)", choices=tuple(OPTIMIZER_STATES))
-
-
 class _Parser(argparse.ArgumentParser):
     """Refuses as everything else here does: one message."""
 
@@ -299,7 +286,13 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     diff.add_argument("first", metavar="A", help="a plan or a report, as JSON")
     diff.add_argument("second", metavar="B", help="another one")
     _add_target(diff, nargs="?")
-    add_options(diff, DiffOptions)
+    # The devices that both plans are priced for, as many as each has.
+    add_options(
+        diff, PlanOptions, "gpu", "link", "cluster", "memory_bytes", "precision", "optimizer",
+        gpu={"help": "which kind (default: those that are here, else a preset)"},
+        cluster={"help": "instead of these: a TOML file (docs/clusters.md)"},
+        memory_bytes={"help": "memory of each, in GiB"}, optimizer={"help": "whose state has to fit (default: adam)"},
+    )  # fmt: skip
     explain.add_argument("report", metavar="REPORT", help="a report that `parplan analyze --json` wrote")
     explain.add_argument("layer", metavar="LAYER", help="its name, or the end of it")
     _add_target(profile, nargs="?")

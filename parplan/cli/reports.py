@@ -1,37 +1,32 @@
-"""`parplan diff`, `parplan explain` and `parplan analyze --check`: comparisons of plans and reports that were kept."""
+"""`parplan diff` and `parplan analyze --check`: comparisons of plans and reports that were kept."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from parplan.report.explanation import layer_named, render_explanation
 from parplan.report.plan_diff import plan_diff, render_diff
-from parplan.report.saved import SavedPlan, load_plan_or_report, load_report
+from parplan.report.saved import SavedPlan, load_plan_or_report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from parplan.cli.options import DiffOptions, TargetOptions
+    from parplan.cli.options import TargetOptions
     from parplan.plan import Plan
     from parplan.planner.decision import Decision
 
-__all__ = ["Answer", "check", "diff", "explain"]
+__all__ = ["Answer", "check", "diff"]
+
+Answer = tuple[Callable[["Console"], None], bool]
+"""What prints the text of a command, and whether all is as it should be."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The text of a command, and whether all is as it should be."""
-
-    write: Callable[[Console], None]
-    good: bool = True
-
-
-def diff(first: str, second: str, target: TargetOptions, options: DiffOptions) -> Answer:
-    """Compare two plans or reports; good if they run alike. With a target both are priced.
+def diff(first: str, second: str, target: TargetOptions, options: Namespace) -> Answer:
+    """Compare two plans or reports; good if they run alike. With a target both are priced for the devices of `options`.
 
     Raises:
         ParplanError: a file, or the target, cannot be used.
@@ -47,10 +42,10 @@ def diff(first: str, second: str, target: TargetOptions, options: DiffOptions) -
         on = before_on if before_on == after_on else f"{before_on}, and on {after_on}"
         remark = f"{target.target} is priced on {on}, with {options.precision} and {options.optimizer}."
     found = plan_diff(old.plan, new.plan)
-    return Answer(lambda console: render_diff(found, (first, second), steps_s, console, remark), found.runs_alike)
+    return lambda console: render_diff(found, (first, second), steps_s, console, remark), found.runs_alike
 
 
-def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> tuple[float, str]:
+def _priced(plan: Plan, target: TargetOptions, options: Namespace) -> tuple[float, str]:
     """The predicted step of a plan in seconds, at its own batch unless another is given, and on which devices."""
     with contextlib.redirect_stdout(sys.stderr):
         from parplan.cost_models.devices.requested import ClusterRequest, find_cluster
@@ -65,17 +60,6 @@ def _priced(plan: Plan, target: TargetOptions, options: DiffOptions) -> tuple[fl
         request = PlanRequest(precision=options.precision, optimizer=options.optimizer)
         step_s = Pricing(found.cluster, request, found.device).predicted(graph, plan).step.step_s
         return step_s, found.cluster.describe()
-
-
-def explain(file: str, layer: str) -> Answer:
-    """All that a saved report knows of one layer's strategies.
-
-    Raises:
-        ParplanError: the file is no report, or has no such layer.
-    """
-    report = load_report(file)
-    found = layer_named(report, layer)
-    return Answer(lambda console: render_explanation(report, found, console))
 
 
 def check(saved: SavedPlan, decision: Decision, tolerance: float) -> Answer:
@@ -97,4 +81,4 @@ def check(saved: SavedPlan, decision: Decision, tolerance: float) -> Answer:
         verdict = f"CHECK FAILED: {'; '.join(reasons)}." if reasons else "CHECK PASSED."
         console.print(verdict, markup=False, highlight=False, soft_wrap=True)
 
-    return Answer(write, not reasons)
+    return write, not reasons

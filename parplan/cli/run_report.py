@@ -33,21 +33,21 @@ from parplan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.predicted_vs_measured import PlanPrediction, PredictedVsMeasured, devices_at_work, learn, replan
 from parplan.pricing import Pricing
-from parplan.runtime.measurement.measured_step import MeasuredStep, slowest_of
+from parplan.runtime.measurement.measured_step import slowest_of
 from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.processes import TIMEOUT_S, in_processes
 from parplan.target import Target
 
-__all__ = ["Job", "Report", "run_report"]
+__all__ = ["Job", "run_report"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a target, small enough to be sent to processes; `plan` is JSON, None for the plan parplan chooses."""
+    """A run of a target, small enough to be sent to processes; `plan` is None for the plan parplan chooses."""
 
     target: TargetOptions
     options: RunOptions
-    plan: str | None = None
+    plan: Plan | None = None
 
     @property
     def count(self) -> int:
@@ -55,30 +55,14 @@ class Job:
         if self.options.devices is not None:
             return self.options.devices
         if self.plan is not None:
-            return Plan.from_json(self.plan).devices
+            return self.plan.devices
         return (self.target.load().gpus if (self.target.target or "").endswith(".cfg") else None) or 2
 
 
-@dataclass(frozen=True)
-class Report:
-    """The comparison of prediction and measurement, and sentences on what was learned."""
+def run_report(job: Job) -> tuple[PredictedVsMeasured, tuple[str, ...]] | None:
+    """Run the job; its prediction beside its measurement, and sentences on what was learned.
 
-    compared: PredictedVsMeasured
-    learned: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _RankResult:
-    """The result of one process; the plan as JSON, to be sent."""
-
-    plan: str
-    predicted: PlanPrediction
-    measured: MeasuredStep
-    reference_s: float
-
-
-def run_report(job: Job) -> Report | None:
-    """Run the job and compare it with its prediction; None on all ranks of torchrun but the first.
+    None on all ranks of torchrun but the first.
 
     Raises:
         ParplanError: the target, the plan or a process cannot be used.
@@ -93,7 +77,7 @@ def run_report(job: Job) -> Report | None:
                 own = _run_rank(replace(job, options=options), rank, ranks)
             told: list[Any] = [None] * ranks
             dist.gather_object(own, told if rank == 0 else None)
-            results: list[_RankResult] = told if rank == 0 else []
+            results: list[PredictedVsMeasured] = told if rank == 0 else []
         finally:
             dist.destroy_process_group()
     elif job.options.processes:
@@ -108,11 +92,11 @@ def run_report(job: Job) -> Report | None:
         return None
     first = results[0]
     measured = slowest_of([one.measured for one in results]) if len(results) > 1 else first.measured
-    compared = PredictedVsMeasured(Plan.from_json(first.plan), first.predicted, measured, first.reference_s)
-    return Report(compared, _learned(job, compared) if job.options.learn else ())
+    compared = replace(first, measured=measured)
+    return compared, _learned(job, compared) if job.options.learn else ()
 
 
-def _run_rank(job: Job, rank: int, ranks: int) -> _RankResult:
+def _run_rank(job: Job, rank: int, ranks: int) -> PredictedVsMeasured:
     """Run a rank's share of the target's batch, under a process group."""
     target = job.target.load()
     leaves, spec = pytree.tree_flatten((target.args, target.kwargs))
@@ -130,7 +114,7 @@ def _run_rank(job: Job, rank: int, ranks: int) -> _RankResult:
     return _run(job, replace(target, args=args, kwargs=kwargs), None)
 
 
-def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _RankResult:
+def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> PredictedVsMeasured:
     """Compile, measure, and price the plan that ran."""
     device = places[0] if places else torch.device("cpu")
     module: nn.Module = target.module.to(device)
@@ -147,7 +131,7 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
         args,
         kwargs=kwargs,
         devices=places,
-        plan=Plan.from_json(job.plan) if job.plan is not None else None,
+        plan=job.plan,
         pins=target.pins if job.plan is None else None,
         optimizer=job.options.optimizer,
     )
@@ -176,7 +160,7 @@ def _run(job: Job, target: Target, places: Sequence[torch.device] | None) -> _Ra
         raise ModelError(f"the model fails on its inputs: {error}") from error
     assert compiled.plan is not None
     measured = replace(measured, model=target.name)
-    return _RankResult(compiled.plan.to_json(), predictions[-1], measured, median(references))
+    return PredictedVsMeasured(compiled.plan, predictions[-1], measured, median(references))
 
 
 def _learned(job: Job, compared: PredictedVsMeasured) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parplan.convnet2.network import ConvNet
-from parplan.convnet2.rates import Rates, Schedule, parameter_groups
+from parplan.convnet2.rates import Rates, Schedule
 from parplan.convnet2.reader import LayerFile, read
 
-__all__ = ["ConvNet", "LayerFile", "Rates", "Schedule", "parameter_groups", "read"]
+__all__ = ["ConvNet", "LayerFile", "Rates", "Schedule", "read"]

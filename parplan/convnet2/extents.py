@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Extent", "Pooled", "Window", "covering"]
+__all__ = ["Extent", "Window", "covering"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,3 @@ class Window:
     def overhang(self, image: int) -> int:
         """Zeros needed behind the border on the right and below, so that the last window is whole."""
         return (self.side(image) - 1) * self.stride + self.size - image - 2 * self.padding
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """Pooling windows over an image: from pixel `start` (it may be negative), `outputs` windows each way."""
-
-    size: int
-    stride: int
-    start: int
-    outputs: int

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import nn
 
-from parplan.convnet2.extents import Extent, Pooled, Window, covering
+from parplan.convnet2.extents import Extent, Window, covering
 from parplan.convnet2.ini import IniSection
 from parplan.convnet2.modules import (
     Activation,
@@ -30,7 +30,7 @@ from parplan.convnet2.modules import (
 )
 from parplan.convnet2.neurons import neuron_of
 
-__all__ = ["COST", "LayerSpec", "Made", "check_keys", "check_type", "make"]
+__all__ = ["COST", "LayerSpec", "check_type", "make"]
 
 COST = "cost.logreg"
 _DEVIATION = 0.01  # of weights, where no initW is given
@@ -54,12 +54,8 @@ class LayerSpec:
     for_cost: bool = False
 
 
-@dataclass(frozen=True)
-class Made:
-    """A layer's module and what it gives."""
-
-    module: nn.Module
-    gives: Extent
+Made = tuple[nn.Module, Extent]
+"""A layer's module and what it gives."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +72,15 @@ def make(spec: LayerSpec) -> Made:
     """The module of one layer; weights are drawn from torch's generator, as deep as `initW` and `initB` say.
 
     Raises:
-        LayerFileError: a value that is missing or impossible.
+        LayerFileError: a key that is not one of the type's, a value that is missing or impossible.
     """
-    section = spec.section
-    found = _TYPES[section.text("type")]
+    section, name = spec.section, spec.section.text("type")
+    found = _TYPES[name]
+    common = "type inputs gpu" if name in (COST, "softmax") else "type inputs gpu neuron"
+    section.refuse_unknown(f"{common} {found.keys}".split(), f"a layer of type {name}")
+    spec.params.refuse_unknown(found.params.split(), f"a layer of type {name}")
     if found.single and len(spec.inputs) != 1:
-        raise section.error("inputs", f"a layer of type {section.text('type')} takes one input; join several with a "
-                            "layer of type pass")  # fmt: skip
+        raise section.error("inputs", f"a layer of type {name} takes one input; join several with a layer of type pass")
     return found.make(spec)
 
 
@@ -97,18 +95,6 @@ def check_type(section: IniSection) -> None:
                             "none: name the layer file)")  # fmt: skip
     if section.text("type") not in ("data", *_TYPES):
         raise section.error("type", f"it is not known here; types are data, {', '.join(_TYPES)}")
-
-
-def check_keys(section: IniSection, params: IniSection) -> None:
-    """Every key of both sections is one of the type's.
-
-    Raises:
-        LayerFileError: naming what is not.
-    """
-    name = section.text("type")
-    common = "type inputs gpu" if name in (COST, "softmax") else "type inputs gpu neuron"
-    section.refuse_unknown(f"{common} {_TYPES[name].keys}".split(), f"a layer of type {name}")
-    params.refuse_unknown(_TYPES[name].params.split(), f"a layer of type {name}")
 
 
 def _conv(spec: LayerSpec) -> Made:
@@ -139,7 +125,7 @@ def _conv(spec: LayerSpec) -> Made:
         raise section.error("randSparse", "filters that see some maps only are not known here; use groups")
     shared = section.flag("sharedBiases", True)
     module = Conv(windows, pixels, filters, shared, neuron_of(section))
-    return Made(_drawn(module, section, [way.channels // way.groups for way in windows]), Extent(filters, sides[0]))
+    return _drawn(module, section, [way.channels // way.groups for way in windows]), Extent(filters, sides[0])
 
 
 def _maps(spec: LayerSpec, index: int, channels: int) -> Extent:
@@ -156,7 +142,7 @@ def _fully_connected(spec: LayerSpec) -> Made:
     numbers = [extent.count for extent in spec.inputs]
     outputs = spec.section.integer("outputs")
     module = FullyConnected(sum(numbers), outputs, neuron_of(spec.section))
-    return Made(_drawn(module, spec.section, numbers), Extent(outputs))
+    return _drawn(module, spec.section, numbers), Extent(outputs)
 
 
 def _drawn(module: nn.Module, section: IniSection, sizes: list[int]) -> nn.Module:
@@ -190,7 +176,7 @@ def _pool(spec: LayerSpec) -> Made:
     outputs = section.integer("outputsX", 0, 0) or most
     if outputs > most:
         raise section.error("outputsX", f"{most} windows cover the image; use up to {most}, or 0")
-    return Made(Pool(kind, Pooled(size, stride, start, outputs), neuron_of(section)), Extent(image.channels, outputs))
+    return Pool(kind, size, stride, start, outputs, neuron_of(section)), Extent(image.channels, outputs)
 
 
 def _norm(spec: LayerSpec) -> Made:
@@ -203,13 +189,13 @@ def _norm(spec: LayerSpec) -> Made:
         raise section.error("size", f"there are {most} {'maps' if across else 'pixels'} only; use up to {most}")
     numbers = (params.number("scale", _SCALE, 0.0), params.number("pow", _POWER), params.number("minDiv", 1.0, 0.0))
     kind = CrossMapNorm if across else SameMapNorm
-    return Made(kind(size, *numbers, neuron_of(section)), image)
+    return kind(size, *numbers, neuron_of(section)), image
 
 
 def _neuron(spec: LayerSpec) -> Made:
     if not spec.section.has("neuron"):
         raise spec.section.error("neuron", "it is missing; add a line such as neuron=relu")
-    return Made(Activation(neuron_of(spec.section)), spec.inputs[0])
+    return Activation(neuron_of(spec.section)), spec.inputs[0]
 
 
 def _dropout(spec: LayerSpec) -> Made:
@@ -217,7 +203,7 @@ def _dropout(spec: LayerSpec) -> Made:
     if not 0.0 < keep <= 1.0:
         raise spec.params.error("keep", "it is a probability; use a number above 0 and up to 1")
     enabled, kind = spec.params.flag("enable", True), spec.section.text("type")
-    return Made(Dropout(keep, enabled, kind, neuron_of(spec.section)), spec.inputs[0])
+    return Dropout(keep, enabled, kind, neuron_of(spec.section)), spec.inputs[0]
 
 
 def _join(spec: LayerSpec) -> Made:
@@ -226,7 +212,7 @@ def _join(spec: LayerSpec) -> Made:
     sides = {extent.side for extent in inputs}
     flat = len(sides) > 1
     gives = Extent(sum(extent.count for extent in inputs)) if flat else Extent(sum(e.channels for e in inputs), *sides)
-    return Made(Join(flat, neuron_of(spec.section)), gives)
+    return Join(flat, neuron_of(spec.section)), gives
 
 
 def _sum(spec: LayerSpec) -> Made:
@@ -236,7 +222,7 @@ def _sum(spec: LayerSpec) -> Made:
             raise spec.section.error("inputs", f"{name} gives {extent.describe()}, the first {first.describe()}; all "
                                       "have to give the same")  # fmt: skip
     coefficients = spec.params.numbers("coeffs", len(spec.inputs), 1.0)
-    return Made(WeightedSum(coefficients, neuron_of(spec.section)), first)
+    return WeightedSum(coefficients, neuron_of(spec.section)), first
 
 
 _WEIGHTS = "momW momB wc wball epsW epsB updatePeriod superEps superMom wcNormMin wcNormMax"
@@ -261,8 +247,8 @@ _TYPES: Mapping[str, _Type] = {
     "pass": _Type(_join, "", single=False),
     "concat": _Type(_join, "", single=False),
     "eltsum": _Type(_sum, "", "coeffs", single=False),
-    "softmax": _Type(lambda spec: Made(Softmax(spec.for_cost), Extent(prod(spec.inputs[0].shape))), ""),
+    "softmax": _Type(lambda spec: (Softmax(spec.for_cost), Extent(prod(spec.inputs[0].shape))), ""),
     COST: _Type(
-        lambda spec: Made(LogisticCost(spec.params.number("coeff", 1.0)), Extent(1)), "", "coeff topk", single=False
+        lambda spec: (LogisticCost(spec.params.number("coeff", 1.0)), Extent(1)), "", "coeff topk", single=False
     ),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parplan.convnet2.extents import Pooled, Window
+from parplan.convnet2.extents import Window
 from parplan.convnet2.neurons import Neuron
 
 __all__ = ["Activation", "Conv", "CrossMapNorm", "Dropout", "FullyConnected", "Join", "LogisticCost", "Pool",
@@ -79,23 +79,26 @@ class FullyConnected(nn.Module):
 
 
 class Pool(nn.Module):
-    """Greatest or mean number of every window, map by map; pixels outside the image do not count."""
+    """Greatest or mean number of every window, map by map; pixels outside the image do not count.
 
-    def __init__(self, kind: str, way: Pooled, neuron: Neuron) -> None:
+    Windows begin at pixel `start` (it may be negative), and there are `outputs` each way.
+    """
+
+    def __init__(self, kind: str, size: int, stride: int, start: int, outputs: int, neuron: Neuron) -> None:
         super().__init__()
-        self.kind, self.way, self.neuron = kind, way, neuron
+        self.kind, self.neuron = kind, neuron
+        self.size, self.stride, self.start, self.outputs = size, stride, start, outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        way = self.way
-        if way.start > 0:
-            x = x[:, :, way.start :, way.start :]
-        border = max(0, -way.start)
+        if self.start > 0:
+            x = x[:, :, self.start :, self.start :]
+        border = max(0, -self.start)
         if self.kind == "max":
-            pooled = F.max_pool2d(x, way.size, way.stride, border, ceil_mode=True)
+            pooled = F.max_pool2d(x, self.size, self.stride, border, ceil_mode=True)
         else:
-            pooled = F.avg_pool2d(x, way.size, way.stride, border, ceil_mode=True, count_include_pad=False)
-        if pooled.shape[-1] > way.outputs:
-            pooled = pooled[:, :, : way.outputs, : way.outputs]
+            pooled = F.avg_pool2d(x, self.size, self.stride, border, ceil_mode=True, count_include_pad=False)
+        if pooled.shape[-1] > self.outputs:
+            pooled = pooled[:, :, : self.outputs, : self.outputs]
         return self.neuron(pooled)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from parplan.convnet2.ini import IniSection
 
-__all__ = ["IDENT", "Neuron", "neuron_of"]
+__all__ = ["Neuron", "neuron_of"]
 
 _FORM = re.compile(r"\s*(?P<name>\w+)\s*(?:\[(?P<numbers>[^\]]*)\])?\s*")
 
@@ -52,9 +52,6 @@ class Neuron:
         return _KNOWN[self.name].apply(x, *self.numbers)
 
 
-IDENT = Neuron("ident")
-
-
 def neuron_of(section: IniSection) -> Neuron:
     """The section's `neuron`, `ident` without one.
 
@@ -62,7 +59,7 @@ def neuron_of(section: IniSection) -> Neuron:
         LayerFileError: a neuron that is not known, or with other numbers than it takes.
     """
     if not section.has("neuron"):
-        return IDENT
+        return Neuron("ident")
     found = _FORM.fullmatch(section.text("neuron"))
     known = _KNOWN.get(found["name"]) if found else None
     if found is None or known is None:

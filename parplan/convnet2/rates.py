@@ -10,14 +10,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from parplan.convnet2.ini import IniSection
-from parplan.errors import LayerFileError
 
-__all__ = ["Rates", "Schedule", "parameter_groups", "rates_of", "unused_notes"]
+__all__ = ["Rates", "Schedule", "rates_of", "unused_notes"]
 
 _FORM = re.compile(r"(?P<kind>\w+)\s*\[(?P<fields>[^\]]*)\]")
 _FIELDS = {
@@ -98,36 +94,6 @@ def unused_notes(params: Mapping[str, IniSection]) -> list[str]:
     ]
     file = next(iter(params.values())).file if params else ""
     return [f"{file}: not applied here: {', '.join(found)}."] if found else []
-
-
-def parameter_groups(network: nn.Module, rates: Mapping[str, Rates], lr_scale: float = 1.0) -> list[dict[str, Any]]:
-    """Groups for torch.optim.SGD: each layer's weights and its biases, with the rates of the layer-parameter file.
-
-    Args:
-        network: a network of `read`, or anything with its layers as submodules.
-        rates: per layer name, `LayerFile.rates`.
-        lr_scale: factor on every learning rate, such as `scaled_lr(1.0, batch)`.
-
-    Raises:
-        LayerFileError: a layer with weights has no rates.
-    """
-    groups: list[dict[str, Any]] = []
-    for name, layer in network.named_children():
-        own = dict(layer.named_parameters())
-        if not own:
-            continue
-        if name not in rates:
-            raise LayerFileError(f"{name} has weights and no rates; give it a section [{name}] with epsW, epsB, momW "
-                                 "and momB in the layer-parameter file")  # fmt: skip
-        rate = rates[name]
-        weights = [parameter for key, parameter in own.items() if key != "bias"]
-        for kind, parameters, schedule, momentum, decay in (
-            ("weights", weights, rate.weights, rate.momentum, rate.decay),
-            ("biases", [own["bias"]], rate.biases, rate.bias_momentum, 0.0),
-        ):
-            options = {"lr": schedule.base * lr_scale, "momentum": momentum, "weight_decay": decay}
-            groups.append({"name": f"{name} {kind}", "params": parameters, **options})
-    return groups
 
 
 def _same(params: IniSection, key: str, default: float | None = None) -> float:

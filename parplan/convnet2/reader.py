@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from parplan.convnet2.data import Data, data_layers, examples
 from parplan.convnet2.extents import Extent
 from parplan.convnet2.ini import IniSection, read_sections
-from parplan.convnet2.layer_types import COST, LayerSpec, check_keys, make
+from parplan.convnet2.layer_types import COST, LayerSpec, make
 from parplan.convnet2.modules import Conv, FullyConnected
 from parplan.convnet2.network import ConvNet, Wire
 from parplan.convnet2.placement import devices_of, replica_notes, size_notes
-from parplan.convnet2.rates import Rates, parameter_groups, rates_of, unused_notes
+from parplan.convnet2.rates import Rates, rates_of, unused_notes
 from parplan.convnet2.wiring import wires_of
 from parplan.errors import LayerFileError
 from parplan.pins import Pin
@@ -65,8 +65,31 @@ class LayerFile:
         return tuple(pin for pin in self.pins if pin.pattern not in costs)
 
     def parameter_groups(self, lr_scale: float = 1.0) -> list[dict[str, Any]]:
-        """Groups for torch.optim.SGD (see `parplan.convnet2.rates.parameter_groups`)."""
-        return parameter_groups(self.network, self.rates, lr_scale)
+        """Groups for torch.optim.SGD: each layer's weights and its biases, with the rates of the layer-parameter file.
+
+        Args:
+            lr_scale: factor on every learning rate, such as `scaled_lr(1.0, batch)`.
+
+        Raises:
+            LayerFileError: a layer with weights has no rates.
+        """
+        groups: list[dict[str, Any]] = []
+        for name, layer in self.network.named_children():
+            own = dict(layer.named_parameters())
+            if not own:
+                continue
+            if name not in self.rates:
+                raise LayerFileError(f"{name} has weights and no rates; give it a section [{name}] with epsW, epsB, "
+                                     "momW and momB in the layer-parameter file")  # fmt: skip
+            rate = self.rates[name]
+            weights = [parameter for key, parameter in own.items() if key != "bias"]
+            for kind, parameters, schedule, momentum, decay in (
+                ("weights", weights, rate.weights, rate.momentum, rate.decay),
+                ("biases", [own["bias"]], rate.biases, rate.bias_momentum, 0.0),
+            ):
+                options = {"lr": schedule.base * lr_scale, "momentum": momentum, "weight_decay": decay}
+                groups.append({"name": f"{name} {kind}", "params": parameters, **options})
+        return groups
 
 
 def params_beside(path: Path) -> Path | None:
@@ -157,9 +180,8 @@ def _network(
     for wire in wires:
         section = sections[wire.layer]
         own = params.get(wire.layer, IniSection(section.file, wire.layer, {}))
-        check_keys(section, own)
         takers = [sections[other.layer].text("type") for other in wires if wire.layer in other.inputs]
-        made = make(LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST}))
-        layers[wire.layer], gives[wire.layer] = made.module, made.gives
+        spec = LayerSpec(section, own, tuple(gives[name] for name in wire.inputs), set(takers) == {COST})
+        layers[wire.layer], gives[wire.layer] = make(spec)
     labels = frozenset(name for name, each in data.items() if each.gives is None)
     return ConvNet({name: each.place for name, each in data.items()}, labels, wires, layers), gives

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from parplan.errors import TargetError
 from parplan.target.inputs import Inputs, from_example
+from parplan.target.trouble import guarded
 
-__all__ = ["Built", "Candidate", "build", "choose"]
+__all__ = ["Candidate", "build", "choose"]
 
 CONVENTION = ("model", "build")
 
@@ -47,14 +48,6 @@ class Candidate:
         except (TypeError, ValueError):
             return []
         return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-@dataclass(frozen=True)
-class Built:
-    """A model, and inputs if the function that built it gave some too."""
-
-    module: nn.Module
-    inputs: Inputs | None
 
 
 def choose(source: ModuleType, target: str, name: str = "") -> Candidate:
@@ -95,26 +88,26 @@ def choose(source: ModuleType, target: str, name: str = "") -> Candidate:
                       "torch.nn.Module")  # fmt: skip
 
 
-def build(candidate: Candidate, guarded: Callable[[Callable[[], Any]], Any]) -> Built:
-    """The candidate's model; `guarded` calls somebody's code and turns its exceptions into errors.
+def build(candidate: Candidate, what: str, folder: Path) -> tuple[nn.Module, Inputs | None]:
+    """The candidate's model; `what` and `folder` tell of exceptions in somebody's code, as `guarded` says.
 
     A function may return the model alone, or the model and its example inputs.
 
     Raises:
-        TargetError: it needs arguments, or returns no model.
+        TargetError: it needs arguments, fails, or returns no model.
     """
     value = candidate.value
     if isinstance(value, nn.Module):
-        return Built(value, None)
+        return value, None
     if candidate.required:
         raise TargetError(f"{candidate.label} needs arguments ({', '.join(candidate.required)}); add a function "
                           "build() that makes the model, or give them defaults")  # fmt: skip
-    made = guarded(value)
+    made = guarded(value, what, folder)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return Built(made[0], from_example(made[1], f"{candidate.label}()"))
+        return made[0], from_example(made[1], f"{candidate.label}()")
     if not isinstance(made, nn.Module):
         raise TargetError(f"{candidate.label}() returned {_a(type(made).__name__)}; it must return a torch.nn.Module")
-    return Built(made, None)
+    return made, None
 
 
 def _a(name: str) -> str:

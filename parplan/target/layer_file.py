@@ -10,16 +10,23 @@ from torch import Tensor
 
 from parplan.convnet2 import LayerFile, read
 from parplan.errors import TargetError
-from parplan.target.inputs import from_options
+from parplan.target.inputs import Inputs, from_options
 
-__all__ = ["layer_file", "layer_file_inputs"]
+__all__ = ["layer_file"]
 
 
-def layer_file(target: str, inputs: Sequence[str], layer_params: str | None) -> LayerFile:
-    """Read the file a command line names; shapes given as options say how large a sample is.
+def layer_file(
+    target: str, inputs: Sequence[str], layer_params: str | None, batch: int | None
+) -> tuple[LayerFile, tuple[Tensor, ...]]:
+    """The file a command line names, and data and labels of `batch` samples.
+
+    Args:
+        inputs: shapes by dataIdx, which say how large a sample is.
+        batch: default: of the first shape given, else 128 for every replica.
 
     Raises:
-        TargetError: it is not there, or says something impossible.
+        TargetError: the file is not there, or says something impossible; an input has a name, there are more of them
+            than data layers, or one is of another shape than the file's.
     """
     path = Path(target)
     if path.is_dir():
@@ -31,17 +38,13 @@ def layer_file(target: str, inputs: Sequence[str], layer_params: str | None) -> 
         raise TargetError(f"{target}: no such file{hint}")
     if layer_params is not None and not Path(layer_params).is_file():
         raise TargetError(f"--layer-params {layer_params}: no such file")
-    shapes = {place: tensor.shape[1:] for place, tensor in enumerate(_given(inputs)) if tensor.dim() > 1}
-    return read(path, layer_params, shapes)
-
-
-def layer_file_inputs(found: LayerFile, inputs: Sequence[str], batch: int | None) -> tuple[Tensor, ...]:
-    """Data and labels of `batch` samples; default: of the first shape given, else 128 for every replica.
-
-    Raises:
-        TargetError: more tensors than data layers, or of another shape than the file's.
-    """
-    given = _given(inputs)
+    named = from_options(inputs) or Inputs((), {})
+    if named.kwargs:
+        raise TargetError(f"--input {next(iter(named.kwargs))}=...: a layer file's inputs go by their dataIdx; leave "
+                          "out the name")  # fmt: skip
+    given: tuple[Tensor, ...] = named.args
+    shapes = {place: tensor.shape[1:] for place, tensor in enumerate(given) if tensor.dim() > 1}
+    found = read(path, layer_params, shapes)
     count = batch if batch is not None else given[0].shape[0] if given else None
     examples = found.example_inputs(count)
     if len(given) > len(examples):
@@ -50,17 +53,4 @@ def layer_file_inputs(found: LayerFile, inputs: Sequence[str], batch: int | None
         if tuple(tensor.shape[1:]) != data.shape:
             wanted = "x".join(map(str, ("N", *data.shape)))
             raise TargetError(f"--input {'x'.join(map(str, tensor.shape))}: {data.name} needs {wanted}")
-    return examples
-
-
-def _given(inputs: Sequence[str]) -> tuple[Tensor, ...]:
-    """Tensors of the shapes given, in order of dataIdx.
-
-    Raises:
-        TargetError: one has a name, which data layers do not have.
-    """
-    found = from_options(inputs)
-    if found is not None and found.kwargs:
-        raise TargetError(f"--input {next(iter(found.kwargs))}=...: a layer file's inputs go by their dataIdx; leave "
-                          "out the name")  # fmt: skip
-    return found.args if found is not None else ()
+    return found, examples

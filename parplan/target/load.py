@@ -11,11 +11,11 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -23,13 +23,11 @@ from parplan.errors import TargetError
 from parplan.pins import Pin
 from parplan.target.candidates import build, choose
 from parplan.target.inputs import from_example, from_options, with_batch
-from parplan.target.layer_file import layer_file, layer_file_inputs
+from parplan.target.layer_file import layer_file
 from parplan.target.model_library import LIBRARIES, library_model
-from parplan.target.trouble import trouble
+from parplan.target.trouble import guarded
 
 __all__ = ["Target", "load"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ def load(
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
     if target.endswith(".cfg"):
-        file = layer_file(target, inputs, layer_params)
-        args = layer_file_inputs(file, inputs, batch)
+        file, args = layer_file(target, inputs, layer_params, batch)
         return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
     if layer_params is not None:
         raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
@@ -119,10 +116,10 @@ def load(
     place = _place(target)
     given = from_options(inputs)
     with _quiet_import(place):
-        source = _guarded(lambda: _imported(place), place, f"{place.text}: importing it failed")
+        source = guarded(lambda: _imported(place), f"{place.text}: importing it failed", place.folder)
         chosen = choose(source, place.text, place.name)
-        found = build(chosen, lambda run: _guarded(run, place, f"{place.text}: {chosen.words} failed"))
-        examples = given or found.inputs
+        module, examples = build(chosen, f"{place.text}: {chosen.words} failed", place.folder)
+        examples = given or examples
         if examples is None:
             example = getattr(source, "example_inputs", None)
             if example is None:
@@ -131,13 +128,13 @@ def load(
                     "function that returns one), or say the shapes: --input 64x3x224x224"
                 )
             if callable(example):
-                example = _guarded(example, place, f"{place.text}: example_inputs() failed")
+                example = guarded(example, f"{place.text}: example_inputs() failed", place.folder)
             examples = from_example(example, f"{place.text}: example_inputs")
     examples = with_batch(examples, batch) if batch is not None else examples
-    kind = type(found.module)
+    kind = type(module)
     # Containers of torch.nn say nothing: their name is the file's.
     name = place.stem if kind.__module__.startswith("torch.nn.") else kind.__name__
-    return Target(name, found.module, examples.args, examples.kwargs)
+    return Target(name, module, examples.args, examples.kwargs)
 
 
 def _place(target: str) -> _Place:
@@ -210,13 +207,3 @@ def _imported(place: _Place) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _guarded(run: Callable[[], T], place: _Place, what: str) -> T:
-    """The result of somebody's code; an exception of theirs (an exit too) becomes an error that names the line."""
-    try:
-        return run()
-    except TargetError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{what}: {trouble(error, place.folder)}") from error

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parplan.errors import TargetError
 from parplan.target.inputs import DTYPES, Inputs
-from parplan.target.trouble import trouble
+from parplan.target.trouble import guarded, trouble
 
 __all__ = ["LIBRARIES", "LibraryModel", "library_model"]
 
@@ -63,11 +63,9 @@ class _Wanted:
         Raises:
             TargetError: the library's code fails.
         """
-        try:
-            with torch.device("meta") if self.meta else nullcontext():
-                return build().to(self.dtype)
-        except Exception as error:
-            raise TargetError(f"{self.target}: the library cannot build it: {trouble(error, Path.cwd())}") from error
+        with torch.device("meta") if self.meta else nullcontext():
+            what = f"{self.target}: the library cannot build it"
+            return guarded(lambda: build().to(self.dtype), what, Path.cwd())
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of the wanted type (or of `dtype`), which index every table."""
@@ -175,8 +173,7 @@ def _said(wanted: _Wanted) -> str:
 
 def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
     """The configuration, and where it is from."""
-    mapping = library.CONFIG_MAPPING
-    path = Path(name)
+    mapping, path, refused = library.CONFIG_MAPPING, Path(name), f"{target}: the configuration is refused"
     if name.endswith(".json") or path.is_dir():
         file = path / "config.json" if path.is_dir() else path
         try:
@@ -189,7 +186,7 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
         if not known:
             near = _near(str(fields["model_type"]), mapping.keys())
             raise TargetError(f"{target}: this transformers has no model type {fields['model_type']}{near}")
-        return _made(lambda: mapping[fields["model_type"]].from_dict(fields), target), str(file)
+        return guarded(lambda: mapping[fields["model_type"]].from_dict(fields), refused, Path.cwd()), str(file)
     architecture = getattr(library, name, None) if name.isidentifier() else None
     kind = getattr(architecture, "config_class", None)
     if kind is None and name in mapping:
@@ -200,19 +197,12 @@ def _configuration(library: Any, name: str, target: str) -> tuple[Any, str]:
             f"transformers has no model type {name}{near}; name a model type (gpt2), an architecture (GPT2LMHeadModel) "
             "or a config.json (transformers:./config.json); names of a hub are not looked up"
         )
-    return _made(kind, target), f"the defaults of {kind.__name__}"
+    return guarded(kind, refused, Path.cwd()), f"the defaults of {kind.__name__}"
 
 
 def _number(found: dict[str, Any]) -> Any:
     """Infinity and NaN, as transformers writes them: {"__float__": "Infinity"}; other objects as they are."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
-
-
-def _made(make: Callable[[], Any], target: str) -> Any:
-    try:
-        return make()
-    except Exception as error:
-        raise TargetError(f"{target}: the configuration is refused: {trouble(error, Path.cwd())}") from error
 
 
 def _architecture(library: Any, name: str, config: Any) -> Any:

@@ -1,13 +1,31 @@
-"""One line on an error in a user's file: place, exception and text."""
+"""Errors of a user's file or a library: one line with place, exception and text."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from parplan.errors import TargetError
 from parplan.graph.user_line import is_users
 
-__all__ = ["trouble"]
+__all__ = ["guarded", "trouble"]
+
+T = TypeVar("T")
+
+
+def guarded(run: Callable[[], T], what: str, folder: Path) -> T:
+    """The result of somebody's code; an exception of theirs (an exit too) is a TargetError: `what` failed, and where.
+
+    `folder` is that of their files, as for `trouble`.
+    """
+    try:
+        return run()
+    except TargetError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{what}: {trouble(error, folder)}") from error
 
 
 def trouble(error: BaseException, folder: Path) -> str:

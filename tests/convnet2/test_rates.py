@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parplan.convnet2 import LayerFile, Schedule, parameter_groups, read
+from parplan.convnet2 import LayerFile, Schedule, read
 from parplan.errors import LayerFileError, ParplanError
 from parplan.runtime.data import scaled_lr
 from tests.convnet2.layer_files import SMALL, fixture, write
@@ -75,7 +75,7 @@ def test_parameter_groups(tmp_path: Path) -> None:
 def test_a_layer_without_rates_is_named(tmp_path: Path) -> None:
     found = with_params(tmp_path, RATE.format(name="conv1", w=1, b=1))
     with pytest.raises(LayerFileError, match=r"fca has weights and no rates; give it a section \[fca\]"):
-        parameter_groups(found.network, found.rates)
+        found.parameter_groups()
 
 
 @pytest.mark.parametrize(("line", "period"), [("", None), ("updatePeriod=1\n", 1), ("updatePeriod=2\n", 2),
