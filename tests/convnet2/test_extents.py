@@ -39,7 +39,7 @@ def test_the_published_sizes() -> None:
     network = fixture("1gpu").network
     assert tuple(network.get_submodule("fc6").get_parameter("weight").shape) == (4096, 9216)
     assert [network.get_submodule(f"pool{n}").get_parameter for n in (1, 2, 5)]
-    sides = [network.get_submodule(f"pool{n}").outputs for n in (1, 2, 5)]  # type: ignore[union-attr]
+    sides = [network.get_submodule(f"pool{n}").outputs for n in (1, 2, 5)]
     assert sides == [27, 13, 6]
 
 
