@@ -27,7 +27,7 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     holding = {parameter: own for layer, own in planned for parameter in layer.parameters}
     for name, layer in graph.layers.items():
         known = plan.layers.get(name) or next((holding[p] for p in layer.parameters if p in holding), None)
-        found[name] = _following(graph, layer, found, plan) if known is None else _uncut(layer, known)
+        found[name] = _following(graph, layer, found, plan) if known is None else _uncut(graph, layer, known)
         strategy = found[name]
         if strategy.replicas * strategy.shards != len(strategy.devices):
             raise PlanError(
@@ -48,7 +48,7 @@ def strategies_for(graph: LayerGraph, plan: Plan) -> dict[str, Strategy]:
     return found
 
 
-def _uncut(layer: Layer, strategy: Strategy) -> Strategy:
+def _uncut(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Strategy:
     """A strategy of the plan, with replicas in place of shards where these do not divide, or no longer have, the axis.
 
     Such as that of a sequence, where another length than the plan's comes, or the last word alone. Cuts no parameters,
@@ -58,6 +58,9 @@ def _uncut(layer: Layer, strategy: Strategy) -> Strategy:
     if strategy.shards == 1 or layer.batch is None:
         return strategy
     if axis is not None and (axis.units % strategy.shards == 0 or axis.dims.keys() & layer.parameters):
+        return strategy
+    single = any(1 in graph.values[name].shape for name in layer.outputs)  # a dimension of one entry is no axis
+    if axis is None and layer.parameters and not single:
         return strategy
     return Strategy(len(strategy.devices), 1, None, strategy.devices)
 

@@ -44,7 +44,7 @@ class UnequalBlocks(Exception):
 
 
 def listed(mark: fx.Node) -> list[fx.Node]:
-    """What a block takes or makes."""
+    """The values at a mark: a block takes those of the one in front of it, and makes those of the one behind."""
     return list(mark.args[0])  # type: ignore[arg-type]
 
 
