@@ -377,7 +377,7 @@ def _mixture(run: Run, **checked: Any) -> None:
     why="distributions check their arguments by branches on values: give them `validate_args=False`",
 )
 def mixture_checked(run: Run) -> None:
-    _mixture(run)
+    _mixture(run, validate_args=True)  # the default, which torch.compile switches off for the whole process
 
 
 @SECTION("the same with `validate_args=False`")
