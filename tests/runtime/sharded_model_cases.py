@@ -67,6 +67,22 @@ def replaced(rank: int, ranks: int) -> None:
         pair.steps([sgd(list(m.parameters())) for m in pair.both], clipped(2.0), 2)
 
 
+def written_copies(rank: int, ranks: int) -> None:
+    """Tensors of state_dict() are copies: a write to one is refused at the next call, unless the state was loaded."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        pair.steps(optimizers)
+        pair.model.state_dict()["first.weight"].zero_()
+        with pytest.raises(RuntimeFailure, match=r"first\.weight was written through a tensor of state_dict"):
+            pair.model(torch.randn(2, 8, dtype=torch.float64))
+        for module in pair.both:
+            state = module.state_dict()
+            state["first.weight"].mul_(0.5)
+            module.load_state_dict(state)
+        pair.steps(optimizers)
+
+
 def called_directly(rank: int, ranks: int) -> None:
     """The held module gives the model's results, and each process's samples count for the gradients."""
     for rule in placements(ranks):
@@ -306,7 +322,7 @@ def gradients_on_some_ranks(rank: int, ranks: int) -> None:
 CASES = {
     case.__name__: case
     for case in (
-        converted, replaced, called_directly, in_inference_mode, captured_before, not_cut, recurrent, closures, half,
-        started_alike, clipped_as_in_any_loop, gradients_on_some_ranks,
+        converted, replaced, written_copies, called_directly, in_inference_mode, captured_before, not_cut, recurrent,
+        closures, half, started_alike, clipped_as_in_any_loop, gradients_on_some_ranks,
     )
 }  # fmt: skip

@@ -169,8 +169,10 @@ class Programs:
         """Under torchrun, cut the module's parameters to this rank's blocks before the first step.
 
         Raises:
-            RuntimeFailure: an earlier graph needs other blocks.
+            RuntimeFailure: an earlier graph needs other blocks, or a copy in a state dict was written.
         """
+        if self.sharding is not None:
+            self.sharding.check_state_copies()
         program, graph = captured.supposed, captured.graph
         if self._transport.processes == 1 or program is None:
             return

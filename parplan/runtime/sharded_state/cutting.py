@@ -170,11 +170,9 @@ class Sharding:
         """Cut those parameters that are whole: all at first, later those that the user replaced, on all ranks alike.
 
         Raises:
-            RuntimeFailure: a parameter cannot be cut, stands under the name of another one, or was written through a
-                copy in a state dict.
+            RuntimeFailure: a parameter cannot be cut, or stands under the name of another one.
         """
         self._check_names()
-        self._check_state_copies()
         named = {name: self._module.get_parameter(name) for name in self._placements}
         whole = {name: p for name, p in named.items() if not isinstance(p, ShardedTensor)}
         if whole:
@@ -194,8 +192,12 @@ class Sharding:
                     "it, and load state_dict()"
                 )
 
-    def _check_state_copies(self) -> None:
-        """Refuse to go on where a gathered tensor of a state dict was written, which changes a plain model."""
+    def check_state_copies(self) -> None:
+        """Refuse to go on where a gathered tensor of a state dict was written, which changes a plain model.
+
+        Raises:
+            RuntimeFailure: one was, and not loaded since.
+        """
         written = [copy.name for copy in self._state_copies if writes(copy.counter) != copy.writes]
         self._state_copies = [copy for copy in self._state_copies if copy.tensor() is not None]
         if written:
@@ -264,7 +266,7 @@ class Sharding:
         Raises:
             RuntimeFailure: a tensor of an earlier one was written.
         """
-        self._check_state_copies()
+        self.check_state_copies()
         fresh = {name: self._gathered(name, state[name], held) for name, held in self.fresh.items() if name in state}
         whole = {**gathered(state), **fresh}
         made = [(name, value) for name, value in whole.items() if value is not state[name]]
