@@ -59,9 +59,8 @@ def _uncut(graph: LayerGraph, layer: Layer, strategy: Strategy) -> Strategy:
         return strategy
     if axis is not None and (axis.units % strategy.shards == 0 or axis.dims.keys() & layer.parameters):
         return strategy
-    single = any(1 in graph.values[name].shape for name in layer.outputs)  # a dimension of one entry is no axis
-    if axis is None and layer.parameters and not single:
-        return strategy
+    if axis is None and layer.parameters and all(1 not in graph.values[name].shape for name in layer.outputs):
+        return strategy  # a plan's mistake; where a dimension has one entry, it is no axis here
     return Strategy(len(strategy.devices), 1, None, strategy.devices)
 
 

@@ -159,9 +159,8 @@ def _mixes(left: Tensor, along: int, given: Tensor, dim: int) -> bool:
         return False
     if given._backward_hooks or left._backward_hooks:  # they would be called
         return False
-    (found,) = torch.autograd.grad(left.select(along, 0).sum(), given, retain_graph=True, allow_unused=True)
-    found_in: Tensor | None = found
-    return found_in is not None and bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero())
+    (found,) = torch.autograd.grad(left.select(along, 0).sum(), given, retain_graph=True, materialize_grads=True)
+    return bool(found.narrow(dim, 1, found.shape[dim] - 1).count_nonzero())
 
 
 def _places(values: Any, all_values: Any, dims: Mapping[Any, int]) -> dict[int, int]:
@@ -202,15 +201,15 @@ class _GradientWatch:
     def _look(self, hook: Callable[..., Any], module: nn.Module, gradients: Sequence[Any]) -> None:
         dims = (self.inputs, self.outputs)[-len(gradients) :]  # a pre-hook gets those of the results alone
         with torch.enable_grad(), preserved_generators():
-            given = [tuple(g if g is None else g.detach().requires_grad_() for g in group) for group in gradients]
-            result = hook(module, *given)
-            sampled = [
-                (group[place], dim) for group, own in zip(given, dims, strict=True) for place, dim in own.items()
+            given: list[tuple[Any, ...]] = [
+                tuple(g if g is None else g.detach().requires_grad_() for g in group) for group in gradients
             ]
-            known = [(gradient, dim) for gradient, dim in sampled if gradient is not None]
+            result = hook(module, *given)
+            groups = zip(given, dims, strict=True)
+            sampled = [(group[at], dim) for group, own in groups for at, dim in own.items() if group[at] is not None]
             for place, left in enumerate(result if isinstance(result, tuple) else (result,)):
                 along = dims[0].get(place) if left is not None else None
-                if along is not None and any(_mixes(left, along, *gradient) for gradient in known):
+                if along is not None and any(_mixes(left, along, *gradient) for gradient in sampled):
                     raise RuntimeFailure(_MIXES.format(self.path or "the model", "backward"))
         self.unseen.discard(self.site)
 

@@ -185,8 +185,7 @@ class Programs:
         for name, blocks in held.items():
             known = self._held.get(name, {})
             # Without gradients a block may rest on a device that does not use it.
-            fit = blocks.items() <= known.items() if not torch.is_grad_enabled() else blocks == known
-            if not fit:
+            if blocks != known and (torch.is_grad_enabled() or not blocks.items() <= known.items()):
                 if not known:
                     reason = "was no parameter of its own at the first call (a tie that is broken since?)"
                 else:
@@ -195,7 +194,7 @@ class Programs:
                     f"{name} {reason}; call the model in training mode first, with the inputs it is trained with, or "
                     "build the model anew, compile it, and load state_dict()"
                 )
-        if held == {name: self._held[name] for name in held}:  # for calls with gradients, too
+        if held.items() <= self._held.items():  # for calls with gradients, too
             captured.supposed = None
 
     def groups(self, plan: Plan) -> Grid | None:

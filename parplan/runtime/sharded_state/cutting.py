@@ -139,7 +139,7 @@ class Sharding:
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._placements: dict[str, Placement] = {}
-        self._uncut = parameters.keys()
+        self._planned = parameters.keys()
         self._state_copies: list[_StateCopy] = []
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
         with explained("making a group for what is cut over processes", transport.rank):
@@ -185,7 +185,7 @@ class Sharding:
             if not isinstance(parameter, ShardedTensor):
                 continue
             own, wanted = parameter.placement, self._placements.get(self._aliases.get(name, name))
-            if own is not wanted and (name in self._uncut if wanted is None else own.blocks != wanted.blocks):
+            if own is not wanted and (name in self._planned if wanted is None else own.blocks != wanted.blocks):
                 raise RuntimeFailure(
                     f"{name} is now the parameter that was {own.name} when it was cut over processes, and this plan "
                     "cuts the two otherwise; exchange layers before the first call, or build the model anew, compile "

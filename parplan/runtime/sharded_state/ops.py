@@ -166,9 +166,9 @@ def _check_alike(call: ShardedCall, placement: Placement) -> None:
     if call.name in _COPIES or not any(operand.tensor.requires_grad for operand in call.operands):
         return
     given = ", ".join(f"{name}={_told(value)}" for name, value in call.given.items())
-    digest = hashlib.blake2b(f"{call.name} {given}".encode(), digest_size=6).digest()
+    number = int.from_bytes(hashlib.blake2b(f"{call.name} {given}".encode(), digest_size=6).digest(), "big")
     tag = f"{call.name} of {placement.name}"
-    told = placement.collectives.exchange(tag, [float(int.from_bytes(digest, "big"))])
+    told = placement.collectives.exchange(tag, [float(number)])
     if not bool((told == told[0]).all()):
         raise RuntimeFailure(
             f"a term of the loss computes {tag}, which is cut over processes, with values that are not the same on all "
