@@ -32,7 +32,7 @@ from parplan.planner.simulation.step_tasks import step_parts
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.pictures.trace import predicted_spans
-from parplan.runtime.measurement.measured_step import ComparedLine, MeasuredStep
+from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import INPUTS, RESULTS, BothTimes, Expected, ExpectedLayer
 from parplan.runtime.measurement.trace_events import TraceSpan
 
@@ -67,6 +67,7 @@ class PredictedVsMeasured:
     """A plan that has run, its prediction and its measurement.
 
     Args:
+        measured: with the predicted figures beside it, `predicted.expected`.
         reference_s: seconds of the reference kernel at the time of the measurement; 0 where it was not run.
     """
 
@@ -74,23 +75,6 @@ class PredictedVsMeasured:
     predicted: PlanPrediction
     measured: MeasuredStep
     reference_s: float = 0.0
-
-    @property
-    def layers(self) -> tuple[LayerReport, ...]:
-        """The prediction of every layer."""
-        return self.predicted.layers
-
-    @property
-    def lines(self) -> tuple[ComparedLine, ...]:
-        """Predicted beside measured: layers, transfers, the rest, and the step."""
-        return replace(self.measured, expected=self.predicted.expected).lines
-
-    def trace(self) -> str:
-        """Predicted and measured below each other, as a trace for Perfetto (MeasuredStep.trace)."""
-        return replace(self.measured, expected=self.predicted.expected).trace()
-
-    def __str__(self) -> str:
-        return str(replace(self.measured, expected=self.predicted.expected))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def looked_back(
     graph: LayerGraph, cluster: Cluster, plan: Plan, seconds: Mapping[str, float], reference_s: float = 0.0
 ) -> PredictedVsMeasured:
     predicted = predict_plan(graph, plan, cluster, RooflineCosts(graph, cluster))
-    return PredictedVsMeasured(plan, predicted, measured(graph, seconds), reference_s)
+    step = replace(measured(graph, seconds), expected=predicted.expected)
+    return PredictedVsMeasured(plan, predicted, step, reference_s)
 
 
 def priced(graph: LayerGraph, cluster: Cluster, profile: SessionProfile) -> MeasuredCosts:
@@ -107,11 +108,12 @@ def _delivery(found: object, graph: LayerGraph) -> float:
 
 def test_lines_have_the_predictions_and_their_source(graph: LayerGraph, cluster: Cluster) -> None:
     back = looked_back(graph, cluster, plan_by("data parallel", 2, graph), dict.fromkeys(graph.layers, FAST_S))
-    lines = [line for line in back.lines if line.part is StepPart.LAYER]
+    lines = [line for line in back.measured.lines if line.part is StepPart.LAYER]
     assert [line.label for line in lines] == list(graph.layers)
     assert {line.source for line in lines} == {"estimated"}
-    assert lines[0].ratio == pytest.approx(3 * FAST_S / (back.layers[0].forward_s + back.layers[0].backward_s))
-    assert "predicted" in str(back)
+    first = back.predicted.layers[0]
+    assert lines[0].ratio == pytest.approx(3 * FAST_S / (first.forward_s + first.backward_s))
+    assert "predicted" in str(back.measured)
 
 
 def test_learning_keeps_one_entry_per_distinct_part(graph: LayerGraph, cluster: Cluster) -> None:
@@ -166,7 +168,9 @@ def test_a_plan_that_was_slow_is_given_up_for_one_that_is_known_to_be_fast(graph
 def test_what_moves_is_named_by_layers(graph: LayerGraph, cluster: Cluster) -> None:
     """Also where nothing was measured: names of the captured graph say nothing to a person."""
     plan = plan_by("model parallel", 2, graph)
-    labels = [line.label for line in looked_back(graph, cluster, plan, {}).lines if line.part is StepPart.TRANSFER]
+    labels = [
+        line.label for line in looked_back(graph, cluster, plan, {}).measured.lines if line.part is StepPart.TRANSFER
+    ]
     assert labels
     for label in labels:
         source, readers = label.removesuffix(" (not moved)").split(" -> ")

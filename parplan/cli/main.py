@@ -358,16 +358,18 @@ def _run_report(options: argparse.Namespace) -> int:
     from parplan.runtime.measurement.measured_step import notes, title
 
     found, learned = report
-    said = title(found.measured), [*notes(found.measured), *learned]
-    texts = {options.json: to_json(found.plan, found.lines, *said)} if options.json else {}
+    measured = found.measured
+    said = title(measured), [*notes(measured), *learned]
+    texts = {options.json: to_json(found.plan, measured.lines, *said)} if options.json else {}
     if options.trace:
-        texts[options.trace] = found.trace()
+        texts[options.trace] = measured.trace()
     json_alone = texts.pop("-", "") if options.json == "-" else ""
     write_files(texts)
     if json_alone:
         _write(json_alone)
         return DONE
-    _write(_printed(lambda console: render_comparison(found.lines, found.layers, *said, console, options.full)))
+    layers = found.predicted.layers
+    _write(_printed(lambda console: render_comparison(measured.lines, layers, *said, console, options.full)))
     return DONE
 
 
