@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -41,9 +41,9 @@ class TableLine:
     prefix: str = ""
     head: LayerReport | None = None
 
-    def total(self, figure: Callable[[LayerReport], float]) -> float:
-        """The sum of one figure over the layers."""
-        return sum(figure(layer) for layer in self.layers)
+    def total(self, figure: str) -> float:
+        """The sum of one figure over the layers, by the name of its field."""
+        return float(sum(getattr(layer, figure) for layer in self.layers))
 
     @property
     def count(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -17,6 +17,7 @@ __all__ = ["heading", "print_folded", "print_layers", "sources", "updates"]
 
 LONGEST_NAME = 26  # columns of names; a longer one has a line to itself
 WIDE = 70  # columns of a page where the sources have a column
+TIMES = ("forward", "backward", "transfer", "reduce")  # columns of seconds; the fields end in _s
 REPEATED = 2  # lines with the reason of the line above them, from which on it is not said again
 SHORT = {
     Source.MEASURED: "measured",
@@ -45,8 +46,8 @@ def print_layers(
     noted = notes or {}
     groups = group_layers(layers, None if full else LIMIT)
     lines = [line for group in groups for line in group.rows]
-    times = units.time_column(line.total(figure) for line in lines for figure in TIMES.values())
-    sizes = units.size_column(line.total(_memory) for line in lines)
+    times = units.time_column(line.total(f"{name}_s") for line in lines for name in TIMES)
+    sizes = units.size_column(line.total("memory_bytes") for line in lines)
     folded, mixed, wide = any(len(line.layers) > 1 for line in lines), len(sources(layers)) > 1, page.width >= WIDE
     columns = [Column("layers")] * folded + [Column(name) for name in (*TIMES, "memory")]
     columns += [Column("source", words=True)] * (mixed and wide)
@@ -59,8 +60,9 @@ def print_layers(
     def row(group: StrategyGroup, line: TableLine, why: str) -> TableRow:
         found = sources(line.layers)
         source = SHORT[found[-1]] + ("+" if len(found) > 1 else "")  # the least certain
-        figures = [times.figure(line.total(figure)) for figure in TIMES.values()]
-        cells = [*[line.count] * folded, *figures, sizes.figure(line.total(_memory)), *[source] * (mixed and wide)]
+        figures = [times.figure(line.total(f"{name}_s")) for name in TIMES]
+        figures.append(sizes.figure(line.total("memory_bytes")))
+        cells = [*[line.count] * folded, *figures, *[source] * (mixed and wide)]
         remarks = [
             Styled("" if group.pinned else line.pinned, "cyan"),
             Styled(source if mixed and not wide else "", "dim"),
@@ -110,15 +112,3 @@ def print_folded(page: Page, layers: int, lines: int) -> None:
     if lines < layers:
         on = f"{units.counted(layers, 'layer')} on {units.counted(lines, 'line')}"
         page.paragraph(f"{on}, figures summed; `--full` prints each.", style="dim")
-
-
-def _memory(layer: LayerReport) -> float:
-    return layer.memory_bytes
-
-
-TIMES: dict[str, Callable[[LayerReport], float]] = {
-    "forward": lambda layer: layer.forward_s,
-    "backward": lambda layer: layer.backward_s,
-    "transfer": lambda layer: layer.transfer_s,
-    "reduce": lambda layer: layer.reduce_s,
-}

@@ -86,7 +86,7 @@ def test_a_module_that_holds_most_of_the_model_does_not_become_one_line() -> Non
 def test_a_folded_line_sums_and_gives_the_reason_of_what_takes_longest() -> None:
     layers = [facts(f"h.{i}", "linear", DATA, 1.0 + i, f"reason {i}", source=Source.MEASURED) for i in range(5)]
     ((row,),) = (group.rows for group in group_layers(layers, 1))
-    assert row.total(lambda layer: layer.forward_s) == pytest.approx(15e-3)
+    assert row.total("forward_s") == pytest.approx(15e-3)
     assert row.why == "h.4: reason 4"
 
 
