@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.presets import device_names
@@ -19,12 +18,14 @@ def print_origin(page: Page, decision: Decision, mixed: bool) -> None:
     page.blank()
     found, cluster, words = sources(decision.layers), decision.cluster, _words(decision)
     if len(found) == 1:
-        page.paragraph(words[found[0]].sentence, style="dim")
+        sentence, _ = words[found[0]]
+        page.paragraph(sentence, style="dim")
     elif found:
         plus = " (+: the least certain of several on one line)" if mixed else ""
         page.paragraph(f"Sources of forward and backward times{plus}:", style="dim")
         for source in found:
-            page.paragraph(f"{SHORT[source]:<11}{words[source].legend}", 2, "dim")
+            _, listed = words[source]
+            page.paragraph(f"{SHORT[source]:<11}{listed}", 2, "dim")
     if cluster.count > 1:
         rates = ", ".join(f"{link.name} at {link.bandwidth_bytes_per_s / 1e9:.3g} GB/s" for link in cluster.links)
         computed = f"Transfers and reductions are computed from the links: {rates}."
@@ -42,15 +43,8 @@ def print_origin(page: Page, decision: Decision, mixed: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Words:
-    """A source where all times have it, and in a list of several."""
-
-    sentence: str
-    legend: str
-
-
-def _words(decision: Decision) -> Mapping[Source, _Words]:
+def _words(decision: Decision) -> Mapping[Source, tuple[str, str]]:
+    """Of every source: the sentence where all times have it, and its words in a list of several."""
     if file := decision.times_from:  # which gives the times, measured elsewhere
         texts = {
             Source.MEASURED: "measured here",
@@ -58,7 +52,7 @@ def _words(decision: Decision) -> Mapping[Source, _Words]:
             Source.INTERPOLATED: f"interpolated between batches in {file}",
             Source.ESTIMATED: f"scaled from {file}, by samples and shards",
         }
-        return {source: _Words(f"Times of layers: {text}.", text) for source, text in texts.items()}
+        return {source: (f"Times of layers: {text}.", text) for source, text in texts.items()}
     cluster = decision.cluster
     kinds = " and ".join(group.device.kind for group in cluster.groups)
     devices = [group.device for group in cluster.groups]
@@ -66,15 +60,16 @@ def _words(decision: Decision) -> Mapping[Source, _Words]:
     presets = all(device.kind in device_names() and device.like is None for device in devices)
     figures = f"preset{'s' if cluster.mixed else ''}" if presets else "figures of"
     return {
-        Source.MEASURED: _Words("Times of layers were measured here.", "measured here"),
-        Source.SHIPPED: _Words(
+        Source.MEASURED: ("Times of layers were measured here.", "measured here"),
+        Source.SHIPPED: (
             f"Times of layers come from a shipped profile, measured elsewhere on {kinds}.",
             f"shipped profile, measured elsewhere on {kinds}",
         ),
-        Source.INTERPOLATED: _Words(
-            "Times of layers are interpolated between measured neighbours.", "interpolated between measured neighbours"
+        Source.INTERPOLATED: (
+            "Times of layers are interpolated between measured neighbours.",
+            "interpolated between measured neighbours",
         ),
-        Source.ESTIMATED: _Words(
+        Source.ESTIMATED: (
             f"All times are estimates (roofline on the {figures} {kinds}); `--measure` measures them.",
             f"roofline on the {figures} {kinds}; `--measure` measures it",
         ),
