@@ -8,7 +8,7 @@ from rich.console import Console
 
 from parplan.report import units
 from parplan.report.page import Column, Page, TableRow
-from parplan.verification import TOLERANCE, Verification, VerificationRow
+from parplan.verification import TOLERANCE, Verification
 
 __all__ = ["render_verification"]
 
@@ -24,18 +24,15 @@ def render_verification(found: Verification, console: Console) -> None:
         page.paragraph(note)
     page.blank()
     lax = max((row.tolerance for row in found.rows), default=TOLERANCE)
-
-    def allowed(row: VerificationRow) -> list[str]:
-        return [f"{row.tolerance:.0e}"] if lax > TOLERANCE else []
-
     rows = []
     for row in found.rows:
         value = row.max_relative_difference
         difference = "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
-        cells = [str(row.count), difference if row.count else "-", *allowed(row), row.worst]
-        rows.append(TableRow(row.group, cells, style="bold red" if _fails(row) else ""))
+        allowed = [f"{row.tolerance:.0e}"] * (lax > TOLERANCE)
+        cells = [str(row.count), difference, *allowed, row.worst]
+        rows.append(TableRow(row.group, cells, style="" if row.passed else "bold red"))
     columns = [Column("tensors"), Column("relative difference"), Column("largest in", words=True)]
-    page.table([*columns[:2], *([Column("allowed")] if lax > TOLERANCE else []), *columns[2:]], rows)
+    page.table([*columns[:2], *[Column("allowed")] * (lax > TOLERANCE), *columns[2:]], rows)
     if lax > TOLERANCE:
         types = " and ".join(found.casts)
         page.paragraph(
@@ -47,11 +44,6 @@ def render_verification(found: Verification, console: Console) -> None:
         agrees = f": every tensor agrees to {limit}, which is rounding."
         page.paragraph(agrees, first="PASSED", first_style="bold green")
         return
-    failing = [row.group for row in found.rows if _fails(row)]
+    failing = [row.group for row in found.rows if not row.passed]
     verb = "differs" if len(failing) == 1 else "differ"
     page.paragraph(f": {', '.join(failing)} {verb} by more than {limit}.", first="FAILED", first_style="bold red")
-
-
-def _fails(row: VerificationRow) -> bool:
-    """Whether it differs too much; a difference that is no number does."""
-    return row.count > 0 and not row.passed

@@ -30,14 +30,13 @@ def test_notes_come_before_the_table() -> None:
 
 
 def test_passed() -> None:
-    rows = (Row("outputs", 1, 2.5e-16, "output 0"), Row("gradients", 16, 0.0, "fc6.weight"), Row("buffers", 0, 0.0, ""))
+    rows = (Row("outputs", 1, 2.5e-16, "output 0"), Row("gradients", 16, 0.0, "fc6.weight"))
     assert printed(*rows) == (
         "AlexNet: 8 samples, on 4 logical CPU devices against the plain model, in float64\n"
         "\n"
         "             tensors  relative difference  largest in\n"
         "  outputs          1              2.5e-16  output 0\n"
         "  gradients       16                    0  fc6.weight\n"
-        "  buffers          0                    -\n"
         "\n"
         "PASSED: every tensor agrees to 1e-09, which is rounding.\n"
     )
