@@ -15,28 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from parplan.planner.decision import Baseline, Decision
-from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.planner.simulation.timeline import Timeline
 from parplan.report import units
 from parplan.report.page import printed
 from parplan.report.pictures.bars import draw_bars
 from parplan.report.pictures.figures import layer_table, sources, step_parts
-from parplan.report.pictures.lanes import DeviceLanes, device_lanes, drawn_lanes, predicted_timeline
+from parplan.report.pictures.lanes import device_lanes, drawn_lanes, predicted_timeline
 from parplan.report.pictures.memory import draw_memory, memory_over_step
 from parplan.report.pictures.net import draw_net
 from parplan.report.pictures.svg import theme
 from parplan.report.pictures.text import visible
-from parplan.report.pictures.timeline import (
-    CHARACTER,
-    GAP,
-    LEFT,
-    MOST_DEVICES,
-    PLOT,
-    TOP,
-    block_words,
-    draw_timeline,
-    lane_height,
-)
+from parplan.report.pictures.timeline import CHARACTER, LEFT, LIGHT, PLOT, TOP, Drawn, block_words, draw_timeline
 from parplan.report.sections.proof import baseline_remark, claim, seconds_text
 from parplan.report.sections.verdict import second_choice, verdict_lines
 from parplan.report.terminal import render
@@ -70,14 +59,16 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
 
     plan, cluster = decision.plan, decision.cluster
     timeline = predicted_timeline(decision)
-    lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS) if timeline is not None else ()
     memory = memory_over_step(decision, timeline)
     style, script = f"{theme()}\n{_template('page.css')}", _template("page.js")
     model, step_s = visible(plan.model), decision.prediction.step_s
 
     drawings: dict[str, Any] = {"net": draw_net(decision), "bars": draw_bars(decision)}
     drawings["memory"] = draw_memory(memory, plan.model) if memory is not None else None
-    drawings["timeline"] = draw_timeline(lanes, timeline.step_s, plan.model, True) if timeline is not None else None
+    drawings["timeline"], numbered = None, list[Drawn]()
+    if timeline is not None:
+        lanes = drawn_lanes(device_lanes(timeline), MOST_BLOCKS)
+        drawings["timeline"] = draw_timeline(lanes, timeline.step_s, plan.model, numbered)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     sections = {
         "plan-net": "Net", "plan-step": "Step", "plan-memory": "Memory", "plan-others": "Other plans",
@@ -121,7 +112,7 @@ def html(decision: Decision, command: str = "", target: str = "MODEL") -> str:
         plan=plan.to_json(),
         text=_text(decision),
         took=seconds_text(decision.seconds) if decision.seconds.total > 0 else "",  # not with --as-profiled
-        blocks=_blocks(lanes, timeline),
+        blocks=_blocks(numbered, timeline),
     )
 
 
@@ -169,22 +160,14 @@ def _text(decision: Decision) -> str:
     return "\n".join([*lines, "... the rest is left out: run the command above"] if ended else lines)
 
 
-def _blocks(lanes: Sequence[DeviceLanes], timeline: Timeline | None) -> dict[str, Any]:
-    """The timeline's blocks for the script, in the order of the drawing: names and words by their number."""
+def _blocks(drawn: Sequence[Drawn], timeline: Timeline | None) -> dict[str, Any]:
+    """The timeline's blocks for the script, in the order of their numbers: names and words by their place."""
     names: dict[str, int] = {}
     blocks = []
-    y = TOP
-    for one in lanes[:MOST_DEVICES]:
-        for lane in one.lanes:
-            labelled = lane.lane is Lane.COMPUTE
-            for block in lane.blocks:
-                label = visible(block.what, 40) if labelled and not block.waiting else ""
-                named = (names.setdefault(text, len(names)) for text in (label, block_words(block)))
-                times = (float(f"{block.start_s:.7g}"), float(f"{block.end_s:.7g}"))
-                light = int(block.kind in (Kind.FORWARD, Kind.TRANSFER))
-                blocks.append([*named, *times, y + 15.5 if label else 0, light])
-            y += lane_height(lane)
-        y += GAP
+    for block, label, y in drawn:
+        named = (names.setdefault(text, len(names)) for text in (label, block_words(block)))
+        times = (float(f"{block.start_s:.7g}"), float(f"{block.end_s:.7g}"))
+        blocks.append([*named, *times, y if label else 0, int(block.kind in LIGHT)])
     step_s = timeline.step_s if timeline is not None else 0.0
     return {"names": list(names), "blocks": blocks, "step": step_s, "left": LEFT, "width": PLOT, "top": TOP,
             "character": CHARACTER}  # fmt: skip

@@ -11,12 +11,14 @@ from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBl
 from parplan.report.pictures.svg import KIND_ROLES, MONOSPACE, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
-__all__ = ["LEFT", "PLOT", "block_words", "draw_timeline", "ticks"]
+__all__ = ["LEFT", "PLOT", "Drawn", "block_words", "draw_timeline", "ticks"]
 
 LEFT, PLOT, TOP = 168.0, 812.0, 44.0
 TALL, FLAT, GAP = 24.0, 13.0, 14.0
 CHARACTER = 6.1  # of a label, in units of the drawing
 MOST_DEVICES = 24
+LIGHT = (Kind.FORWARD, Kind.TRANSFER)
+"""Kinds in a colour that a dark text can be read on."""
 KIND_WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -27,13 +29,20 @@ KIND_WORDS = {
 }
 
 
-def draw_timeline(drawn: Sequence[DeviceLanes], step_s: float, model: str, interactive: bool = False) -> Drawing:
+Drawn = tuple[Block, str, float]
+"""A block of the picture, the label that it has where there is room (empty: none ever), and that one's y."""
+
+
+def draw_timeline(
+    drawn: Sequence[DeviceLanes], step_s: float, model: str, numbered: list[Drawn] | None = None
+) -> Drawing:
     """The picture of a step.
 
     Args:
         drawn: devices on which everything happens at the same times are one entry (lanes.drawn_lanes).
         step_s: the length of the step.
-        interactive: blocks carry their number, for a script that zooms and explains them.
+        numbered: if given, is filled with the blocks in the order of the numbers that they carry then, for a script
+            that zooms and explains them.
     """
     shown = drawn[:MOST_DEVICES]
     height = TOP + sum(GAP + sum(lane_height(lane) for lane in one.lanes) for one in shown) + 46
@@ -55,7 +64,7 @@ def draw_timeline(drawn: Sequence[DeviceLanes], step_s: float, model: str, inter
     heads = add(root, "g", **fill("ink"))
     lanes = add(root, "g", font_size=10, text_anchor="end", **fill("soft"))
     labels = add(root, "g", font_family=MONOSPACE, font_size=10, id="step-labels")
-    y, number = 0.0, 0
+    y = 0.0
     for one in shown:
         text = add(heads, "text", shortened(units.devices(one.devices), 22), x=4, y=TOP + y + 16, font_weight=600)
         add(text, "title", units.devices(one.devices))
@@ -63,7 +72,7 @@ def draw_timeline(drawn: Sequence[DeviceLanes], step_s: float, model: str, inter
             tall = lane_height(lane)
             add(lanes, "text", LANE_WORDS[lane.lane] if not lane.place else "", x=LEFT - 8, y=TOP + y + tall / 2 + 3.5)
             add(plot, "rect", x=0, y=y + 1, width=PLOT, height=tall - 2, **fill("hollow"))
-            number = _draw_blocks(plot, labels, lane, y, step_s, number if interactive else None)
+            _draw_blocks(plot, labels, lane, y, step_s, numbered)
             y += tall
         y += GAP
     _legend(root, shown, height - 16)
@@ -91,8 +100,10 @@ def _description(shown: Sequence[DeviceLanes], step_s: float) -> str:
     return f"{'; '.join(said)}."
 
 
-def _draw_blocks(plot: Element, labels: Element, lane: LaneBlocks, y: float, step_s: float, number: int | None) -> int:
-    """The blocks of one lane, grouped by colour, and labels where there is room; gives the next block's number."""
+def _draw_blocks(
+    plot: Element, labels: Element, lane: LaneBlocks, y: float, step_s: float, numbered: list[Drawn] | None
+) -> None:
+    """The blocks of one lane, grouped by colour, and labels where there is room."""
     groups: dict[tuple[Kind, bool], Element] = {}
     tall, scale = lane_height(lane), PLOT / step_s if step_s > 0 else 0.0
     for block in lane.blocks:
@@ -104,15 +115,14 @@ def _draw_blocks(plot: Element, labels: Element, lane: LaneBlocks, y: float, ste
         x, wide = block.start_s * scale, max(block.seconds * scale, 0.05)
         inset = tall / 3 if block.waiting else 1.0
         cell = add(groups[key], "path", d=f"M{x:.2f} {y + inset:g}h{wide:.2f}v{tall - 2 * inset:g}h-{wide:.2f}z")
-        if number is not None:
-            cell.set("data-n", str(number))
-            number += 1
-        label = visible(block.what, 40)
-        if lane.lane is Lane.COMPUTE and not block.waiting and label and wide > CHARACTER * len(label) + 6:
-            light = block.kind in (Kind.FORWARD, Kind.TRANSFER)
+        label = visible(block.what, 40) if lane.lane is Lane.COMPUTE and not block.waiting else ""
+        if numbered is not None:
+            cell.set("data-n", str(len(numbered)))
+            numbered.append((block, label, TOP + y + 15.5))
+        if label and wide > CHARACTER * len(label) + 6:
+            light = block.kind in LIGHT
             said = add(labels, "text", label, x=LEFT + x + 3, y=TOP + y + 15.5)
             said.attrib.update({"class": "on-light" if light else "on-dark", "fill": "#10151b" if light else "#ffffff"})
-    return number or 0
 
 
 def _legend(root: Element, shown: Sequence[DeviceLanes], y: float) -> None:
