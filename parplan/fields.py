@@ -148,13 +148,18 @@ def text(name: str, pattern: str = ".*", expected: str = "text") -> Field:
 
 def flag(name: str) -> Field:
     """True or false."""
+    return _of_type(bool, name, "true or false")
 
-    def read(value: Any) -> bool:
-        if not isinstance(value, bool):
+
+def _of_type(kind: type, name: str, expected: str) -> Field:
+    """A value of that type of Python's, as it is."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
             raise TypeError
         return value
 
-    return Field(name, "true or false", read)
+    return Field(name, expected, read)
 
 
 def count(name: str, least: int = 1, most: int = _MOST_WHOLE, meaning: str = "a whole number") -> Field:
@@ -193,24 +198,12 @@ def choice(name: str, options: Iterable[str] | type[Enum]) -> Field:
 
 def table(name: str, expected: str) -> Field:
     """A table (an object of JSON)."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise TypeError
-        return value
-
-    return Field(name, expected, read)
+    return _of_type(dict, name, expected)
 
 
 def list_of(name: str) -> Field:
     """A list, whose items are read one by one."""
-
-    def read(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise TypeError
-        return value
-
-    return Field(name, "a list", read)
+    return _of_type(list, name, "a list")
 
 
 def numbers(name: str, meaning: str, most: int = 2**20) -> Field:
