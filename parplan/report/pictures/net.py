@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from parplan.plan import Strategy
 from parplan.planner.decision import Decision
@@ -98,17 +100,12 @@ def draw_net(decision: Decision, limit: int = MOST_ROWS) -> Drawing:
 
 def _description(rows: Sequence[Row]) -> str:
     """The runs of rows with one strategy, in words."""
-    runs: list[list[Row]] = []
-    for row in rows:
-        if runs and runs[-1][-1].strategy == row.strategy:
-            runs[-1].append(row)
-        else:
-            runs.append([row])
     said = []
-    for run in runs:
-        ends = dict.fromkeys((run[0].layers[0].name, run[-1].layers[-1].name))
-        where = units.devices(run[0].strategy.devices)
-        said.append(f"{' to '.join(visible(name, 60) for name in ends)}: {run[0].strategy.describe()} on {where}")
+    for strategy, own in groupby(rows, key=attrgetter("strategy")):
+        layers = [layer for row in own for layer in row.layers]
+        ends = dict.fromkeys((layers[0].name, layers[-1].name))
+        where = units.devices(strategy.devices)
+        said.append(f"{' to '.join(visible(name, 60) for name in ends)}: {strategy.describe()} on {where}")
     return f"{'; '.join(said[:40])}{'; and so on' * (len(said) > 40)}."
 
 
