@@ -130,23 +130,19 @@ class StrategyGroup:
 
     @property
     def label(self) -> str:
-        """Which layers, `conv1 .. pool5 (13 layers)`; nothing for one, its line says it."""
-        layers = [layer for row in self.rows for layer in row.layers]
-        if len(layers) == 1:
-            return ""
-        if self.repeats > 1:
-            return f": {self.repeats} x {self.ends} ({len(layers)} layers)"
-        return f": {self.ends} ({len(layers)} layers)"
+        """Which layers, `: conv1 .. pool5 (13 layers)`; nothing for one, its line says it."""
+        return f": {self.ends} ({self.count} layers)" if self.count > 1 else ""
 
     @property
     def ends(self) -> str:
-        """Its first and last layer, `conv1 .. pool5`; of repeated blocks with numbers, `h.0-11.ln .. h.0-11.fc`."""
+        """Its first and last layer, `conv1 .. pool5`; of repeated blocks `12 x h.0-11.ln .. h.0-11.fc`."""
         first, last = self.rows[0].layers, self.rows[-1].layers
         if self.repeats == 1:
             return " .. ".join(dict.fromkeys((first[0].name, last[-1].name)))
         heads = name_span([layer.name for layer in first[:: len(first) // self.repeats]])
         each = len(last) // self.repeats
-        return " .. ".join(dict.fromkeys((heads, name_span([layer.name for layer in last[each - 1 :: each]]))))
+        names = dict.fromkeys((heads, name_span([layer.name for layer in last[each - 1 :: each]])))
+        return f"{self.repeats} x {' .. '.join(names)}"
 
     @property
     def count(self) -> int:

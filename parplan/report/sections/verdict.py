@@ -245,6 +245,5 @@ def print_groups(page: Page, layers: Sequence[LayerReport], every: bool = False)
 def group_line(group: StrategyGroup) -> str:
     """`conv1 .. pool5, 13 layers: 4 replicas on 0-3`; of repeated blocks `12 x`, with the layers of all."""
     where = units.number_ranges(group.strategy.devices)
-    repeated = f"{group.repeats} x " if group.repeats > 1 else ""
     many = f", {units.counted(group.count, 'layer')}" if group.count > 1 else ""
-    return f"{repeated}{group.ends}{many}: {group.words} on {where}{updates(group.strategy)}"
+    return f"{group.ends}{many}: {group.words} on {where}{updates(group.strategy)}"
