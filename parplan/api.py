@@ -296,7 +296,7 @@ def verify(
     from parplan.planner.request import PlanOptions
     from parplan.planner.search_space.verifier import mismatches
     from parplan.pricing import Pricing
-    from parplan.verification import first_samples, samples_for, verify_plan
+    from parplan.verification import samples_for, some_samples, verify_plan
 
     options = PlanOptions.of(locals())
     model, kwargs = _with_loss(model, kwargs, loss, targets)
@@ -316,7 +316,7 @@ def verify(
         found = Pricing.for_devices(count, torch.device("cpu"), options.request(price_pins=False)).decided(graph).plan
     few = samples_for(found, graph) if batch is None else batch
     try:
-        few_args, few_kwargs = first_samples((args, kwargs), graph.batch, few)
+        few_args, few_kwargs = some_samples((args, kwargs), graph.batch, slice(few))
         ran = verify_plan(
             model, few_args, few_kwargs, lambda _: found, devices=count, seed=seed, example=(args, kwargs)
         )

@@ -32,7 +32,7 @@ from parplan.runtime.self_check.comparison import compare_group, largest_of, pro
 from parplan.runtime.self_check.constant_draws import ConstantDraws
 from parplan.runtime.self_check.double_copy import double
 
-__all__ = ["TOLERANCE", "Verification", "VerificationRow", "first_samples", "samples_for", "verify_plan"]
+__all__ = ["TOLERANCE", "Verification", "VerificationRow", "samples_for", "some_samples", "verify_plan"]
 
 TOLERANCE = 1e-9
 STATISTICS = 16
@@ -188,12 +188,12 @@ def samples_for(plan: Plan, graph: LayerGraph) -> int:
     return max(2, -(-STATISTICS // (most * max(1, fewest)))) * most + plan.batch % most
 
 
-def first_samples(call: Any, batch: int | None, wanted: int) -> Any:
-    """(args, kwargs) with the first `wanted` of `batch` samples of every tensor that has so many."""
+def some_samples(call: Any, batch: int | None, wanted: slice) -> Any:
+    """(args, kwargs) with the `wanted` ones of `batch` samples of every tensor that has so many."""
 
     def cut(leaf: Any) -> Any:
         sampled = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-        return leaf[:wanted].detach().requires_grad_(leaf.requires_grad) if sampled else leaf
+        return leaf[wanted].detach().requires_grad_(leaf.requires_grad) if sampled else leaf
 
     return pytree.tree_map(cut, call)
 

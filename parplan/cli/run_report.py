@@ -37,6 +37,7 @@ from parplan.runtime.measurement.measured_step import slowest_of
 from parplan.runtime.measurement.predicted import Expected
 from parplan.runtime.processes import TIMEOUT_S, in_processes
 from parplan.target import Target
+from parplan.verification import some_samples
 
 __all__ = ["Job", "run_report"]
 
@@ -99,18 +100,12 @@ def run_report(job: Job) -> tuple[PredictedVsMeasured, tuple[str, ...]] | None:
 def _run_rank(job: Job, rank: int, ranks: int) -> PredictedVsMeasured:
     """Run a rank's share of the target's batch, under a process group."""
     target = job.target.load()
-    leaves, spec = pytree.tree_flatten((target.args, target.kwargs))
-    batch = batch_of(leaves) or 0
+    batch = batch_of(pytree.tree_leaves((target.args, target.kwargs))) or 0
     if batch < ranks:
         raise ModelError(f"a batch of {batch} leaves some of {ranks} processes without a sample; give --batch {ranks}")
     sizes = split_evenly(batch, ranks)
     start = sum(sizes[:rank])
-
-    def cut(leaf: Any) -> Any:
-        sampled = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-        return leaf[start : start + sizes[rank]] if sampled else leaf
-
-    args, kwargs = pytree.tree_unflatten([cut(leaf) for leaf in leaves], spec)
+    args, kwargs = some_samples((target.args, target.kwargs), batch, slice(start, start + sizes[rank]))
     return _run(job, replace(target, args=args, kwargs=kwargs), None)
 
 
