@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from parplan.planner.simulation.step_tasks import Kind
-
-__all__ = ["COLOURS", "KIND_ROLES", "MONOSPACE", "SANS", "Colour", "Drawing", "Element", "add", "fill", "line", "theme"]
+__all__ = ["COLOURS", "MONOSPACE", "SANS", "Colour", "Drawing", "Element", "add", "fill", "line", "theme"]
 
 Element = ElementTree.Element
 SANS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
@@ -42,7 +40,7 @@ COLOURS: Mapping[str, Colour] = {
     "shards-2": Colour("#f3cf9b", "#f3cf9b"),
     "both": Colour("#0f7f73", "#148679"),
     "both-2": Colour("#86cdc3", "#8fd4ca"),
-    # kinds of work
+    # kinds of work, by the values of Kind
     "forward": Colour("#a9c3df", "#7fa6cf"),
     "backward": Colour("#4d79a8", "#41698f"),
     "transfer": Colour("#e2711d", "#f28b3c"),
@@ -55,7 +53,6 @@ COLOURS: Mapping[str, Colour] = {
     "device-3": Colour("#0f7f73", "#3fc0b0"),
     "device-4": Colour("#9b4f96", "#cf8fcb"),
 }
-KIND_ROLES = {kind: kind.value for kind in Kind}
 
 
 def fill(role: str) -> dict[str, str]:

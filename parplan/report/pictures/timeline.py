@@ -8,7 +8,7 @@ from math import floor, log10
 from parplan.planner.simulation.step_tasks import Kind, Lane
 from parplan.report import units
 from parplan.report.pictures.lanes import LANE_WORDS, Block, DeviceLanes, LaneBlocks
-from parplan.report.pictures.svg import KIND_ROLES, MONOSPACE, Drawing, Element, add, fill, line
+from parplan.report.pictures.svg import MONOSPACE, Drawing, Element, add, fill, line
 from parplan.report.pictures.text import shortened, visible
 
 __all__ = ["LEFT", "PLOT", "Drawn", "block_words", "draw_timeline", "ticks"]
@@ -109,7 +109,7 @@ def _draw_blocks(
     for block in lane.blocks:
         key = (block.kind, block.waiting)
         if key not in groups:
-            groups[key] = add(plot, "g", **fill(KIND_ROLES[block.kind]))
+            groups[key] = add(plot, "g", **fill(block.kind.value))
             if block.waiting:
                 groups[key].set("opacity", "0.28")
         x, wide = block.start_s * scale, max(block.seconds * scale, 0.05)
@@ -131,7 +131,7 @@ def _legend(root: Element, shown: Sequence[DeviceLanes], y: float) -> None:
     waits = any(block.waiting for one in shown for lane in one.lanes for block in lane.blocks)
     x, words = LEFT, add(root, "g", font_size=11, **fill("soft"))
     for kind in (kind for kind in Kind if kind in found):
-        add(root, "rect", x=x, y=y - 9, width=11, height=11, rx=2, **fill(KIND_ROLES[kind]))
+        add(root, "rect", x=x, y=y - 9, width=11, height=11, rx=2, **fill(kind.value))
         add(words, "text", KIND_WORDS[kind], x=x + 16, y=y)
         x += 34 + 6.2 * len(KIND_WORDS[kind])
     if waits:
