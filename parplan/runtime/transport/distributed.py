@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +18,10 @@ from torch import Tensor
 
 from parplan.errors import RuntimeFailure
 from parplan.layout import Piece, shape_of
-from parplan.lowering.program import Assembly, Exchange
+from parplan.lowering.program import Exchange
 from parplan.runtime.transport.base import Held, Transport, assemble, block
 
-__all__ = ["DistributedTransport", "Flat", "explained"]
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flat message to or from another rank."""
-
-    other: int
-    sent: bool
-    tensor: Tensor
+__all__ = ["DistributedTransport", "explained"]
 
 
 @contextmanager
@@ -51,30 +42,35 @@ class _Sent:
 
     name: str
     works: Sequence[Any]
-    flats: Sequence[Flat]
+    messages: Sequence[dist.P2POp]
 
 
 @dataclass
 class _Receiving:
-    """Messages on their way to this rank, put together when they are first read."""
+    """Messages on their way to this rank, put together when they are first read.
+
+    Args:
+        blocks: those of messages that are still to arrive, and this rank's own.
+    """
 
     transport: DistributedTransport
     exchange: Exchange
-    plan: Assembly | None = None
-    works: Sequence[Any] = ()
-    flats: list[Flat] = field(default_factory=list)
-    blocks: dict[Piece, Tensor] = field(default_factory=dict)
-    like: Tensor | None = None
+    works: Sequence[Any]
+    blocks: dict[Piece, Tensor]
     parts: Held | None = None
 
     def wait(self) -> Held:
         if self.parts is None:
-            with explained(self.exchange.name, self.transport.rank):
+            rank = self.transport.rank
+            with explained(self.exchange.name, rank):
                 for work in self.works:
                     work.wait()
             self.parts = {}
-            if self.plan is not None and self.like is not None:
-                self.parts[self.transport.rank] = assemble(self.plan, self.blocks.__getitem__, self.like)
+            plan = self.exchange.assemblies.get(rank)
+            if plan is not None:
+                place = self.transport.physical(rank)
+                like = torch.empty(self.exchange.shapes[rank], dtype=self.exchange.dtype, device=place)
+                self.parts[rank] = assemble(plan, self.blocks.__getitem__, like)
             self.blocks = {}
         return self.parts
 
@@ -134,27 +130,18 @@ class DistributedTransport(Transport):
 
     def start(self, exchange: Exchange, tensors: Held) -> _Receiving:
         """Send this rank's blocks, begin to receive what it needs."""
-        plan = exchange.assemblies.get(self.rank)
         sending = self._sending(exchange, tensors)
-        receiving = self._receiving(exchange, plan) if plan is not None else _Receiving(self, exchange)
-        works = self._begin(exchange.name, [*sending, *receiving.flats])
+        receiving, blocks = self._receiving(exchange)
+        messages = [*sending, *receiving]
+        with explained(exchange.name, self.rank):
+            works: Sequence[Any] = dist.batch_isend_irecv(messages) if messages else []
         # One group call (NCCL) gives one work for all; gloo gives one each, and sends need not be waited for here.
-        each = len(works) == len(sending) + len(receiving.flats)
-        receiving.works = works[len(sending) :] if each else works
+        each = len(works) == len(messages)
         self._sent.append(_Sent(exchange.name, works[: len(sending)] if each else works, sending))
-        if plan is not None:
-            own = [piece for piece in plan.pieces if piece.source == self.rank]
-            receiving.blocks |= {piece: block(tensors[self.rank], piece.source_region) for piece in own}
-            receiving.like = torch.empty(exchange.shapes[self.rank], dtype=exchange.dtype, device=self._device)
-        return receiving
-
-    def _begin(self, name: str, flats: Sequence[Flat]) -> list[Any]:
-        ops = [
-            dist.P2POp(dist.isend if flat.sent else dist.irecv, flat.tensor, self._peer(flat.other), self._group)
-            for flat in flats
-        ]
-        with explained(name, self.rank):
-            return list(dist.batch_isend_irecv(ops)) if ops else []
+        for piece in exchange.assemblies[self.rank].pieces if self.rank in exchange.assemblies else ():
+            if piece.source == self.rank:
+                blocks[piece] = block(tensors[self.rank], piece.source_region)
+        return _Receiving(self, exchange, works[len(sending) :] if each else works, blocks)
 
     def message(self, name: Hashable, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors behind each other; on the CPU in memory that is kept, as new memory costs as much as the copy."""
@@ -184,10 +171,7 @@ class DistributedTransport(Transport):
     def gather(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers that every rank passes here, by rank; all pass equally many."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.processes)]
-        with explained("exchanging the numbers of samples", self.rank):
-            dist.all_gather(found, own, group=self._group)
-        return [tuple(entry.tolist()) for entry in found]
+        return [tuple(entry.tolist()) for entry in self.gather_tensors("exchanging the numbers of samples", own)]
 
     def gather_texts(self, text: str) -> list[str]:
         """The text that every rank passes here, by rank."""
@@ -223,22 +207,22 @@ class DistributedTransport(Transport):
     def _peer(self, device: int) -> int:
         return device if self._group is None else dist.get_global_rank(self._group, device)
 
-    def _sending(self, exchange: Exchange, tensors: Held) -> list[Flat]:
-        flats = []
+    def _sending(self, exchange: Exchange, tensors: Held) -> list[dist.P2POp]:
+        found = []
         for target, pieces in exchange.sent.get(self.rank, {}).items():
             blocks = [block(tensors[self.rank], piece.source_region).reshape(-1) for piece in pieces]
             # Contiguous memory that nothing writes to before it has left.
             flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks)
-            flats.append(Flat(target, True, flat))
-        return flats
+            found.append(dist.P2POp(dist.isend, flat, self._peer(target), self._group))
+        return found
 
-    def _receiving(self, exchange: Exchange, plan: Assembly) -> _Receiving:
-        found = _Receiving(self, exchange, plan)
+    def _receiving(self, exchange: Exchange) -> tuple[list[dist.P2POp], dict[Piece, Tensor]]:
+        """Messages to receive, and the blocks in them."""
+        found, blocks = [], dict[Piece, Tensor]()
         for source, pieces in exchange.received.get(self.rank, {}).items():
             sizes = [piece.elements for piece in pieces]
             flat = torch.empty(sum(sizes), dtype=exchange.dtype, device=self._device)
-            found.flats.append(Flat(source, False, flat))
-            parts = flat.split(sizes)
-            for piece, part in zip(pieces, parts, strict=True):
-                found.blocks[piece] = part.view(shape_of(piece.source_region))
-        return found
+            found.append(dist.P2POp(dist.irecv, flat, self._peer(source), self._group))
+            for piece, part in zip(pieces, flat.split(sizes), strict=True):
+                blocks[piece] = part.view(shape_of(piece.source_region))
+        return found, blocks
