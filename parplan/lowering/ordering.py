@@ -40,7 +40,7 @@ def backward(steps: Sequence[Compute], moves: Sequence[ScheduledMove], buckets: 
     for index in range(len(steps), -1, -1):
         if index < len(steps):
             order.append(steps[index])
-        order += [Reduce(number, buckets[number].parameters) for number in complete.get(index, [])]
+        order += map(Reduce, complete.get(index, []))
         order += [placed.step for placed in reversed(moves) if placed.backward_at == index]
     return order
 
@@ -81,8 +81,7 @@ def staged(
             )
             for one in passes
         ),
-        sums=tuple(Reduce(n, buckets[n].parameters) for i in sorted(complete, reverse=True) if i >= first
-                   for n in complete[i]),
+        sums=tuple(Reduce(b) for i in sorted(complete, reverse=True) if i >= first for b in complete[i]),
         after=tuple(_after(steps[:first], inner, buckets, slots)),
     )  # fmt: skip
 
@@ -131,15 +130,13 @@ def _after(
     yield from (placed.step for placed in behind)
     within = [placed for placed in reversed(own) if placed.backward_at < len(steps)]
     here = [b for b in buckets if any(s.name in b.parameters for step in steps for s in step.states)]
-    numbers = {number: buckets.index(bucket) for number, bucket in enumerate(here)}
-    for step in backward(steps, within, here):
-        yield Reduce(numbers[step.bucket], step.parameters) if isinstance(step, Reduce) else step
+    yield from backward(steps, within, here)
 
 
-def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[int, list[int]]:
+def _completed_by(steps: Sequence[Compute], buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
     """Buckets by the segment whose backward completes them."""
-    found: dict[int, list[int]] = {}
-    for number, bucket in enumerate(buckets):
+    found: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
         first = min(i for i, step in enumerate(steps) if any(s.name in bucket.parameters for s in step.states))
-        found.setdefault(first, []).append(number)
+        found.setdefault(first, []).append(bucket)
     return found

@@ -303,12 +303,11 @@ class Join:
 class Reduce:
     """Start the gradient sums of one bucket; they are waited for at the end of the backward."""
 
-    bucket: int
-    parameters: tuple[str, ...]
+    bucket: Bucket
 
     def text(self) -> str:
         """One line of the printed program."""
-        return f"sum gradients of {', '.join(self.parameters)}"
+        return f"sum gradients of {', '.join(self.bucket.parameters)}"
 
 
 Forward = Compute | Transfer | Split | Join

@@ -340,7 +340,7 @@ class Run:
                 self._split(grads, step.target, wanted, step)
                 grads.drop(step.target)
             elif isinstance(step, Reduce):
-                sums.launch(self._program.buckets[step.bucket])
+                sums.launch(step.bucket)
             else:
                 self._executor.each(step, partial(self._through_layers, step, grads=grads, sums=sums), backward=True)
                 for result in step.results:

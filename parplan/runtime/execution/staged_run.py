@@ -91,8 +91,8 @@ class StagedRun:
     def _sum(self, parameters: Set[str], sums: Gradients) -> None:
         """Start the sums over devices that an update of these parameters needs, of gradients that passes gave."""
         for reduce in self._staged.sums:
-            if set(reduce.parameters) <= parameters:
-                sums.launch(self._executor.program.buckets[reduce.bucket])
+            if set(reduce.bucket.parameters) <= parameters:
+                sums.launch(reduce.bucket)
 
     def _update(self, moment: Moment, sums: Gradients, update: Update, last: bool) -> None:
         sums.arrive()
