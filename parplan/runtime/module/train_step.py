@@ -30,7 +30,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.program import OnePass, Staged
 from parplan.runtime.execution.executor import Executor
-from parplan.runtime.execution.staged_run import Moment, StagedRun
+from parplan.runtime.execution.staged_run import Moment, run_passes
 from parplan.runtime.preserve_state import without_gradients
 from parplan.runtime.programs.program_cache import Captured
 from parplan.runtime.programs.sample_axes import SampleAxis, result_axis
@@ -103,12 +103,12 @@ def moments(captured: Captured, staged: Staged | None, periods: Mapping[str, int
     counts = [[sum(map(len, ranges)) for ranges in one.samples] for one in staged.passes]
     totals = [max(1, sum(own)) for own in zip(*counts, strict=True)]
     weights = [sum(c / t for c, t in zip(own, totals, strict=True)) / len(totals) for own in counts]
-    found = []
+    found: list[Moment] = []
     for number in range(1, len(weights) + 1):
         # The parameters whose period ends with this pass, with one over the share of samples that the period had.
         ending = {name: period for name, period in periods.items() if number % period == 0}
         shares = {name: sum(weights[number - period : number]) for name, period in ending.items()}
-        found.append(Moment({name: sum(weights) / share for name, share in shares.items() if share > 0}))
+        found.append({name: sum(weights) / share for name, share in shares.items() if share > 0})
     return tuple(found)
 
 
@@ -120,7 +120,7 @@ def sample_axes(graph: LayerGraph, dim: int) -> tuple[SampleAxis, ...]:
 
 @dataclass(frozen=True)
 class StagedStep:
-    """A step whose passes are updated at different moments: the user's side of `StagedRun`.
+    """A step whose passes are updated at different moments: the user's side of `run_passes`.
 
     Args:
         executor: whose program is staged.
@@ -143,9 +143,14 @@ class StagedStep:
     def run(self, staged: Staged, inputs: Mapping[str, Tensor], moments: Sequence[Moment]) -> Tensor:
         """Run the step; this process's mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        run = StagedRun(self.executor, tuple(inputs), staged)
-        tensors = list(inputs.values())
-        run.step(tensors, lambda n, results: self._gradients(staged.passes[n], results), moments, self._update)
+        run_passes(
+            self.executor,
+            inputs,
+            staged,
+            lambda number, results: self._gradients(staged.passes[number], results),
+            moments,
+            self._update,
+        )
         if self.losses:
             return torch.stack(self.losses).sum()
         # A process without samples has a loss of 0, in the type of the first result.
