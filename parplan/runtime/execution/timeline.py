@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -76,13 +76,19 @@ class StepTimes:
 
     Args:
         step_ns: from its begin to its end.
-        spent_ns: in each activity; where one clock serves all devices, these add up to the step exactly.
         spans: the activities one after another, clock by clock.
     """
 
     step_ns: int
-    spent_ns: Mapping[StepActivity, int]
-    spans: tuple[RecordedSpan, ...] = ()
+    spans: tuple[RecordedSpan, ...]
+
+    @cached_property
+    def spent_ns(self) -> Mapping[StepActivity, int]:
+        """Nanoseconds in each activity; with `one_clock` they add up to the step exactly."""
+        spent: dict[StepActivity, int] = defaultdict(int)
+        for span in self.spans:
+            spent[span.activity] += span.stop_ns - span.start_ns
+        return dict(spent)
 
 
 class _Lane:
@@ -121,12 +127,11 @@ class _Lane:
             moments = [moment for *_, moment in step]
             if self._stream is not None:
                 moments = [round(1e6 * moments[0].elapsed_time(event)) for event in moments]
-            spent: dict[StepActivity, int] = defaultdict(int)
-            spans = []
-            for (activity, devices, _), start, stop in zip(step, moments, moments[1:], strict=False):
-                spent[activity] += stop - start
-                spans.append(RecordedSpan(activity, devices, start - moments[0], stop - moments[0]))
-            found.append(StepTimes(moments[-1] - moments[0], dict(spent), tuple(spans)))
+            spans = [
+                RecordedSpan(activity, devices, start - moments[0], stop - moments[0])
+                for (activity, devices, _), start, stop in zip(step, moments, moments[1:], strict=False)
+            ]
+            found.append(StepTimes(moments[-1] - moments[0], tuple(spans)))
         return found
 
 
@@ -176,15 +181,8 @@ class StepTimeline:
 
     def steps(self) -> list[StepTimes]:
         """All steps so far; on CUDA waits for the last one. The length of a step is that on the caller's lane."""
-        found = []
-        for lanes in zip(*(lane.read() for lane in self._all), strict=True):
-            spent: dict[StepActivity, int] = defaultdict(int)
-            for times in lanes:
-                for activity, ns in times.spent_ns.items():
-                    spent[activity] += ns
-            spans = tuple(span for times in lanes for span in times.spans)
-            found.append(StepTimes(lanes[0].step_ns, dict(spent), spans))
-        return found
+        steps = zip(*(lane.read() for lane in self._all), strict=True)
+        return [StepTimes(lanes[0].step_ns, tuple(s for times in lanes for s in times.spans)) for lanes in steps]
 
     def before(self, layer: str) -> Callable[[], None]:
         """A function, for generated code, that enters the forward of `layer` on the device that computes now."""
