@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from parplan.errors import RuntimeFailure
 from parplan.graph.attributes.containers import containers_in, register_caches
 from parplan.runtime.compat import writes
 
-__all__ = ["Example", "ModelCall", "digest"]
+__all__ = ["ModelCall", "digest"]
 
 _SEED = 0
 
@@ -87,15 +87,40 @@ class ModelCall:
         """Whether a leaf is a tensor that is cut over replicas; others are shared."""
         return isinstance(leaf, Tensor) and leaf.dim() > self.dim and leaf.shape[self.dim] == self.batch
 
+    def without_numbers(self) -> ModelCall:
+        """The call without the values of its numbers, which it does not keep alive; whole numbers (classes, indices)
+        and flags are kept.
+        """
+        leaves = tuple(_like(leaf, leaf.shape) if _is_numbers(leaf) else leaf for leaf in self.leaves)
+        return replace(self, leaves=leaves, containers=())
+
+    def drawn(self, batch: int | None) -> ModelCall:
+        """A call like this one with `batch` samples and numbers between 0 and 1, which every loss takes; the same ones
+        every time.
+        """
+        generator = torch.Generator().manual_seed(_SEED)
+        leaves = []
+        for leaf in self.leaves:
+            made = leaf
+            if _is_numbers(leaf):
+                drawable = leaf.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+                dtype = leaf.dtype if drawable else torch.float32
+                values = torch.rand(leaf.shape, generator=generator, dtype=dtype)
+                made = values.to(leaf.device, leaf.dtype).requires_grad_(leaf.requires_grad)
+            if self.has_samples(leaf) and batch is not None and made.shape[self.dim] not in (batch, 0):
+                again = torch.arange(batch, device=made.device) % made.shape[self.dim]
+                made = made.detach().index_select(self.dim, again).requires_grad_(made.requires_grad)
+            leaves.append(made)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return ModelCall.of(args, kwargs, self.dim)
+
     def resized(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) of the same signature with `batch` samples; their values mean nothing."""
 
         def like(leaf: Any) -> Any:
             if not self.has_samples(leaf):
                 return leaf
-            shape = [batch if d == self.dim else size for d, size in enumerate(leaf.shape)]
-            one = torch.zeros([1] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
-            return one.expand(shape).requires_grad_(leaf.requires_grad)
+            return _like(leaf, [batch if d == self.dim else size for d, size in enumerate(leaf.shape)])
 
         args, kwargs = pytree.tree_unflatten(list(map(like, self.leaves)), self.spec)
         return args, kwargs
@@ -128,61 +153,15 @@ class ModelCall:
             raise RuntimeFailure(f"a batch of {samples} samples along dimension {self.dim}: bring at least 1")
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Shape and kind of a tensor of real or complex numbers, whose values do not matter."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def made(self, generator: torch.Generator) -> Tensor:
-        """Numbers between 0 and 1, which every loss takes."""
-        drawable = self.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-        values = torch.rand(self.shape, generator=generator, dtype=self.dtype if drawable else torch.float32)
-        return values.to(self.device, self.dtype).requires_grad_(self.requires_grad)
+def _is_numbers(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of real or complex numbers, whose values do not matter."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-@dataclass(frozen=True)
-class Example:
-    """A call without the values of its numbers, which it does not keep alive; whole numbers (classes, indices) and
-    flags are kept.
-
-    Args:
-        leaves, spec: the flattened (args, kwargs).
-        sampled: per leaf whether it has samples.
-        dim: the dimension that samples lie along.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: Any
-    sampled: tuple[bool, ...]
-    dim: int
-
-    @staticmethod
-    def of(call: ModelCall) -> Example:
-        """An example of calls like this one."""
-        leaves = tuple(
-            _Numbers(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-            else leaf
-            for leaf in call.leaves
-        )
-        return Example(leaves, call.spec, tuple(map(call.has_samples, call.leaves)), call.dim)
-
-    def call(self, batch: int | None) -> ModelCall:
-        """A call like it with `batch` samples; the same numbers every time."""
-        generator = torch.Generator().manual_seed(_SEED)
-        leaves = []
-        for leaf, sampled in zip(self.leaves, self.sampled, strict=True):
-            made = leaf.made(generator) if isinstance(leaf, _Numbers) else leaf
-            if sampled and batch is not None and made.shape[self.dim] not in (batch, 0):
-                again = torch.arange(batch, device=made.device) % made.shape[self.dim]
-                made = made.detach().index_select(self.dim, again).requires_grad_(made.requires_grad)
-            leaves.append(made)
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return ModelCall.of(args, kwargs, self.dim)
+def _like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another shape, of zeros that take no memory."""
+    one = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    return one.expand(shape).requires_grad_(tensor.requires_grad)
 
 
 def digest(tensor: Tensor) -> bytes:

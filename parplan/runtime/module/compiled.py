@@ -22,7 +22,7 @@ from parplan.graph.attributes.input_checks import InputCheck
 from parplan.graph.layer_graph import Constant, LayerGraph
 from parplan.lowering.program import Program
 from parplan.plan import Plan
-from parplan.runtime.calls import Example, ModelCall
+from parplan.runtime.calls import ModelCall
 from parplan.runtime.compat import gradient_hooks
 from parplan.runtime.execution.dispatch import ThreadsOption
 from parplan.runtime.execution.executor import Executor
@@ -107,7 +107,7 @@ class Compiled(Wrapped):
         self.program: Program | None = None
         self.predict_times: Callable[[LayerGraph, Plan], Expected] | None = None
         self.report: Any = None
-        self._example: Example | None = None
+        self._example: ModelCall | None = None
         self._batch: int | None = None
         self._latest: Captured | None = None
         self._given: dict[str, Any] = {
@@ -299,7 +299,7 @@ class Compiled(Wrapped):
         captured = self._captures.find(call, self.training)
         self._batch = call.batch
         if captured is not self._latest:
-            self._latest, self._example = captured, Example.of(call)
+            self._latest, self._example = captured, call.without_numbers()
         return captured
 
     def measure(
@@ -333,7 +333,7 @@ class Compiled(Wrapped):
         if args or kwargs:
             call = ModelCall.of(args, kwargs, self._dim)
         elif self._example is not None:
-            call = self._example.call(self._batch)
+            call = self._example.drawn(self._batch)
         else:
             raise RuntimeFailure("nothing is known of the inputs yet; call or prepare() the model, or give inputs")
         mode, program = self.training, self.program
