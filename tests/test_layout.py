@@ -28,7 +28,6 @@ from parplan.layout import (
     in_place,
     intervals,
     pieces,
-    region,
     region_of,
     regions,
     regions_of,
@@ -79,12 +78,12 @@ def test_even_splits_are_those_of_numpy(size: int, parts: int) -> None:
     ],
 )
 def test_regions(layout: Layout, row: int, column: int, expected: Region) -> None:
-    assert region((7, 4), layout, row, column) == expected
+    assert regions((7, 4), layout)[layout.grid.device(row, column)] == expected
 
 
 def test_rows_may_be_uneven_and_empty() -> None:
-    rows = [region((7, 4), Layout(GRID, 0), row, 0, [5, 0, 2])[0] for row in range(3)]
-    assert rows == [Range(0, 5), Range(5, 5), Range(5, 7)]
+    blocks = regions((7, 4), Layout(GRID, 0), [5, 0, 2])
+    assert [blocks[GRID.device(row, 0)][0] for row in range(3)] == [Range(0, 5), Range(5, 5), Range(5, 7)]
 
 
 # --- any layout to any other -----------------------------------------------------------------
@@ -131,8 +130,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def places(layout: Layout, shape: Sequence[int], rows: Sequence[int] | None) -> dict[int, Region]:
-    blocks = {device: region(shape, layout, *layout.grid.position(device), rows) for device in layout.grid.devices}
-    return {device: region_of(block) for device, block in blocks.items()}
+    return {device: region_of(block) for device, block in regions(shape, layout, rows).items()}
 
 
 def slices(block: Region) -> tuple[slice, ...]:
@@ -254,8 +252,8 @@ def test_neighbours_share_what_there_are_not_enough_of() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: region((10,), Layout(FOUR, None, 0, sections=PACKED), 0, 0), "no sections in proportion"),
-        (lambda: region((12,), Layout(FOUR, None, 0, sections=PACKED), 0, 0), "cannot be cut in 4"),
+        (lambda: regions((10,), Layout(FOUR, None, 0, sections=PACKED)), "no sections in proportion"),
+        (lambda: regions((12,), Layout(FOUR, None, 0, sections=PACKED)), "cannot be cut in 4"),
         (lambda: Layout(FOUR, None, 0, sections=Sections.of((1,), (3,))), "do not divide over 4"),
         (lambda: Layout(FOUR, None, None, sections=PACKED), "of dimension None"),
     ],

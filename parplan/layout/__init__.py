@@ -9,7 +9,6 @@ from parplan.layout.pieces import (
     in_place,
     piece_table,
     pieces,
-    region,
     regions,
     split_evenly,
 )
@@ -33,5 +32,5 @@ from parplan.layout.ranges import (
 __all__ = [
     "Block", "Extent", "Grid", "IntArray", "Layout", "Piece", "PieceTable", "Range", "Ranges", "Region", "Sections",
     "block_shapes", "disjoint", "extent_of", "in_place", "intervals", "located", "piece_table", "pieces",
-    "region", "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
+    "region_of", "regions", "regions_of", "shape_of", "split_evenly", "whole_block", "within",
 ]  # fmt: skip

@@ -20,8 +20,8 @@ from parplan.layout.grids import Grid, Layout
 from parplan.layout.ranges import Block, Extent, Range, Region, extent_of
 
 __all__ = [
-    "IntArray", "Piece", "PieceTable", "block_shapes", "in_place", "piece_table", "pieces", "region",
-    "regions", "split_evenly",
+    "IntArray", "Piece", "PieceTable", "block_shapes", "in_place", "piece_table", "pieces", "regions",
+    "split_evenly",
 ]  # fmt: skip
 
 IntArray = NDArray[np.int64]
@@ -150,24 +150,11 @@ class _Cut:
         return extent_of([Range(int(self.starts[i]), int(self.starts[i + 1])) for i in self.held[column].tolist()])
 
 
-def region(
-    shape: Sequence[int], layout: Layout, row: int, column: int, row_sizes: Sequence[int] | None = None
-) -> Block:
-    """The block of a tensor of `shape` that the device at (row, column) holds.
+def regions(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> dict[int, Block]:
+    """The block of a tensor of `shape` that every device of the layout holds; equal ones are one object.
 
     `row_sizes` gives each row's extent of the batch dimension when rows are not even.
     """
-    extents: list[Extent] = [Range(0, size) for size in shape]
-    cut = _Cut.of(shape, layout, row_sizes)
-    if layout.batch_dim is not None:
-        extents[layout.batch_dim] = Range(int(cut.rows[row]), int(cut.rows[row + 1]))
-    if layout.shard_dim is not None:
-        extents[layout.shard_dim] = cut.extent(column)
-    return tuple(extents)
-
-
-def regions(shape: Sequence[int], layout: Layout, row_sizes: Sequence[int] | None = None) -> dict[int, Block]:
-    """`region` of every device of the layout; equal ones are one object."""
     grid, cut = layout.grid, _Cut.of(shape, layout, row_sizes)
     rows: list[Range | None] = [None]
     columns: list[Extent | None] = [None]

@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 from parplan.fields import ranges
-from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, region, regions, shape_of
+from parplan.layout import Block, Grid, Layout, Piece, Range, disjoint, pieces, regions, shape_of
 from parplan.lowering.holdings import Bucket
 from parplan.plan import LISTED_DEVICES, Scheme, Strategy
 
@@ -124,19 +124,15 @@ class Slot:
         """The devices that hold a part."""
         return self.layout.grid.devices
 
-    def block(self, device: int) -> Block:
-        """The block that `device` holds."""
-        row, column = self.layout.grid.position(device)
-        return region(self.shape, self.layout, row, column, self.rows)
+    @cached_property
+    def blocks(self) -> Mapping[int, Block]:
+        """The block that every device holds."""
+        return regions(self.shape, self.layout, self.rows)
 
-    def local_shape(self, device: int) -> tuple[int, ...]:
-        """Shape of the part that `device` holds."""
-        return shape_of(self.block(device))
-
-    @property
+    @cached_property
     def local_shapes(self) -> Mapping[int, tuple[int, ...]]:
         """Shape of every device's part."""
-        return {device: shape_of(block) for device, block in regions(self.shape, self.layout, self.rows).items()}
+        return {device: shape_of(block) for device, block in self.blocks.items()}
 
 
 class Code(Enum):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from parplan.graph.layer_graph import Axis, Constant, Layer, LayerGraph
 from parplan.graph.local import LocalLayer, local_module
-from parplan.layout import Grid, Layout, intervals, region, split_evenly
+from parplan.layout import Grid, Layout, intervals, regions, split_evenly
 from parplan.plan import Strategy
 from parplan.runtime.transport.base import block_values
 
@@ -85,7 +85,7 @@ def _cut(graph: LayerGraph, part: LocalLayer, value: Tensor, name: str, start: i
         samples = value.shape[batch.dims[name]] // (graph.batch or 1)
         value = value.narrow(batch.dims[name], start * samples, part.batch * samples)
     if axis is not None and name in axis.dims:
-        value = block_values(value, region(value.shape, _columns(axis, name, part.strategy.shards), 0, column))
+        value = block_values(value, regions(value.shape, _columns(axis, name, part.strategy.shards))[column])
     return value
 
 
@@ -118,7 +118,7 @@ def _join(parts: Sequence[Tensor], axis: Axis | None, name: str) -> Tensor:
         shares = [part.narrow(dim, a, b - a) * n / shards for (a, b), n in zip(bounds, own.parts(shards), strict=True)]
         index = [
             i
-            for e in intervals(region(shape, _columns(axis, name, shards), 0, column)[dim])
+            for e in intervals(regions(shape, _columns(axis, name, shards))[column][dim])
             for i in range(e.start, e.stop)
         ]
         found = found.index_add(dim, torch.tensor(index), torch.cat(shares, dim))

@@ -18,7 +18,7 @@ from parplan.graph.axes.table import is_tensor
 from parplan.graph.layer_axes import joint_axes
 from parplan.graph.layer_graph import Axis, Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_module
-from parplan.layout import Grid, Layout, region
+from parplan.layout import Grid, Layout, regions
 from parplan.plan import Strategy
 from parplan.runtime.transport.base import block_values
 
@@ -177,7 +177,7 @@ def _part(leaf: Tensor, axis: OpenAxis, name: str, start: int, share: int) -> Te
     if own is not None and any(own.limits):
         shards = axis.units // share
         layout = Layout(Grid(tuple(range(shards)), 1, shards), None, dim, sections=own)
-        return block_values(leaf, region(leaf.shape, layout, 0, start // share))
+        return block_values(leaf, regions(leaf.shape, layout)[layout.grid.device(0, start // share)])
     sections = leaf.split(axis.ways(name, leaf.shape[dim]), dim)
     units = [section.shape[dim] // axis.units for section in sections]
     return torch.cat([s.narrow(dim, unit * start, unit * share) for s, unit in zip(sections, units, strict=True)], dim)

@@ -194,7 +194,7 @@ class Run:
     def _new(self, slot: Slot, device: int, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
         """A tensor for one device's part of a slot."""
         with self._transport.on(device):
-            return make(slot.local_shape(device), dtype=slot.dtype, device=self._transport.physical(device))
+            return make(slot.local_shapes[device], dtype=slot.dtype, device=self._transport.physical(device))
 
     def _arrival(self, slot: Slot) -> int:
         return slot.devices[0] if self._transport.processes == 1 else self._transport.owned[0]
@@ -204,7 +204,7 @@ class Run:
         made = [slots[result.slot] for result in step.results]
         # Without samples a device takes part in a normalisation alone, for the running statistics.
         idle = step.batch(device) == 0 and step.code is not Code.NORMALISE
-        if idle and all(0 in slot.local_shape(device) for slot in made):
+        if idle and all(0 in slot.local_shapes[device] for slot in made):
             for slot in made:
                 parts.add(slot.name, device, self._new(slot, device))
             return
@@ -228,10 +228,10 @@ class Run:
                 raise type(error)(f"{layer}: {error}" + (f"\n  at {line}" if line else "")) from error
             executor.write_back(step, device)
         for slot, tensor in zip(made, results, strict=True):
-            if tuple(tensor.shape) != slot.local_shape(device):
+            if tuple(tensor.shape) != slot.local_shapes[device]:
                 raise RuntimeFailure(
                     f"{' + '.join(step.layers)}: {executor.graph.label(slot.value)} has shape {tuple(tensor.shape)} on "
-                    f"device {device} where {slot.local_shape(device)} was planned; give these layers one replica and "
+                    f"device {device} where {slot.local_shapes[device]} was planned; give these layers one replica and "
                     "one shard"
                 )
             parts.add(slot.name, device, tensor.detach())
@@ -396,7 +396,7 @@ class Run:
         slot = self._program.slots[name]
         device = self._arrival(slot)
         gradient = grads.get(name).get(device)
-        if gradient is None and slot.requires_grad and 0 in slot.local_shape(device):
+        if gradient is None and slot.requires_grad and 0 in slot.local_shapes[device]:
             gradient = self._new(slot, device)  # no samples, so no step has run on it
         if gradient is None or not slot.requires_grad:
             return None

@@ -212,7 +212,7 @@ def _lost_by_plan(
         if value is None or slot.turn is not None or slot.layout.partial or tuple(value.shape) != tuple(slot.shape):
             continue
         for device, tensor in one.held.items():
-            if _differs(block_values(value, slot.block(device)), tensor):
+            if _differs(block_values(value, slot.blocks[device]), tensor):
                 name = graph.producer[slot.value]
                 if isinstance(step, Compute):
                     others = f" (it runs with {', '.join(n for n in step.layers if n != name)})"

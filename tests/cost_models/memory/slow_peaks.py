@@ -209,7 +209,7 @@ class _Step:
         """What a device holds of a slot."""
         if device not in slot.devices:
             return 0
-        return self._model.allocated(prod(slot.local_shape(device)) * slot.dtype.itemsize)
+        return self._model.allocated(prod(slot.local_shapes[device]) * slot.dtype.itemsize)
 
 
 def _is_home(slot: Slot) -> bool:
@@ -239,7 +239,7 @@ class _Sent:
 def _sent(exchange: Exchange, device: int, slot: Slot) -> _Sent:
     """Copied are several blocks for one other device, and a block with gaps."""
     sending = exchange.sent.get(device, {}).values()
-    copied = [m for m in sending if len(m) > 1 or not _contiguous(m[0].source_region, slot.local_shape(device))]
+    copied = [m for m in sending if len(m) > 1 or not _contiguous(m[0].source_region, slot.local_shapes[device])]
     return _Sent(_elements(copied), len(copied) < len(sending))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parplan.layout import Grid, Layout, Piece, Range, Sections, pieces, region, shape_of
+from parplan.layout import Grid, Layout, Piece, Range, Sections, pieces, regions, shape_of
 from parplan.lowering.program import Exchange
 from parplan.runtime.transport.base import block_values
 from parplan.runtime.transport.local import LocalTransport
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def part(layout: Layout, device: int) -> Tensor:
-    return block_values(WHOLE, region(WHOLE.shape, layout, *layout.grid.position(device)))
+    return block_values(WHOLE, regions(WHOLE.shape, layout)[device])
 
 
 def transport() -> LocalTransport:
@@ -51,7 +51,7 @@ def test_the_reversed_pieces_are_the_transposed_movement(source: str, target: st
     """<move(x), y> = <x, move^T(y)> for random x and y on every device."""
     here, there = LAYOUTS[source], LAYOUTS[target]
     moving = tuple(pieces(WHOLE.shape, here, there))
-    shapes = {d: shape_of(region(WHOLE.shape, here, *here.grid.position(d))) for d in here.grid.devices}
+    shapes = {device: shape_of(block) for device, block in regions(WHOLE.shape, here).items()}
     wide = {d: tuple(part(there, d).shape) for d in there.grid.devices}
     x = {d: torch.randn(shape, dtype=WHOLE.dtype) for d, shape in shapes.items()}
     y = {d: torch.randn(shape, dtype=WHOLE.dtype) for d, shape in wide.items()}
