@@ -375,6 +375,11 @@ class Program:
     staged: Staged | None = None
 
     @property
+    def computes(self) -> tuple[Compute, ...]:
+        """All compute steps, in forward order."""
+        return tuple(step for step in self.forward if isinstance(step, Compute))
+
+    @property
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers, in forward order."""
         return tuple(step for step in self.forward if isinstance(step, Transfer))

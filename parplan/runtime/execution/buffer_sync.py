@@ -8,14 +8,14 @@ called again on other ranks goes on from what its first call left, so that is ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from parplan.graph.layer_graph import LayerGraph
-from parplan.layout import Grid, Region, region_of
+from parplan.layout import Region, region_of
 from parplan.lowering.program import Compute, Program, State
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.segment_cache import written_buffers
@@ -59,9 +59,9 @@ class BufferSync:
     def know(self, graph: LayerGraph, program: Program) -> None:
         """A program writes buffers; every rank has to call this."""
         rank = self._transport.rank
-        for step in program.forward:
+        for step in program.computes:
             written = written_buffers(graph, step)
-            if not isinstance(step, Compute) or step.grid.replicas == 1 or not written:
+            if step.grid.replicas == 1 or not written:
                 continue
             for column in range(step.grid.shards):
                 ranks = step.grid.column(column)
@@ -103,28 +103,23 @@ class BufferBroadcast:
     buffer, else at the end of the forward, so that the module's buffers are the plain model's on every rank.
 
     Args:
-        graph, program: which steps use which buffers, and where.
+        graph, program: which steps write which buffers, and where.
+        rewritten: those buffers that steps on different ranks use.
         store: the module's buffers.
     """
 
-    def __init__(self, graph: LayerGraph, program: Program, store: Store, transport: Transport) -> None:
+    def __init__(
+        self, graph: LayerGraph, program: Program, rewritten: Set[str], store: Store, transport: Transport
+    ) -> None:
         self._transport = transport
         self._store = store
         self._states: dict[int, list[State]] = {}
         self._at_end: dict[_WrittenBlock, None] = {}
-        steps = [step for step in program.forward if isinstance(step, Compute)]
-        places: dict[str, set[Grid]] = defaultdict(set)
-        for step in steps:
-            for state in step.states:
-                places[state.name].add(step.grid)
-        for step in steps:
+        for step in program.computes:
             written = written_buffers(graph, step)
-            found = [state for state in step.states if state.name in written]
-            shared = [state for state in found if len(places[state.name]) > 1]
-            if shared:
-                self._states[id(step)] = shared
+            self._states[id(step)] = [state for state in step.states if state.name in written & rewritten]
             if step.grid.shards > 1 or len(step.grid.devices) < transport.processes:
-                alone = [state for state in found if len(places[state.name]) == 1]
+                alone = [state for state in step.states if state.name in written - rewritten]
                 ends = (
                     _WrittenBlock(s.name, region_of(s.blocks[rank]), rank) for s in alone for rank in step.grid.row(0)
                 )
@@ -134,7 +129,7 @@ class BufferBroadcast:
     def after(self, step: Compute) -> None:
         """Every rank has to call this when a step has run, also those that the step is not on."""
         rank, everyone = self._transport.rank, range(self._transport.processes)
-        for state in self._states.get(id(step), ()):
+        for state in self._states[id(step)]:
             for source in step.grid.row(0):
                 with self._transport.on(rank):
                     # As batch norm itself does, without a trace in autograd: the backward's saved values are others.

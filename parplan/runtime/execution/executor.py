@@ -79,9 +79,8 @@ class Executor:
         # a backward that another thread starts within would wait for that thread forever.
         gpus = any(place.type == "cuda" for place in places.values())
         self.backward_dispatch: Dispatch = Inline() if gpus else self.dispatch
-        steps = [step for step in program.forward if isinstance(step, Compute)]
-        self._drawing = {id(step) for step in steps if draws_any(graph, step.layers)}
-        self._written = {id(step): written_buffers(graph, step) for step in program.forward}
+        self._drawing = {id(step) for step in program.computes if draws_any(graph, step.layers)}
+        self._written = {id(step): written_buffers(graph, step) for step in program.computes}
         self._statistics = frozenset[str]().union(*self._written.values())
         self._changing = frozenset(program.updates) | graph.numbers.keys()
         last = {slot: id(step) for step in program.forward for slot in step.reads}
@@ -92,14 +91,15 @@ class Executor:
         self._state_results: frozenset[int] | None = None
         self._aliases: weakref.ref[ParameterAliases] | None = None
         grids: dict[str, set[Grid]] = defaultdict(set)
-        for step in steps:
+        for step in program.computes:
             for state in step.states:
                 grids[state.name].add(step.grid)
-        # Steps that write buffers which steps on other devices go on from: a batch norm that is called more than once.
-        self._rewritten = {step for step, names in self._written.items() if any(len(grids[name]) > 1 for name in names)}
+        # Buffers that steps on other devices go on from: those of a batch norm that is called more than once.
+        rewritten = {name for name in self._statistics if len(grids[name]) > 1}
+        self._rewriting = {step for step, names in self._written.items() if not rewritten.isdisjoint(names)}
         self._broadcast: BufferBroadcast | None = None
         if transport.processes > 1:
-            self._broadcast = BufferBroadcast(graph, program, store, transport)
+            self._broadcast = BufferBroadcast(graph, program, rewritten, store, transport)
         for bucket in program.buckets:
             for group in bucket.groups:
                 transport.group(group)
@@ -138,7 +138,7 @@ class Executor:
         """A step has run in all processes: give others the buffers that it wrote, where they go on from them."""
         if self._broadcast is not None:
             self._broadcast.after(step)
-        elif id(step) in self._rewritten:
+        elif id(step) in self._rewriting:
             self.transport.show()
             self.store.refresh()
             self.transport.begin()
@@ -156,7 +156,7 @@ class Executor:
         """Places of the results that are parameters or buffers, or views of them: the same in every call."""
         if self._state_results is None:
             place = self.deliver_from
-            steps = [step for step in self.program.forward if isinstance(step, Compute) and place in step.grid.devices]
+            steps = [step for step in self.program.computes if place in step.grid.devices]
             states = {memory(self.store.get(state, place)) for step in steps for state in step.states}
             self._state_results = frozenset(i for i, result in enumerate(results) if memory(result) in states)
         return self._state_results

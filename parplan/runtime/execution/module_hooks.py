@@ -21,7 +21,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.sites import site_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
-from parplan.lowering.program import Compute, Program
+from parplan.lowering.program import Program
 from parplan.plan import Strategy
 from parplan.runtime.preserve_state import preserved_generators
 
@@ -265,7 +265,7 @@ class _Calls:
 
 def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
     """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
-    passes = Counter(name for step in program.forward if isinstance(step, Compute) for name in step.layers)
+    passes = Counter(name for step in program.computes for name in step.layers)
     begins: dict[str, _Calls] = {}
     for name, layer in graph.layers.items():
         for node in layer.nodes:

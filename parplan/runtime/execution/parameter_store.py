@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Ranges, located, region_of, shape_of, whole_block
-from parplan.lowering.program import Compute, Program, State
+from parplan.lowering.program import Program, State
 from parplan.runtime.compat import Version, version
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, local_tensor
 from parplan.runtime.transport.base import Transport, block, block_values
@@ -110,10 +110,9 @@ class Store:
         self._copies = copies if copies is not None else {}
         # By parameters: those with a gradient here, and whether any process has one.
         self._used: dict[tuple[str, ...], tuple[Set[str], dict[str, bool]]] = {}
-        steps = [step for step in program.forward if isinstance(step, Compute)]
         self._wanted = {
             (id(state), device): self._want(state, device)
-            for step in steps
+            for step in program.computes
             for device in step.grid.devices
             if device in transport.owned
             for state in step.states

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from parplan.graph import batch_norm
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
-from parplan.lowering.program import Code, Compute, Forward, Program
+from parplan.lowering.program import Code, Compute, Program
 from parplan.plan import Strategy
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.random_state import SeededOps
@@ -122,10 +122,8 @@ class _Key:
     place: torch.device
 
 
-def written_buffers(graph: LayerGraph, step: Forward) -> frozenset[str]:
+def written_buffers(graph: LayerGraph, step: Compute) -> frozenset[str]:
     """Buffers that a step writes: the running statistics of batch and instance norm in training."""
-    if not isinstance(step, Compute):
-        return frozenset()
     nodes = [node for name in step.layers for node in graph.layers[name].nodes]
     norms = [node for node in nodes if node.target in _NORMS and node.args[5]]
     return frozenset(a.name for node in norms for a in node.args[3:5] if isinstance(a, fx.Node))

@@ -18,7 +18,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Block, Grid
 from parplan.lowering.lower import lower
 from parplan.lowering.passes import early_periods
-from parplan.lowering.program import Compute, Program
+from parplan.lowering.program import Program
 from parplan.lowering.stages import stages
 from parplan.lowering.step_setting import StepSetting
 from parplan.lowering.strategies import strategies_for
@@ -145,9 +145,8 @@ class Programs:
         All replicas have the same global statistics; of local ones the first replica's are the model's.
         """
         found: dict[str, dict[int, Block]] = {}
-        for step in program.forward:
-            written = written_buffers(graph, step)
-            if isinstance(step, Compute) and written:
+        for step in program.computes:
+            if written := written_buffers(graph, step):
                 devices = step.grid.devices if self._options.global_statistics else step.grid.row(0)
                 own = [state for state in step.states if state.name in written]
                 found |= {graph.buffers[s.name]: {device: s.blocks[device] for device in devices} for s in own}
