@@ -19,7 +19,7 @@ from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.parameter_store import Store
 from parplan.runtime.execution.random_state import SeededOps, draws_any
 from parplan.runtime.execution.segment_cache import SegmentCache, written_buffers
-from parplan.runtime.execution.timeline import Recorder, StepTimeline, TimelineRecorder
+from parplan.runtime.execution.timeline import Recorder
 from parplan.runtime.sharded_state.outside_gradients import ParameterAliases
 from parplan.runtime.transport.base import Transport
 
@@ -37,7 +37,7 @@ class Executor:
         output: the device whose part of a result is handed back, where one process holds all.
         dropout: whether dropout drops anything.
         seeded: ops that draw random numbers on several devices at once; default: those of the graph and strategies.
-        timeline: records the activities of a step; default: nothing is recorded, and nothing is spent on it.
+        recorder: told of the activities of a step; default: nothing is recorded, and nothing is spent on it.
         dispatch: which thread runs the devices' work; default: the caller's.
         hooks: whether the user's module hooks are called.
 
@@ -57,7 +57,7 @@ class Executor:
         output: int = 0,
         dropout: bool = True,
         seeded: SeededOps | None = None,
-        timeline: StepTimeline | None = None,
+        recorder: Recorder | None = None,
         dispatch: Dispatch | None = None,
         hooks: bool = True,
     ) -> None:
@@ -65,7 +65,7 @@ class Executor:
         self.program = program
         self.store = store
         self.transport = transport
-        self.recorder = Recorder() if timeline is None else TimelineRecorder(timeline, program, transport.owned)
+        self.recorder = recorder if recorder is not None else Recorder()
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
         self.seeded = seeded if seeded is not None else SeededOps(graph, strategies)
         self._dropout = dropout
@@ -115,8 +115,8 @@ class Executor:
             self._aliases = weakref.ref(known)
         return known
 
-    def recorded(self, timeline: StepTimeline) -> Executor:
-        """An executor of the same program with the same parameters that records its activities."""
+    def recorded(self, recorder: Recorder) -> Executor:
+        """An executor of the same program with the same parameters that tells of its activities."""
         return Executor(
             self.graph,
             self._strategies,
@@ -126,7 +126,7 @@ class Executor:
             output=self.deliver_from,
             dropout=self._dropout,
             seeded=self.seeded,
-            timeline=timeline,
+            recorder=recorder,
         )
 
     def each(self, step: Compute, work: Callable[[int], object], backward: bool = False) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from parplan.errors import RuntimeFailure
 from parplan.graph.user_line import failing_layer
 from parplan.lowering.passes import put, take
-from parplan.lowering.program import Code, Compute, Exchange, Forward, Join, Reduce, Slot, Split, Step, Transfer
+from parplan.lowering.program import Code, Compute, Forward, Join, Reduce, Slot, Split, Step, Transfer
 from parplan.runtime.compat import keeps_graph
 from parplan.runtime.execution.executor import Executor, memory
 from parplan.runtime.execution.gradients import Gradients
@@ -47,9 +47,10 @@ class SlotParts:
         known = self._parts[slot].get(device)
         self._parts[slot][device] = tensor if known is None else known + tensor
 
-    def start(self, slot: str, exchange: Exchange, tensors: Held) -> None:
-        """Start a movement whose results are added to this slot when it is read."""
-        span = self._recorder.moving(exchange)
+    def start(self, transfer: Transfer, tensors: Held, backward: bool = False) -> None:
+        """Start a transfer, or that of its gradient, whose results are added to the slot it fills when that is read."""
+        slot, exchange = (transfer.source, transfer.transposed) if backward else (transfer.target, transfer.exchange)
+        span = self._recorder.moving(transfer, backward)
         with span:
             self._coming[slot].append((self._transport.start(exchange, tensors), span))
 
@@ -156,7 +157,7 @@ class Run:
         executor = self._executor
         for step in steps:
             if isinstance(step, Transfer):
-                parts.start(step.target, step.exchange, parts.get(step.source))
+                parts.start(step, parts.get(step.source))
             elif isinstance(step, Split):
                 self._split(parts, step.source, step.targets, step)
             elif isinstance(step, Join):
@@ -355,7 +356,7 @@ class Run:
             return
         here = self._executor.owned(target.devices)
         whole = {device: held[device] if device in held else self._new(target, device) for device in here}
-        grads.start(step.source, step.transposed, whole)
+        grads.start(step, whole, backward=True)
         grads.drop(step.target)
 
     def _through_layers(self, step: Compute, device: int, grads: SlotParts, sums: Gradients) -> None:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from parplan.graph.local import Marks
-from parplan.lowering.program import Exchange, Program
+from parplan.lowering.program import Transfer
 from parplan.runtime.transport.base import Transport
 
 __all__ = [
     "REST", "ActivityKind", "RecordedSpan", "Recorder", "Span", "StepActivity", "StepTimeline", "StepTimes",
-    "TimelineRecorder",
 ]  # fmt: skip
 
 
@@ -135,8 +134,37 @@ class _Lane:
         return found
 
 
-class StepTimeline:
-    """Records steps of the devices that `transport` has here.
+Span = AbstractContextManager[object]
+
+
+class Recorder:
+    """Told by a run where its time goes; this one does nothing with that.
+
+    Attributes:
+        marks: called by generated code in front of each layer and behind it; None leaves such calls out of the code.
+        sums: the span of waiting for gradient sums, on all devices of this process.
+        totals: the span of adding up the gradients of the caller's own parameters.
+        sends: the span of waiting until messages have left.
+    """
+
+    marks: Marks | None = None
+    sums: Span = nullcontext()
+    totals: Span = nullcontext()
+    sends: Span = nullcontext()
+
+    def runtime(self, devices: Iterable[int] | None = None) -> None:
+        """From now on these devices, or without any the caller, are in the runtime itself."""
+
+    def computing(self, device: int) -> None:
+        """From now on generated code runs for this device."""
+
+    def moving(self, transfer: Transfer, backward: bool) -> Span:
+        """The span of starting a transfer, or that of its gradient, or of waiting for it."""
+        return self.sums
+
+
+class StepTimeline(Recorder):
+    """Records steps of the devices that `transport` has here; its spans may be entered any number of times.
 
     A step runs between `begin` and `end`. An activity lasts until another one is entered on the same clock.
 
@@ -159,6 +187,12 @@ class StepTimeline:
         self._caller = _Lane(partial(torch.cuda.current_stream, places[cuda[0]])) if cuda else host
         self._all = list(dict.fromkeys([self._caller, *self._lanes.values()]))
         self.one_clock = len(self._all) == 1
+        self.marks = self
+        sums = StepActivity(ActivityKind.REDUCTION, backward=True)
+        self.sums = _TimelineSpan(self, sums, transport.owned)
+        self.totals = _TimelineSpan(self, sums, None)
+        self.sends = _TimelineSpan(self, StepActivity(ActivityKind.TRANSFER), transport.owned)
+        self._moves: dict[tuple[int, bool], _TimelineSpan] = {}  # by the identity of a transfer, and its way
 
     def begin(self) -> None:
         """A step begins."""
@@ -183,6 +217,25 @@ class StepTimeline:
         """All steps so far; on CUDA waits for the last one. The length of a step is that on the caller's lane."""
         steps = zip(*(lane.read() for lane in self._all), strict=True)
         return [StepTimes(lanes[0].step_ns, tuple(s for times in lanes for s in times.spans)) for lanes in steps]
+
+    def runtime(self, devices: Iterable[int] | None = None) -> None:
+        """From now on these devices, or without any the caller, are in the runtime itself."""
+        self.enter(REST, devices)
+
+    def computing(self, device: int) -> None:
+        """From now on generated code runs for this device."""
+        self.device = device
+
+    def moving(self, transfer: Transfer, backward: bool) -> Span:
+        """The span of a transfer, told apart from others by the slot that it fills."""
+        known = id(transfer), backward
+        if known not in self._moves:
+            exchange = transfer.transposed if backward else transfer.exchange
+            involved = exchange.shapes.keys() | {piece.source for piece in exchange.pieces}
+            activity = StepActivity(ActivityKind.TRANSFER, transfer.target, backward=backward)
+            devices = tuple(device for device in self._lanes if device in involved)
+            self._moves[known] = _TimelineSpan(self, activity, devices)
+        return self._moves[known]
 
     def before(self, layer: str) -> Callable[[], None]:
         """A function, for generated code, that enters the forward of `layer` on the device that computes now."""
@@ -214,71 +267,6 @@ class StepTimeline:
                     result.register_hook(hooks[self.device])
 
         return end_layer
-
-
-Span = AbstractContextManager[object]
-
-
-class Recorder:
-    """Told by a run where its time goes; this one does nothing with that.
-
-    Attributes:
-        marks: called by generated code in front of each layer and behind it; None leaves such calls out of the code.
-        sums: the span of waiting for gradient sums, on all devices of this process.
-        totals: the span of adding up the gradients of the caller's own parameters.
-        sends: the span of waiting until messages have left.
-    """
-
-    marks: Marks | None = None
-    sums: Span = nullcontext()
-    totals: Span = nullcontext()
-    sends: Span = nullcontext()
-
-    def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """From now on these devices, or without any the caller, are in the runtime itself."""
-
-    def computing(self, device: int) -> None:
-        """From now on generated code runs for this device."""
-
-    def moving(self, exchange: Exchange) -> Span:
-        """The span of starting an exchange of the program, or of waiting for it."""
-        return self.sums
-
-
-class TimelineRecorder(Recorder):
-    """Enters the activities of one program on a timeline; its spans may be entered any number of times.
-
-    Args:
-        program: its transfers are told apart by the slot that each fills.
-        owned: the logical devices of this process.
-    """
-
-    def __init__(self, timeline: StepTimeline, program: Program, owned: tuple[int, ...]) -> None:
-        self._timeline = timeline
-        self.marks = timeline
-        sums = StepActivity(ActivityKind.REDUCTION, backward=True)
-        self.sums = _TimelineSpan(timeline, sums, owned)
-        self.totals = _TimelineSpan(timeline, sums, None)
-        self.sends = _TimelineSpan(timeline, StepActivity(ActivityKind.TRANSFER), owned)
-        self._moves: dict[int, _TimelineSpan] = {}
-        for transfer in program.transfers:
-            for exchange, backward in ((transfer.exchange, False), (transfer.transposed, True)):
-                involved = exchange.shapes.keys() | {piece.source for piece in exchange.pieces}
-                activity = StepActivity(ActivityKind.TRANSFER, transfer.target, backward=backward)
-                devices = tuple(device for device in owned if device in involved)
-                self._moves[id(exchange)] = _TimelineSpan(timeline, activity, devices)
-
-    def runtime(self, devices: Iterable[int] | None = None) -> None:
-        """From now on these devices, or without any the caller, are in the runtime itself."""
-        self._timeline.enter(REST, devices)
-
-    def computing(self, device: int) -> None:
-        """From now on generated code runs for this device."""
-        self._timeline.device = device
-
-    def moving(self, exchange: Exchange) -> Span:
-        """The span of starting an exchange of the program, or of waiting for it."""
-        return self._moves[id(exchange)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from parplan.runtime.execution.timeline import (
     StepActivity,
     StepTimeline,
     StepTimes,
-    TimelineRecorder,
 )
 from tests.runtime.helpers import Rule, executor, spread
 from tests.runtime.nets import Towers, conv_net, mlp
@@ -111,8 +110,8 @@ def test_recording_changes_no_number(net: str, rule: str) -> None:
 
 def test_nothing_is_recorded_unless_asked() -> None:
     plain = plain_executor(*NETS["mlp"], RULES["data"])
-    assert not isinstance(plain.recorder, TimelineRecorder)
-    assert isinstance(plain.recorded(StepTimeline(plain.transport)).recorder, TimelineRecorder)
+    assert not isinstance(plain.recorder, StepTimeline)
+    assert isinstance(plain.recorded(StepTimeline(plain.transport)).recorder, StepTimeline)
     step = plain.program.forward[1]
     assert not any("layer" in name for name in _globals(plain, step))
     assert any("layer" in name for name in _globals(plain.recorded(StepTimeline(plain.transport)), step))
