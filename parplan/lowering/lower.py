@@ -37,7 +37,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))
     assigner = SlotAssigner(graph, step_setting, laid.numbers, passes)
-    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled), passes)
+    segments = Segments(graph, laid, assigner, bucket_heads(graph, filled))
     for value in (name for name in graph.user_inputs if name is not None):
         assigner.add(assigner.slot(value, step_setting.arrival(graph.batch_dims.get(value))), -1)
 
@@ -59,7 +59,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     updates = {buffer: assigner.deliver(value, len(segments)) for buffer, value in graph.buffer_updates.items()}
     read = {*outputs, *updates.values(), *segments.read}
     read.update(slot for placed in assigner.moves for slot in placed.step.reads)
-    steps = segments.steps(read, held, step_setting.rows)
+    steps = segments.steps(read, held)
     return Program(
         slots=assigner.slots,
         forward=tuple(forward(steps, assigner.moves)),

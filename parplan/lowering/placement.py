@@ -90,8 +90,12 @@ class SlotAssigner:
         if layout.batch_dim is None or not self._graph.batch:
             return None
         per_sample = self._graph.values[value].shape[layout.batch_dim] // self._graph.batch
+        return tuple(per_sample * count for count in self.samples(layout.grid.replicas, turn))
+
+    def samples(self, replicas: int, turn: int | None) -> tuple[int, ...]:
+        """Samples per replica in this step, or in one pass of it."""
         whole = self._step_setting if turn is None else self._passes[turn]
-        return tuple(per_sample * count for count in whole.rows(layout.grid.replicas))
+        return whole.rows(replicas)
 
     def place(self, value: str, layout: Layout, reader: int, turn: int | None = None) -> str:
         """The slot of `value` in `layout`, moved there if need be, for segment `reader`, which may be of a pass."""

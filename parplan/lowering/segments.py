@@ -7,7 +7,7 @@ begins one, and a layer whose value others read elsewhere ends one: branches on 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,6 @@ from parplan.errors import PlanError
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.layout import Block, Grid, Layout, within
 from parplan.lowering.holdings import Holdings, used_blocks
-from parplan.lowering.passes import Pass
 from parplan.lowering.per_replica_scalars import Spread
 from parplan.lowering.placement import SlotAssigner
 from parplan.lowering.program import Code, Compute, Operand, Slot, State
@@ -45,17 +44,13 @@ class Segments:
         spread: how its layers are spread.
         slots: where values lie.
         heads: layers that start a segment.
-        passes: those of the step, if any.
     """
 
-    def __init__(
-        self, graph: LayerGraph, spread: Spread, slots: SlotAssigner, heads: Iterable[str], passes: Sequence[Pass] = ()
-    ) -> None:
+    def __init__(self, graph: LayerGraph, spread: Spread, slots: SlotAssigner, heads: Iterable[str]) -> None:
         self._graph = graph
         self._spread = spread
         self._slots = slots
         self._heads = frozenset(heads)
-        self._passes = passes
         self._segments: list[_Segment] = []
         self._readers: dict[str, list[str]] = defaultdict(list)
         for name, layer in graph.layers.items():
@@ -162,17 +157,15 @@ class Segments:
 
     # -- finished steps --
 
-    def steps(self, read: set[str], held: Holdings, samples: Callable[[int], tuple[int, ...]]) -> list[Compute]:
+    def steps(self, read: set[str], held: Holdings) -> list[Compute]:
         """The finished steps; of their results only those that anyone else reads are kept.
 
         Args:
             read: slots that segments, transfers or the caller read.
             held: block of every parameter that each device holds.
-            samples: per row of a grid with so many rows.
         """
         found = []
         for segment in self._segments:
-            rows = samples if segment.turn is None else self._passes[segment.turn].rows
             users: dict[str, str] = {}  # the first layer that uses each parameter and buffer
             for layer in map(self._graph.layers.__getitem__, segment.layers):
                 for state in (*layer.parameters, *layer.buffers) if segment.code is not Code.STATISTICS else ():
@@ -182,7 +175,7 @@ class Segments:
                     code=segment.code,
                     layers=tuple(segment.layers),
                     grid=segment.grid,
-                    batches=rows(segment.grid.replicas),
+                    batches=self._slots.samples(segment.grid.replicas, segment.turn),
                     operands=tuple(Operand(*item) for item in segment.operands.items()),
                     states=tuple(self._state(*item, held) for item in users.items()),
                     results=tuple(Operand(*item) for item in segment.results.items() if item[1] in read),
