@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parplan.errors import RuntimeFailure
-from parplan.layout import Block, Range, intervals, regions_of, shape_of
+from parplan.layout import Block, Range, regions_of, shape_of
 from parplan.runtime.compat import group_timeout
-from parplan.runtime.transport.base import Transport, block
+from parplan.runtime.transport.base import Transport, block, block_values
 
 __all__ = ["HeldBlock", "Placement", "TaggedCollectives"]
 
@@ -196,9 +196,5 @@ class Placement:
         if not self.shape:
             return tensor if self.collectives.rank in self.blocks else tensor.reshape(1)[:0]
         first = len(self.shape) - tensor.dim()
-        for dim in range(tensor.dim()):
-            size, extent = self.shape[first + dim], self.own[first + dim]
-            if tensor.shape[dim] == size and len(extent) != size:
-                parts = [tensor.narrow(dim, part.start, len(part)) for part in intervals(extent)]
-                tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        return tensor
+        last_dims = zip(tensor.shape, self.shape[first:], self.own[first:], strict=True)
+        return block_values(tensor, tuple(own if n == size else Range(0, n) for n, size, own in last_dims))
