@@ -8,7 +8,6 @@ replica per device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,10 +59,10 @@ def data_parallel(
     if not places:
         return module(*args, **kwargs)
     output = _places([output_device])[0] if output_device is not None else places[0]
-    layout = _DeviceList(places, output, dim)
     known: _CompiledForms = module.__dict__.setdefault(_KEPT, _CompiledForms())
-    if layout not in known.by_devices:
-        known.by_devices[layout] = Compiled(
+    form = places, output, dim
+    if form not in known.by_devices:
+        known.by_devices[form] = Compiled(
             module,
             lambda graph: replicate_all(graph, len(places)),
             devices=places,
@@ -72,7 +71,7 @@ def data_parallel(
             batch_norm="local",
             scalars="per_replica",
         )
-    compiled = known.by_devices[layout]
+    compiled = known.by_devices[form]
     # The module's own mode counts: it may have been set since.
     compiled.training = module.training
     return compiled(*args, **kwargs)
@@ -85,20 +84,15 @@ def replicate_all(graph: LayerGraph, devices: int) -> Plan:
     return Plan(graph.model, graph.fingerprint, graph.batch or 1, devices, chosen)
 
 
-@dataclass(frozen=True)
-class _DeviceList:
-    """The devices that a module runs on, and the dimension that it is cut along."""
-
-    places: tuple[torch.device, ...]
-    output: torch.device
-    dim: int
-
-
 class _CompiledForms:
-    """A module's compiled forms; a copy of the module, or a saved one, begins without any."""
+    """A module's compiled forms; a copy of the module, or a saved one, begins without any.
+
+    Attributes:
+        by_devices: by the devices that the module runs on, that of the output, and the dimension that it is cut along.
+    """
 
     def __init__(self) -> None:
-        self.by_devices: dict[_DeviceList, Compiled] = {}
+        self.by_devices: dict[tuple[tuple[torch.device, ...], torch.device, int], Compiled] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CompiledForms:
         return _CompiledForms()
