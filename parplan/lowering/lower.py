@@ -32,7 +32,7 @@ def lower(graph: LayerGraph, strategies: Mapping[str, Strategy], step_setting: S
     """
     _check(graph, strategies, step_setting)
     known = stages(graph, strategies, step_setting.scheme)
-    passes = passes_of(known, step_setting.scheme, step_setting)
+    passes = passes_of(known, step_setting)
     laid = spread(graph, strategies, step_setting)
     held = holdings(graph, laid.strategies)
     filled = buckets(graph, held, step_setting.memories, update_periods(graph, strategies, known))

@@ -19,7 +19,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Range
 from parplan.lowering.stages import Stage, Stages, shares
 from parplan.lowering.step_setting import StepSetting, samples_per_replica
-from parplan.plan import Scheme, Strategy
+from parplan.plan import Strategy
 
 __all__ = ["Pass", "early_periods", "local_ranges", "passes_of", "put", "take", "update_periods"]
 
@@ -46,13 +46,12 @@ class Pass:
         return samples_per_replica(tuple(map(len, self.ranges)), replicas)
 
 
-def passes_of(stages: Stages, scheme: Scheme, step_setting: StepSetting) -> tuple[Pass, ...]:
+def passes_of(stages: Stages, step_setting: StepSetting) -> tuple[Pass, ...]:
     """The passes of one step; none when all layers run once."""
     if stages.passes == 1:
         return ()
-    return tuple(
-        Pass(number, own) for number, own in enumerate(shares(step_setting.rows(stages.max_replicas), stages, scheme))
-    )
+    found = shares(step_setting.rows(stages.max_replicas), stages, step_setting.scheme)
+    return tuple(Pass(number, own) for number, own in enumerate(found))
 
 
 def update_periods(graph: LayerGraph, strategies: Mapping[str, Strategy], stages: Stages) -> dict[str, int]:

@@ -96,7 +96,7 @@ def _stage(graph: LayerGraph, layer: Layer, narrow: bool, known: Mapping[str, St
 
 
 def shares(rows: tuple[int, ...], stages: Stages, scheme: Scheme) -> tuple[tuple[Range, ...], ...]:
-    """The samples of every pass, as ranges of the whole batch in ascending order.
+    """The samples of each of several passes, as ranges of the whole batch in ascending order.
 
     Args:
         rows: samples of each of the `stages.max_replicas` front replicas.
@@ -108,8 +108,6 @@ def shares(rows: tuple[int, ...], stages: Stages, scheme: Scheme) -> tuple[tuple
     ((Range(start=0, stop=1), Range(start=2, stop=3)), (Range(start=1, stop=2), Range(start=3, stop=4)))
     """
     whole = [Range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-    if scheme is Scheme.GATHER or stages.passes == 1:
-        return (tuple(whole),)
     if scheme is Scheme.BROADCAST:
         return tuple(tuple(whole[number :: stages.passes]) for number in range(stages.passes))
     cut = [pairwise(accumulate(split_evenly(len(one), stages.passes), initial=one.start)) for one in whole]
