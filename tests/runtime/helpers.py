@@ -128,7 +128,7 @@ def executor(
     """An executor on logical CPU devices, for a graph captured before."""
     transport = LocalTransport([torch.device("cpu")] * devices)
     program = lower(graph, strategies, StepSetting(devices, (batch,), (0,) * devices, scheme=scheme))
-    return Executor(graph, strategies, program, Store(module, graph, program, transport, False), transport)
+    return Executor(graph, program, Store(module, graph, program, transport, False), transport)
 
 
 @dataclass(frozen=True)

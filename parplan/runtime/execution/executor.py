@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from parplan.graph.layer_graph import LayerGraph
 from parplan.layout import Grid
 from parplan.lowering.program import Compute, Program
-from parplan.plan import Strategy
 from parplan.runtime.execution.buffer_sync import BufferBroadcast
 from parplan.runtime.execution.dispatch import Dispatch, Inline
 from parplan.runtime.execution.module_hooks import HookCalls
@@ -30,13 +29,13 @@ class Executor:
     """One program bound to the devices of this process; `run_program` calls it.
 
     Args:
-        graph, strategies: those that the program was lowered from.
+        graph: that the program was lowered from.
         program: the steps.
         store: parameters and buffers as the devices hold them.
         transport: moves tensors; says which devices are here.
         output: the device whose part of a result is handed back, where one process holds all.
         dropout: whether dropout drops anything.
-        seeded: ops that draw random numbers on several devices at once; default: those of the graph and strategies.
+        seeded: ops that draw random numbers on several devices at once; default: those of the program.
         recorder: told of the activities of a step; default: nothing is recorded, and nothing is spent on it.
         dispatch: which thread runs the devices' work; default: the caller's.
         hooks: whether the user's module hooks are called.
@@ -50,7 +49,6 @@ class Executor:
     def __init__(
         self,
         graph: LayerGraph,
-        strategies: Mapping[str, Strategy],
         program: Program,
         store: Store,
         transport: Transport,
@@ -67,13 +65,12 @@ class Executor:
         self.transport = transport
         self.recorder = recorder if recorder is not None else Recorder()
         self.deliver_from = output if transport.processes == 1 else transport.owned[0]
-        self.seeded = seeded if seeded is not None else SeededOps(graph, strategies)
+        self.seeded = seeded if seeded is not None else SeededOps(graph, program.strategies)
         self._dropout = dropout
-        self._strategies = strategies
-        self.hooks = HookCalls(graph, strategies, program, transport.processes, silent=not hooks)
+        self.hooks = HookCalls(graph, program, transport.processes, silent=not hooks)
         places = {device: transport.physical(device) for device in transport.owned}
         marks = self.recorder.marks
-        self.code = SegmentCache(graph, strategies, program, self.seeded, dropout, places, self.hooks, marks)
+        self.code = SegmentCache(graph, program, self.seeded, dropout, places, self.hooks, marks)
         self.dispatch: Dispatch = dispatch if dispatch is not None else Inline()
         # Autograd computes on a GPU in the one thread it has for that, which waits for the whole backward of a call:
         # a backward that another thread starts within would wait for that thread forever.
@@ -119,7 +116,6 @@ class Executor:
         """An executor of the same program with the same parameters that tells of its activities."""
         return Executor(
             self.graph,
-            self._strategies,
             self.program,
             self.store,
             self.transport,

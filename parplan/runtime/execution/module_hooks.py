@@ -22,7 +22,6 @@ from parplan.graph.sites import site_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 from parplan.graph.user_code.module_hooks import MARKS, Site, Template, own_hooks
 from parplan.lowering.program import Program
-from parplan.plan import Strategy
 from parplan.runtime.preserve_state import preserved_generators
 
 __all__ = ["HookCalls"]
@@ -44,8 +43,7 @@ class HookCalls:
 
     Args:
         graph: its `sites` say what the marks stand for.
-        strategies: how its layers are spread.
-        program: how often they run.
+        program: how its layers are spread, and how often they run.
         processes: how many processes share the devices.
         silent: marks hand their tensors on and call nothing.
 
@@ -54,14 +52,7 @@ class HookCalls:
             different processes.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        strategies: Mapping[str, Strategy],
-        program: Program,
-        processes: int = 1,
-        silent: bool = False,
-    ) -> None:
+    def __init__(self, graph: LayerGraph, program: Program, processes: int = 1, silent: bool = False) -> None:
         self._sites: Mapping[str, Site] = graph.sites
         self._silent = silent
         self._backward: dict[_Visit, tuple[BackwardHook, _GradientWatch]] = {}
@@ -72,11 +63,11 @@ class HookCalls:
             str(node.args[-1])
             for name, layer in graph.layers.items()
             for node in layer.nodes
-            if node.target is _POST and strategies[name].replicas > 1
+            if node.target is _POST and program.strategies[name].replicas > 1
         }
         self._spread_backward = set(self._spread)
         if self._sites:
-            _check(graph, strategies, program, processes)
+            _check(graph, program, processes)
 
     def apply(self, code: fx.GraphModule, row: int, micro_batch: int | None = None) -> None:
         """Let the marks in one device's code call hooks, as the replica `row` in one micro-batch."""
@@ -263,7 +254,7 @@ class _Calls:
         return f"{self.replicas} replicas" + where + (f" in {self.passes} passes" if self.passes > 1 else "")
 
 
-def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Program, processes: int) -> None:
+def _check(graph: LayerGraph, program: Program, processes: int) -> None:
     """Backward hooks need both ends of a module on the same replicas, in the same passes, each in one process."""
     passes = Counter(name for step in program.computes for name in step.layers)
     begins: dict[str, _Calls] = {}
@@ -271,7 +262,7 @@ def _check(graph: LayerGraph, strategies: Mapping[str, Strategy], program: Progr
         for node in layer.nodes:
             module = graph.sites[str(node.args[-1])].module if node.target in MARKS else None
             if module is not None and (module._backward_hooks or module._backward_pre_hooks):
-                strategy = strategies[name]
+                strategy = program.strategies[name]
                 own = _Calls(strategy.replicas, passes[name], strategy.devices if processes > 1 else None)
                 first = begins.setdefault(str(node.args[-1]), own)
                 if own != first:

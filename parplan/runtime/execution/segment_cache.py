@@ -12,7 +12,6 @@ from parplan.graph import batch_norm
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, Marks, local_module
 from parplan.lowering.program import Code, Compute, Program
-from parplan.plan import Strategy
 from parplan.runtime.execution.module_hooks import HookCalls
 from parplan.runtime.execution.random_state import SeededOps
 
@@ -28,7 +27,7 @@ class SegmentCache:
     """The code of one program's compute steps.
 
     Args:
-        graph, strategies: those that the program was lowered from.
+        graph: that the program was lowered from.
         program: the steps.
         seeded: ops that draw random numbers on several devices at once.
         dropout: whether dropout drops anything.
@@ -40,7 +39,6 @@ class SegmentCache:
     def __init__(
         self,
         graph: LayerGraph,
-        strategies: Mapping[str, Strategy],
         program: Program,
         seeded: SeededOps,
         dropout: bool,
@@ -49,7 +47,7 @@ class SegmentCache:
         marks: Marks | None = None,
     ) -> None:
         self._graph = graph
-        self._strategies = strategies
+        self._strategies = program.strategies
         self._slots = program.slots
         self._seeded = seeded
         self._dropout = dropout

@@ -257,7 +257,6 @@ class Programs:
             self.sync.know(graph, program)
         return Executor(
             graph,
-            captured.strategies,
             program,
             store,
             self._transport,
