@@ -144,6 +144,23 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _check_outputs(*outputs: tuple[str, str | None]) -> None:
+    """Refuse outputs that overwrite each other or cannot be written, before the work that would be lost.
+
+    Args:
+        outputs: options and the files that they name; `--json -` is standard output.
+    """
+    named: dict[str, str] = {}
+    for option, path in outputs:
+        if path is None:
+            continue
+        if path in named:
+            raise ParplanError(f"{named[path]} and {option} both name {path}; give each a file of its own")
+        named[path] = option
+        if (option, path) != ("--json", "-"):
+            check_writable(path, option)
+
+
 def _analyze(options: argparse.Namespace) -> int:
     from parplan.cli.pictures import picture_paths, picture_texts
     from parplan.planner.decision import Seconds
@@ -156,14 +173,7 @@ def _analyze(options: argparse.Namespace) -> int:
         kept = load_plan_or_report(options.check)
         if kept.report is None:
             raise ParplanError(f"--check {options.check} is a plan; name a report that --json wrote, which has a step")
-    named: dict[str, str] = {}
-    for option, path in [("--out", options.out), ("--json", options.json), *picture_paths(options)]:
-        if path is None or (option, path) == ("--json", "-"):
-            continue
-        if path in named:
-            raise ParplanError(f"{named[path]} and {option} both name {path}; give each a file of its own")
-        check_writable(path, option)
-        named[path] = option
+    _check_outputs(("--out", options.out), ("--json", options.json), *picture_paths(options))
     plan = _plan(options.plan)
     decision = _decide(options, plan, _pins(options, plan))
     seconds, total_s = decision.seconds, time.perf_counter() - began
@@ -319,10 +329,10 @@ def _profile(options: argparse.Namespace) -> int:
 def _presets(options: argparse.Namespace) -> int:
     from parplan.report.presets import presets_json, render_presets
 
+    _check_outputs(("--json", options.json))
     if options.json in (None, "-"):
         _write(presets_json() if options.json else _printed(render_presets))
     else:
-        check_writable(options.json, "--json")
         write_files({options.json: presets_json()})
     return DONE
 
@@ -338,11 +348,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run_report(options: argparse.Namespace) -> int:
     from parplan.report.progress import Progress
 
-    if options.trace and options.trace == options.json:
-        raise ParplanError(f"--json and --trace both name {options.json}; give each a file of its own")
-    for option, path in (("--json", options.json), ("--trace", options.trace)):
-        if path is not None and (option, path) != ("--json", "-"):
-            check_writable(path, option)
+    _check_outputs(("--json", options.json), ("--trace", options.trace))
     # torch's profiler, which finds the peak memory, announces itself on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     plan = _plan(options.plan)

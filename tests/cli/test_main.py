@@ -286,6 +286,8 @@ USAGE = [
     ("analyze net.py --out nowhere/plan.json", "--out nowhere/plan.json: there is no folder"),
     ("analyze net.py --json .", "--json .: that is a folder; name a file in it"),
     ("analyze net.py --out x --json x", "--out and --json both name x; give each a file of its own"),
+    ("analyze net.py --out - --json -", "--out and --json both name -; give each a file of its own"),
+    ("run-report net.py --json - --trace -", "--json and --trace both name -; give each a file of its own"),
     ("analyze net.py --plan none.json", "cannot read the plan none.json"),
     ("analyze net.py --plan net.py", "net.py is not a plan"),
     ("analyze nett.py", "nett.py: no such file; did you mean net.py?"),
