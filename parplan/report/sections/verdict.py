@@ -191,7 +191,7 @@ def _speed(decision: Decision) -> tuple[str, str]:
 def _proof(decision: Decision) -> str:
     """Yes or no, and the proof in a few words; print_proof has the conditions."""
     proof, pins = decision.proof, " with these pins" if decision.pins else ""
-    known, wants = math.isfinite(proof.gap), conditions(decision)
+    known, wants = math.isfinite(proof.gap) and proof.bound > 0, conditions(decision)  # 0 bounds any plan
     which = f"{pins} that {' and '.join(wants)}" if 0 < len(wants) <= NAMED else pins
     limited = ", under the conditions below" if len(wants) > NAMED else ""
     # The bound is of the objective of all plans that the proof covers, whatever is advised.
