@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -262,9 +263,9 @@ def refusals(rank: int, ranks: int) -> None:
     with pytest.raises(RuntimeFailure, match=r"ranks hold 6 of its 30 elements"):
         Placement("part", SHAPE, {0: (Range(0, 1), Range(0, 6))}, placement.collectives)
     assert f"rank {rank} holds" in repr(tensor)  # without a collective
-    values = tensor.detach().numpy()
-    with pytest.raises(ValueError, match="read-only"):
-        values[:] = 0
+    for values in (tensor.detach().numpy(), np.asarray(tensor.detach())):
+        with pytest.raises(ValueError, match="read-only"):
+            values[:] = 0
 
 
 def ranks_that_differ(rank: int, ranks: int) -> None:

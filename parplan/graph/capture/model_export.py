@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,7 +227,8 @@ def _export(
                 raise CaptureError(
                     f"{name or type(model).__name__}: batch norm with momentum=None averages over all batches so far, "
                     "which parplan does not capture in training; give it a momentum, such as 0.1 "
-                    "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled one)"
+                    "(torch.optim.swa_utils.update_bn sets None: run it on the plain model, `module` of a compiled "
+                    "one, under torchrun with the same samples in every process)"
                 )
         with (
             quiet(call.said),
@@ -264,6 +266,8 @@ def _export(
         reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         if isinstance(error, GuardOnDataDependentSymNode):
             reason = "a branch is data-dependent: values of tensors decide it, which differ from call to call"
+            if any("torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+                reason = "torch.distributions checks values of tensors; pass it validate_args=False"
         where = f"{layer}: " if layer else ""
         text = f"{type(model).__name__} cannot be captured: {where}{reason}\n"
         kind = _UNKNOWN_TYPE.search(str(error))

@@ -186,7 +186,7 @@ class ShardedTensor(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """The gathered values, read only; every rank has to call this."""
-        return self.whole().__array__(*args, **kwargs)
+        return self.numpy().__array__(*args, **kwargs)
 
 
 def _refuse_memory(name: str) -> Callable[..., Any]:

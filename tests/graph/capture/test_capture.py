@@ -247,6 +247,11 @@ class Branches(nn.Module):
         return -x
 
 
+class Checked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, 1.0, validate_args=True).mean
+
+
 class ChangesInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -283,6 +288,7 @@ class WrongShape(nn.Module):
     [
         (Branches, r"Branches cannot be captured: .*data-dependent(.|\n)*test_capture\.py:\d+: if x\.sum\(\) > 0"),
         (Branches, r"torch\.where"),
+        (Checked, r"torch\.distributions checks values of tensors; pass it validate_args=False\n  at .*Normal\("),
         (ChangesInput, r"changes 'x' in place\n  at .*test_capture\.py:\d+: x\.add_\(1\)"),
         (ChangesParameter, r"the model changes 'w' in place\n  at .*self\.w\.mul_\(0\.9\)"),
         (Conditional, r"holds a sub-graph, which parplan does not plan yet"),
