@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,9 +26,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 __all__ = [
     "FOREACH_CLASSES", "Version", "as_subclass_with_dispatch", "become", "call_hooks_with_gradients_only",
-    "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "recomputed_once",
-    "state_by_block", "support_foreach", "tensors_of_memory", "version", "without_tensor_hooks",
-    "without_weak_references", "wrapper_tensor", "write_counter", "writes",
+    "gradient_hooks", "group_timeout", "in_backward", "keeps_graph", "local_ops_only", "memory_in_use",
+    "recomputed_once", "replace_given_data", "state_by_block", "support_foreach", "tensors_of_memory", "version",
+    "without_tensor_hooks", "without_weak_references", "wrapper_tensor", "write_counter", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Tensor)
@@ -118,6 +120,24 @@ def tensors_of_memory(tensor: Tensor) -> int:
     """Number of tensors that use the memory of `tensor` or a part of it, anywhere in this process."""
     storage = tensor.untyped_storage()  # a user itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def memory_in_use(tensor: Tensor) -> Callable[[], bool]:
+    """A function that says whether tensors use the memory of `tensor`, which it does not keep."""
+    memory: Any = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not memory.expired()
+
+
+@cache
+def replace_given_data(replacement: Callable[[Tensor, Any], Any]) -> None:
+    """From here on, `tensor.data = value` gives a tensor `replacement(tensor, value)`, in all of the process.
+
+    torch asks nothing but the tensor's own class before it takes over the memory of `value`, which a `wrapper_tensor`
+    does not have: the process ends at the next op.
+    """
+    data: Any = Tensor.data
+    given = property(data.__get__, lambda tensor, value: data.__set__(tensor, replacement(tensor, value)))
+    Tensor.data = given  # type: ignore[assignment]
 
 
 def wrapper_tensor(cls: type[T], shape: tuple[int, ...], like: Tensor) -> T:

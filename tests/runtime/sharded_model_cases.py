@@ -83,6 +83,39 @@ def written_copies(rank: int, ranks: int) -> None:
         pair.steps(optimizers)
 
 
+def given_to_plain_tensors(rank: int, ranks: int) -> None:
+    """`plain.data = cut` gives the whole values; a later write to the same memory in plain PyTorch is refused."""
+    for rule in placements(ranks):
+        pair = Pair(rule, rank, ranks)
+        followers = [copy.deepcopy(module).requires_grad_(False) for module in (pair.plain, pair.plain)]
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        pair.steps(optimizers)
+        for follower, module in zip(followers, pair.both, strict=True):
+            for slow, fast in zip(follower.parameters(), module.parameters(), strict=True):
+                slow.data = 0.3 * slow.data + 0.7 * fast.data
+        x = torch.randn(2, 8, dtype=torch.float64)
+        same(followers[1](x), followers[0](x), "result of a plain model that was given cut tensors")
+        pair.steps(optimizers)
+        cut = next(p for p in pair.model.parameters() if isinstance(p, ShardedTensor))
+        row, wanted = torch.zeros(0, dtype=torch.float64), cut.whole()
+        row.data = cut.detach()[1]
+        same(row, wanted[1], "row")
+        with pytest.raises(RuntimeFailure, match=r"weight was written.*plain tensor was given.*clone\(\)"):
+            pair.steps(optimizers)
+        same(row, wanted[1], "row")
+        wanted = cut.whole()
+        plain = [torch.zeros(0, dtype=torch.float64) for _ in range(2)]
+        plain[0].data, plain[1].data = cut, cut.data.clone()
+        values, cut.data = cut.data, torch.zeros_like(wanted)  # other memory, which is the cut tensor's alone
+        with torch.no_grad():
+            cut.add_(1)
+        same(plain[0], wanted, "whole")
+        with pytest.raises(RuntimeFailure, match="plain tensor was given"):
+            values.mul_(2)
+        del plain, row
+        values.mul_(2)
+
+
 def called_directly(rank: int, ranks: int) -> None:
     """The held module gives the model's results, and each process's samples count for the gradients."""
     for rule in placements(ranks):
@@ -322,7 +355,8 @@ def gradients_on_some_ranks(rank: int, ranks: int) -> None:
 CASES = {
     case.__name__: case
     for case in (
-        converted, replaced, written_copies, called_directly, in_inference_mode, captured_before, not_cut, recurrent,
-        closures, half, started_alike, clipped_as_in_any_loop, gradients_on_some_ranks,
+        converted, replaced, written_copies, given_to_plain_tensors, called_directly, in_inference_mode,
+        captured_before, not_cut, recurrent, closures, half, started_alike, clipped_as_in_any_loop,
+        gradients_on_some_ranks,
     )
 }  # fmt: skip

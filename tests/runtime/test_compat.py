@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import state_dict as checkpoint_states
+from torch.overrides import TorchFunctionMode
 
+from parplan.graph.export.stand_ins import DataDetached
 from parplan.runtime.compat import (
     FOREACH_CLASSES,
     as_subclass_with_dispatch,
@@ -26,6 +28,8 @@ from parplan.runtime.compat import (
     in_backward,
     keeps_graph,
     local_ops_only,
+    memory_in_use,
+    replace_given_data,
     state_by_block,
     support_foreach,
     tensors_of_memory,
@@ -123,6 +127,51 @@ def test_a_wrapper_has_a_shape_without_memory_and_answers_ops_itself() -> None:
     view = as_subclass_with_dispatch(_Half, torch.ones(3))
     view.sum()
     assert _Half.seen[-1] == "sum"
+
+
+class _Calls(TorchFunctionMode):
+    """Notes which calls are those of `tensor.data`, as seen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        data: Any = Tensor.data
+        self.seen += [name for name, call in (("get", data.__get__), ("set", data.__set__)) if func == call]
+        return func(*args, **(kwargs or {}))
+
+
+def test_data_is_replaced_as_a_tensor_is_given_it_and_modes_see_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "data" not in vars(Tensor)  # but torch's own, of a class below, until a process cuts parameters
+    monkeypatch.setattr(Tensor, "data", Tensor.data)  # to be taken away after this test
+    wrapper = wrapper_tensor(_Half, (2,), torch.zeros(2))
+    replace_given_data(lambda tensor, value: torch.ones(len(tensor)) if value is wrapper else value)
+    parameter, other = nn.Parameter(torch.zeros(2)), torch.full((2,), 5.0)
+    kept = parameter.data
+    parameter.data = wrapper
+    assert (kept.tolist(), parameter.tolist(), parameter.requires_grad) == ([0.0, 0.0], [1.0, 1.0], True)
+    parameter.data = other
+    assert parameter.data_ptr() == other.data_ptr()
+    with _Calls() as calls:
+        parameter.data = parameter.data * 2
+        parameter.data = wrapper
+    assert (calls.seen, parameter.tolist()) == (["get", "set", "set"], [1.0, 1.0])
+    with DataDetached():
+        parameter.data *= 3  # type: ignore[misc]
+    assert parameter.tolist() == [3.0, 3.0]
+    with pytest.raises(TypeError):
+        parameter.data = None  # type: ignore[assignment]
+
+
+def test_a_memory_is_in_use_as_long_as_a_tensor_uses_it() -> None:
+    tensor = torch.zeros(3)
+    in_use = memory_in_use(tensor)
+    other = tensor.detach()
+    del tensor
+    assert in_use()
+    other.data = torch.zeros(3)
+    assert not in_use()
 
 
 def test_a_parameter_becomes_another_one_in_place() -> None:

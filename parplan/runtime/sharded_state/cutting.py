@@ -24,6 +24,7 @@ from parplan.errors import RuntimeFailure
 from parplan.layout import Block, shape_of
 from parplan.runtime.compat import (
     become,
+    replace_given_data,
     state_by_block,
     tensors_of_memory,
     without_weak_references,
@@ -32,7 +33,7 @@ from parplan.runtime.compat import (
 )
 from parplan.runtime.sharded_state.block_placement import Placement, TaggedCollectives
 from parplan.runtime.sharded_state.outside_gradients import OutsideGradients
-from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
+from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor, data_for
 from parplan.runtime.transport.base import Transport
 from parplan.runtime.transport.distributed import explained
 
@@ -236,6 +237,7 @@ class Sharding:
                 "under torch.no_grad(), and drop weak references to its parameters"
             )
         _watch_optimizers()
+        replace_given_data(data_for)
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:

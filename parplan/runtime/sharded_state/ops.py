@@ -32,7 +32,7 @@ from parplan.runtime.sharded_state.rules import (
     replaced,
     rule_of,
 )
-from parplan.runtime.sharded_state.sharded_tensor import Gathered, ShardedTensor, ShardedView
+from parplan.runtime.sharded_state.sharded_tensor import Gathered, ShardedTensor, ShardedView, check_copies
 
 __all__ = ["dispatch"]
 
@@ -52,6 +52,9 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 _check_alike(ShardedCall(func, args, kwargs), placement)
             return _on_blocks(func, rule, args, local, kwargs, placement)
     call = ShardedCall(func, args, kwargs)
+    for operand in call.operands:
+        if operand.written:
+            check_copies(operand.tensor)
     views = {id(o.tensor): o for o in call.operands if isinstance(o.tensor, ShardedView)}
     if not views:
         return _HANDLERS[call.rule.kind](call)
@@ -101,6 +104,8 @@ def _on_blocks(
     """The usual case in short: an optimizer's step on tensors of one placement."""
     if rule.kind is OpKind.ALIAS:
         return args[0].like(local[0])
+    if rule.written:
+        check_copies(args[0])
     computed = func(*local, **kwargs)
     if not rule.written:
         return pytree.tree_map_only(Tensor, lambda tensor: ShardedTensor(tensor, placement), computed)

@@ -20,6 +20,7 @@ from parplan.layout import intervals, regions_of, shape_of
 from parplan.runtime.compat import (
     as_subclass_with_dispatch,
     local_ops_only,
+    memory_in_use,
     support_foreach,
     wrapper_tensor,
     writes,
@@ -27,7 +28,7 @@ from parplan.runtime.compat import (
 from parplan.runtime.sharded_state.block_placement import Placement
 from parplan.runtime.transport.base import block
 
-__all__ = ["Gathered", "ShardedTensor", "ShardedView", "local_tensor"]
+__all__ = ["Gathered", "ShardedTensor", "ShardedView", "check_copies", "data_for", "local_tensor"]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -210,26 +211,27 @@ class Gathered:
         base: the sharded tensor.
 
     Attributes:
+        local: this rank's block.
         whole: the gathered tensor.
         placement: the blocks'.
     """
 
     def __init__(self, base: ShardedTensor) -> None:
-        self._local, self.placement = base.local, base.placement
+        self.local, self.placement = base.local, base.placement
         self.whole = base.whole()
-        self._seen = writes(self._local)
+        self._seen = writes(self.local)
 
     def refresh(self) -> None:
         """Gather again if the blocks were written since; all ranks come here alike."""
-        if writes(self._local) != self._seen:
-            self.whole.copy_(ShardedTensor(self._local, self.placement).whole())
-            self._seen = writes(self._local)
+        if writes(self.local) != self._seen:
+            self.whole.copy_(ShardedTensor(self.local, self.placement).whole())
+            self._seen = writes(self.local)
 
     def write_back(self) -> None:
         """Give this rank's block what was written to the whole."""
-        self._local.copy_(self.placement.cut(self.whole))
-        torch.autograd.graph.increment_version(self._local)
-        self._seen = writes(self._local)
+        self.local.copy_(self.placement.cut(self.whole))
+        torch.autograd.graph.increment_version(self.local)
+        self._seen = writes(self.local)
 
 
 class ShardedView(torch.Tensor):
@@ -292,6 +294,40 @@ class ShardedView(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Its values, read only."""
         return self.numpy().__array__(*args, **kwargs)
+
+
+# -- `plain.data = cut`: one memory in plain PyTorch, and a copy here --
+
+# An attribute of a block: for each copy that an ordinary tensor was given, whether it is in use.
+_COPIES = "_parplan_copies"
+
+
+def data_for(tensor: Tensor, value: Any) -> Any:
+    """The values that `tensor.data = value` gives an ordinary tensor: gathered ones where `value` is a cut tensor."""
+    if isinstance(tensor, ShardedTensor) or not isinstance(value, (ShardedTensor, ShardedView)):
+        return value
+    if isinstance(value, ShardedTensor):
+        block, given = value.local, value.whole()
+    else:
+        block, given = value.source.local, value.current().clone()
+    copies = [in_use for in_use in getattr(block, _COPIES, ()) if in_use()]
+    setattr(block, _COPIES, [*copies, memory_in_use(given)])
+    return given
+
+
+def check_copies(written: Tensor) -> None:
+    """Refuse a write to a cut tensor, or a view of it, of which `data_for` made a copy that is in use.
+
+    Raises:
+        RuntimeFailure: there is one.
+    """
+    held = written.source if isinstance(written, ShardedView) else written
+    if isinstance(held, (ShardedTensor, Gathered)) and any(in_use() for in_use in getattr(held.local, _COPIES, ())):
+        raise RuntimeFailure(
+            f"{held.placement.name} was written, or a tensor computed from it, and a plain tensor was given the same "
+            f"memory (plain.data = value), which would change in plain PyTorch; as {held.placement.name} is cut over "
+            "processes, it has a copy. Write `plain.data = value.clone()`, or `plain.copy_(value)`"
+        )
 
 
 for _class in (ShardedTensor, ShardedView):
