@@ -238,7 +238,7 @@ class _Run:
         return self.cut_off(reduced, marginals, best.prices.rows) if np.isfinite(self.objective) else reduced
 
     def price_wide(self, reduced: Reduced) -> Reduced | None:
-        """Messages and windows instead of elimination, where its tables are too large; the cut that they allow."""
+        """Messages instead of elimination, where its tables are too large; the cut that they allow."""
 
         def offer(choice: Sequence[int]) -> float:
             self.offer(reduced.lift(choice))

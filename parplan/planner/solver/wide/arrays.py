@@ -60,12 +60,8 @@ class Memory:
 
     def loads(self, choice: Ints) -> FloatArray:
         """Bytes per point of a choice (a strategy per node)."""
-        return self.spread(self.amounts[self.start + choice[self.node]], slice(None))
-
-    def spread(self, held: FloatArray, usages: Ints | slice) -> FloatArray:
-        """Bytes per point, for bytes per usage of some usages."""
-        points = len(self.capacity) + 1
-        change = np.bincount(self.first[usages], held, points) - np.bincount(self.last[usages], held, points)
+        held, points = self.amounts[self.start + choice[self.node]], len(self.capacity) + 1
+        change = np.bincount(self.first, held, points) - np.bincount(self.last, held, points)
         return np.cumsum(change)[:-1]
 
     @cached_property

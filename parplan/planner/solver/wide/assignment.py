@@ -7,7 +7,6 @@ node's neighbours and the points at which it holds memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,17 +91,6 @@ class Assignment:
             if time.monotonic() > deadline:
                 return False
         return True
-
-    def replace(self, nodes: Ints, strategies: Sequence[int]) -> bool:
-        """Change several nodes if that fits and costs less; whether it was done."""
-        before, cost = self.choice[nodes].tolist(), self.arrays.total(self.choice)
-        for v, strategy in zip(nodes.tolist(), strategies, strict=True):
-            self._move(v, strategy, self._change(v, strategy))
-        if self.fits and self.arrays.total(self.choice) < cost:
-            return True
-        for v, strategy in zip(nodes.tolist(), before, strict=True):
-            self._move(v, strategy, self._change(v, strategy))
-        return False
 
     def _change(self, v: int, strategy: int) -> _Change | None:
         """Effect on memory of another strategy of v; None if it holds none."""

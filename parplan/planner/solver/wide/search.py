@@ -2,18 +2,16 @@
 
 Every limit at every moment has a price. Prices rise and fall with the share of the limit that the choice made from the
 messages exceeds (multiplicative weights; Plotkin, Shmoys and Tardos 1995), in ever smaller steps, while messages pass:
-both climb together to a bound. Choices on the way are repaired and descended, then improved in windows. A maximum is
-replaced by the mean of the selections of rows that were critical at the best choices, which bounds it from below.
+both climb together to a bound. Choices on the way are repaired and descended. A maximum is replaced by the mean
+of the selections of rows that were critical at the best choices, which bounds it from below.
 
-Effort is counted in passes and windows: the same anywhere, unless the deadline ends it.
+Effort is counted in passes: the same anywhere, unless the deadline ends it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 import numpy as np
 
@@ -23,7 +21,6 @@ from parplan.planner.solver.rows import row_table
 from parplan.planner.solver.wide.arrays import Arrays, Ints
 from parplan.planner.solver.wide.assignment import Assignment
 from parplan.planner.solver.wide.messages import Messages
-from parplan.planner.solver.wide.windows import Window, solve_window, window, windows
 
 __all__ = ["improve"]
 
@@ -38,10 +35,6 @@ SMOOTHING = 0.5
 """Share of earlier passes in the excess that moves prices."""
 EVERY = 10
 """Passes from one repaired choice to the next."""
-CELLS, COVERED, EFFORT = 4000, 2.0, 0.5
-"""Size of a window, how often the first round's windows cover a node, and deterministic time of each."""
-THREADS = 2
-"""Windows that are solved at the same time: fixed, so that the result does not depend on the machine."""
 HURRY = 0.6
 """Share of the time left that the first climb may take: fewer passes where the deadline would cut them off."""
 
@@ -71,10 +64,9 @@ def improve(
         of the deadline.
     """
     search = _Search(problem, offer, deadline, cutoff)
-    done = 0
-    while done < rounds and search.open and not search.halved:
-        if search.climb(done):
-            search.polish(done)
+    done, more = 0, True
+    while more and done < rounds and search.open and not search.halved:
+        more = search.climb(done)
         raise_bound(search.bound)
         done += 1
     return np.split(search.marginals, search.arrays.start[1:-1]), search.hurried
@@ -111,7 +103,7 @@ class _Search:
         It ends when nothing moves: choices keep all limits, and the bound rises no more.
 
         Returns:
-            Whether windows are next: not where a smaller problem is, and not before maxima had other rows.
+            Whether another climb may find more: not where prices stand still and maxima have their rows.
         """
         self.linearise(number)
         a, memory = self.arrays, self.arrays.memory
@@ -141,14 +133,14 @@ class _Search:
                 if self.halved:
                     return False
                 if smooth is not None and (smooth <= 0).all() and self.bound <= before:
-                    return number > 0 or not self.pool.tops
+                    return number == 0 and bool(self.pool.tops)
                 before = self.bound
             if not self.open:
                 break
             smooth = excess if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * excess
             moved = self.prices * np.exp(step * np.clip(smooth / memory.limit, -1.0, 1.0))
             self.prices = np.maximum(moved, self.floor)
-        return not self.halved
+        return True
 
     def linearise(self, number: int) -> None:
         """Replace maxima by the mean of the selections of rows that are critical at the best choices so far."""
@@ -178,34 +170,11 @@ class _Search:
     def finish(self, choice: Ints, held: FloatArray) -> None:
         """Repair and descend a choice; the best one is offered."""
         assignment = Assignment(self.arrays, choice)
-        if assignment.repair(held, self.deadline):
-            assignment.descend(self.deadline)
-            self.take(assignment)
-
-    def take(self, assignment: Assignment) -> None:
-        """Offer a choice that fits, if it is the best."""
+        if not assignment.repair(held, self.deadline):
+            return
+        assignment.descend(self.deadline)
         cost = self.arrays.total(assignment.choice)
         if cost < self.cost or self.pool.tops:
             self.cutoff = self.offer(assignment.choice.tolist())
         if cost < self.cost:
-            self.choice, self.cost = assignment.choice.copy(), cost
-
-    def polish(self, number: int) -> None:
-        """Windows of the best choice, two at a time."""
-        if self.choice is None or not self.open:
-            return
-        assignment = Assignment(self.arrays, self.choice)
-        sets = windows(self.arrays, CELLS, number)
-
-        def solved(part: Window) -> list[int] | None:
-            return solve_window(self.arrays, part, self.deadline, EFFORT)
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            left = COVERED * (number + 1) * np.count_nonzero(self.arrays.size > 1)
-            while left > 0 and self.open:
-                parts = [window(assignment, nodes) for nodes in islice(sets, THREADS)]
-                left -= sum(len(part.nodes) for part in parts)
-                for part, found in zip(parts, threads.map(solved, parts), strict=True):
-                    if found is not None:
-                        assignment.replace(part.nodes, found)
-        self.take(assignment)
+            self.choice, self.cost = assignment.choice, cost

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 import pytest
@@ -13,12 +12,8 @@ from benchmarks.instances import random_problem
 from parplan.planner.solver import elimination
 from parplan.planner.solver.problem import Edge, FloatArray, Maximum, Node, Problem, Row, Status, Usage, evaluate
 from parplan.planner.solver.reductions.presolve import presolve
-from parplan.planner.solver.rows import row_table
 from parplan.planner.solver.solve import GAP, solve
-from parplan.planner.solver.wide.arrays import Arrays
-from parplan.planner.solver.wide.assignment import Assignment
 from parplan.planner.solver.wide.search import FIRST, _Search, improve
-from parplan.planner.solver.wide.windows import solve_window, window
 from tests.planner.oracle import brute_force
 from tests.planner.solver.one_to_one import compiler_problem, with_one_to_one_edges
 
@@ -127,35 +122,9 @@ def test_ends_when_half_of_the_strategies_are_out() -> None:
     assert all(lower[k] <= truth.objective for lower, k in zip(marginals, truth.choice, strict=True))
 
 
-def test_a_window_of_many_forbidden_pairs() -> None:
-    """65,280 of them: a sum of what each costs to the search around it would not be a 64-bit integer."""
-    size, rng = 256, np.random.default_rng(0)
-    agree = np.full((size, size), np.inf)
-    np.fill_diagonal(agree, 0.0)
-    nodes = tuple(Node(name, rng.random(size) * 1e-6) for name in "ab")
-    arrays = Arrays(Problem(nodes, (Edge(0, 1, agree),)))
-    cost = nodes[0].cost_s + nodes[1].cost_s
-    order = np.argsort(cost)
-    part = window(Assignment(arrays, np.array([order[1], order[1]])), np.arange(2))
-    assert solve_window(arrays, part, np.inf, 10.0) == [order[0], order[0]]
-
-
-def test_a_window_of_pairs_that_a_maximum_takes_below_zero() -> None:
-    """Rows in normal form are differences: with their share of the maximum, pairs may be below 0."""
-    rng = np.random.default_rng(1)
-    nodes = tuple(Node(name, rng.random(3)) for name in "abc")
-    edges = (Edge(0, 1, rng.random((3, 3))), Edge(1, 2, rng.random((3, 3))))
-    rows = (Row(edges={0: -2 * rng.random((3, 3))}), Row(edges={1: -rng.random((3, 3))}))
-    table = row_table(problem := Problem(nodes, edges, maxima=(Maximum("either", rows, 1.0),)))
-    arrays = Arrays(problem, table, np.array([0.5, 0.5]))
-    choices = sorted(product(range(3), repeat=3), key=lambda choice: arrays.total(np.array(choice)))
-    part = window(Assignment(arrays, np.array(choices[1])), np.arange(3))
-    assert solve_window(arrays, part, np.inf, 10.0) == list(choices[0])
-
-
 @pytest.mark.parametrize("limited", [False, True])
 def test_a_climb_ends_when_nothing_moves(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without limits prices stand still: windows wait until the maximum has the rows of a better choice."""
+    """Without limits prices stand still: one more climb, when the maximum has the rows of a better choice."""
     rng = np.random.default_rng(2)
     held = (Usage(0, 0, 1, np.arange(4.0)[::-1].copy()),) if limited else ()
     nodes = tuple(Node(f"n{v}", np.arange(4) + rng.random(4), held) for v in range(9))
@@ -163,21 +132,26 @@ def test_a_climb_ends_when_nothing_moves(limited: bool, monkeypatch: pytest.Monk
     rows = tuple(Row({v: rng.random(4) for v in part}) for part in (range(5), range(5, 9)))
     problem = Problem(nodes, edges, limits=(9.0,) * limited, maxima=(Maximum("either", rows, 1.0),))
     passes: list[None] = []
-    searched: list[int] = []
-    sweep = _Search.sweep
+    climbs: list[int] = []
+    sweep, climb = _Search.sweep, _Search.climb
 
     def swept(self: _Search, costs: FloatArray) -> None:
         passes.append(None)
         sweep(self, costs)
 
     monkeypatch.setattr(_Search, "sweep", swept)
-    monkeypatch.setattr(_Search, "polish", lambda self, number: searched.append(number))
+
+    def climbed(self: _Search, number: int) -> bool:
+        climbs.append(number)
+        return climb(self, number)
+
+    monkeypatch.setattr(_Search, "climb", climbed)
     listener = Listener(problem)
     listener.improve()
     assert (len(passes) < FIRST) is not limited
-    assert searched == [0] * limited
-    listener.improve(rounds=2)
-    assert 1 in searched
+    climbs.clear()
+    listener.improve(rounds=4)
+    assert climbs == ([0, 1, 2] if limited else [0, 1])  # a proof, and nothing moves
     assert listener.bound <= brute_force(problem).objective
 
 
