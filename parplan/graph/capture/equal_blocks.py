@@ -191,7 +191,7 @@ class EqualBlocks:
             return False
         if not self._compares:
             return True
-        nodes = reversed(found[0].graph.nodes)
+        nodes = iter(reversed(found[0].graph.nodes))  # torch 2.11: no iterator
         end = next(nodes)
         own = list(takewhile(lambda node: node.target is not MARK, nodes))
         return Span(own[-1].prev, own[::-1], end).described() is not None if own else False
