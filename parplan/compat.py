@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, _trace
 from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import DynamicDimConstraintPrinter
 from torch.fx.graph import _PyTreeCodeGen
 from torch.nn.modules import module
 from torch.overrides import _pop_mode, _push_mode
@@ -34,7 +35,7 @@ from torch.utils.hooks import BackwardHook
 __all__ = [
     "HOOK_FIELDS", "BackwardHook", "FakeTensor", "bent_sizes", "conversion_of", "expression_of", "guards_of",
     "hooks_of_all_modules", "in_functional_transform", "intercepted_functions", "intercepted_modules",
-    "is_composite", "lazy_code", "memory_of", "overload_name", "own_buffer_assignments", "pytree",
+    "is_composite", "lazy_code", "memory_of", "named_numbers", "overload_name", "own_buffer_assignments", "pytree",
     "schema_of", "symbolic_sizes", "traced_node", "unrecorded", "value_of", "warn_if_newer", "without_modes",
 ]  # fmt: skip
 
@@ -198,6 +199,18 @@ def lazy_code() -> Iterator[None]:
         type(self).forward = forward
 
     with mock.patch.object(fx.GraphModule, "recompile", recompile):
+        yield
+
+
+@contextmanager
+def named_numbers() -> Iterator[None]:
+    """While it lasts, torch.export writes numbers of tensors in conditions by name, where torch < 2.13 raises."""
+    plain = DynamicDimConstraintPrinter._print_Symbol
+
+    def text(self: DynamicDimConstraintPrinter, symbol: sympy.Symbol) -> str:
+        return plain(self, symbol) if symbol in self.symbol_to_source else str(symbol)
+
+    with mock.patch.object(DynamicDimConstraintPrinter, "_print_Symbol", text):
         yield
 
 

@@ -25,6 +25,7 @@ from parplan.compat import (
     is_composite,
     lazy_code,
     memory_of,
+    named_numbers,
     overload_name,
     own_buffer_assignments,
     pytree,
@@ -190,6 +191,18 @@ def test_graph_modules_write_their_code_when_they_are_called() -> None:
         assert not hasattr(exported.module(), "_code")
     assert exported.module()(torch.zeros(2, 4)).shape == (2, 4)
     assert "neg" in module.code
+
+
+class _Bounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check(x.max().item() < 100)
+        return x * 2
+
+
+def test_conditions_on_numbers_of_tensors_are_exported() -> None:
+    with named_numbers():
+        graph = torch.export.export(_Bounded(), (torch.ones(2),), strict=False).graph
+    assert any(node.target is torch.ops.aten._assert_scalar.default for node in graph.nodes)
 
 
 def test_all_ways_to_compute_a_gradient_go_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ def input_check(tensor: Tensor, inputs: Mapping[fx.Node, int], frame: FrameType,
 def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
     """The assertions that torch.export has put into a graph without gradient regions (`torch._check`, say).
 
-    No graph of ours runs them.
+    No graph of ours runs them: they are taken out, with the numbers that only they read, which torch 2.11 cannot trace
+    once more.
 
     Returns:
         Those that inputs alone decide, and the lines of the others.
@@ -125,6 +126,12 @@ def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
         condition.output(fx.map_arg(node.args[0], copies.__getitem__))
         leaves = tuple(given_by_users.index(one.name) for one in given)
         checks.append(InputCheck(_line(node), fx.GraphModule({}, condition), str(condition), leaves, True))
+    unread = [node for node in graph.nodes if node.target in _ASSERTS]
+    while unread:
+        node = unread.pop()
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        unread += [one for one in sources if not one.users and isinstance(one.meta.get("val"), _NUMBERS)]
     return checks, list(dict.fromkeys(filter(None, map(_line, others))))  # without a line it is torch's own
 
 
@@ -132,6 +139,7 @@ def _line(node: fx.Node) -> str:
     return code_line(str(node.meta.get("stack_trace") or ""), installed=True)
 
 
+_NUMBERS = (int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
 _ASSERTS = (
     torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
 )  # fmt: skip
