@@ -16,6 +16,7 @@ from parplan.errors import CaptureError
 from parplan.graph.attributes.containers import containers_in, register_caches
 from parplan.graph.capture.capture import capture
 from tests.runtime.helpers import CLOSE, compiled, spread
+from tests.torch_versions import fails_before
 
 
 class CacheLayer:
@@ -166,7 +167,13 @@ class ReturnsUnknown(nn.Module):
         return Unknown(x * 2) if isinstance(x, Tensor) else x.y
 
 
-@pytest.mark.parametrize("given", [rows(), Unknown(rows())], ids=["result", "argument"])
+# `torch.export.export` of this model says "unhashable type: 'Unknown'" on 2.11.
+_UNHASHABLE = fails_before((2, 12), "torch.export looks a result's class up by the result's hash, which it has not")
+
+
+@pytest.mark.parametrize(
+    "given", [pytest.param(rows(), id="result", marks=_UNHASHABLE), pytest.param(Unknown(rows()), id="argument")]
+)
 def test_a_class_that_nobody_registered_is_named_with_the_remedy(given: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_caches.*Unknown is a class .*register_dataclass"):
         capture(ReturnsUnknown(), (given,))
