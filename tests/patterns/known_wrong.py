@@ -9,5 +9,4 @@ __all__ = ["KNOWN_WRONG"]
 # By pattern: cells ("one/*", "ranks/shards") and what is wrong in them.
 KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {
     "features_method": {"ranks/*": "batch norm in a method takes each process's own samples, without a word"},
-    "task_heads": {"ranks/*": "a layer that is first called after the first step is refused as no parameter"},
 }

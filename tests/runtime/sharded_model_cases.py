@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import parplan
 from parplan.errors import RuntimeFailure
-from parplan.plan import Strategy
+from parplan.graph.layer_graph import LayerGraph
+from parplan.plan import Plan, Strategy
 from parplan.runtime.module.compiled import Compiled
 from parplan.runtime.sharded_state.cutting import same_start
 from parplan.runtime.sharded_state.sharded_tensor import ShardedTensor
@@ -288,6 +290,51 @@ def clipped_as_in_any_loop(rank: int, ranks: int) -> None:
         same(dict(model.state_dict()), dict(twin.state_dict()), "state")
 
 
+class Heads(nn.Module):
+    """Heads of several tasks, one of which is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        """(N, 8) to (N, 4)."""
+        result: Tensor = self.heads[head](torch.tanh(self.first(x)))
+        return result
+
+
+def _given(plan: Plan) -> Callable[[LayerGraph], Plan]:
+    return lambda graph: plan
+
+
+def read_later(rank: int, ranks: int) -> None:
+    """Layers that are first called after some steps, with the optimizer's state of a penalty on them; then all in one
+    loss, while the first call's graph is alive."""
+    everyone = tuple(range(ranks))
+    cut, last = Strategy(1, ranks, "out-features", everyone), Strategy(devices=(ranks - 1,))
+    shared = Strategy(ranks, 1, None, everyone)
+    for first, late in ((cut, cut), (shared, cut), (shared, last), (cut, shared)):
+        chosen = {"first": first, "tanh": shared, "heads.0": first, "heads.1": late}
+        pair = Pair({}, rank, ranks, Heads().double())
+        pair.model = Compiled(pair.model.module, _given(Plan("", "", 2 * ranks, ranks, chosen)))
+        optimizers = [sgd(list(m.parameters())) for m in pair.both]
+        for heads in ((0,), (0, 1), (1,)):
+            x = torch.randn(2 * ranks, 8, dtype=torch.float64)
+            own = slice(2 * rank, 2 * rank + 2)
+            for module, samples, optimizer in zip(pair.both, (own, slice(None)), optimizers, strict=True):
+                optimizer.zero_grad()
+                losses = [module(x[samples], head).square().mean() for head in heads]
+                if heads == (0,):
+                    losses += [0.1 * p.square().sum() for p in module.parameters()]
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+            pair.compare()
+        known = pair.model.get_parameter("heads.1.weight")
+        assert any(p is known for group in optimizers[0].param_groups for p in group["params"])
+        assert isinstance(known, ShardedTensor) is (late is not shared)
+
+
 class Scaled(torch.autograd.Function):
     """x * weight, whose weight has a gradient where x is not zero."""
 
@@ -357,6 +404,6 @@ CASES = {
     for case in (
         converted, replaced, written_copies, given_to_plain_tensors, called_directly, in_inference_mode,
         captured_before, not_cut, recurrent, closures, half, started_alike, clipped_as_in_any_loop,
-        gradients_on_some_ranks,
+        gradients_on_some_ranks, read_later,
     )
 }  # fmt: skip

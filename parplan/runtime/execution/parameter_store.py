@@ -75,6 +75,7 @@ class Store:
     """The parameters, buffers and constants of one captured graph, as its devices hold them.
 
     Attributes:
+        parameters: the module's own, by placeholder; layers need not read all of them.
         shapes: of the block that each device holds of each parameter.
         label: the name of a parameter, buffer or constant in messages, by placeholder.
 
@@ -98,7 +99,7 @@ class Store:
     ) -> None:
         self.label = graph.label
         self._paths = {**graph.parameters, **graph.buffers}
-        self._parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
+        self.parameters = {name: module.get_parameter(path) for name, path in graph.parameters.items()}
         self._buffers = {
             name: graph.constants[name] if name in graph.constants else module.get_buffer(path)
             for name, path in {**dict.fromkeys(graph.constants, ""), **graph.buffers}.items()
@@ -129,12 +130,12 @@ class Store:
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that take gradients, by placeholder."""
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        """The parameters that layers read and that take gradients, by placeholder."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad and name in self._holdings}
 
     def original(self, name: str) -> Tensor:
         """The module's own tensor; this process's block of a parameter that is cut over processes."""
-        return local_tensor(self._parameters[name] if name in self._parameters else self._buffers[name])
+        return local_tensor(self.parameters[name] if name in self.parameters else self._buffers[name])
 
     def as_gradients(
         self, found: Mapping[str, Tensor | None], touched: Set[str] | None = None
@@ -148,7 +149,7 @@ class Store:
             touched: parameters that this process has a gradient of, where zeros may have been summed for others; of
                 those that no process has touched there is no gradient.
         """
-        sharded = {n: p for n in found if isinstance(p := self._parameters[n], ShardedTensor)}
+        sharded = {n: p for n in found if isinstance(p := self.parameters[n], ShardedTensor)}
         partial = [name for name, parameter in sharded.items() if not parameter.placement.on_all_ranks]
         exchanged = partial if touched is None else list(found)
         known = touched if touched is not None else {name for name in partial if found[name] is not None}

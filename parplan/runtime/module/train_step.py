@@ -171,13 +171,13 @@ class StagedStep:
             return [None] * len(results)
         slots = [self.executor.program.slots[slot] for slot in one.outputs]
         leaves = [r.detach().requires_grad_(s.requires_grad) for r, s in zip(results, slots, strict=True)]
-        trainable = self.executor.store.trainable
+        parameters = self.executor.store.parameters
         with torch.enable_grad():
             targets = pytree.tree_map(partial(self._cut, ranges), self.targets)
             weighed = checked_loss(self.loss_fn(self.nested(leaves), targets)) * share
-            with without_gradients(trainable.values()):
+            with without_gradients(parameters.values()):
                 weighed.backward()
-                taken = [name for name, parameter in trainable.items() if parameter.grad is not None]
+                taken = [name for name, parameter in parameters.items() if parameter.grad is not None]
         if taken:
             raise RuntimeFailure(
                 f"loss_fn takes the gradient of {self.executor.graph.parameters[taken[0]]} itself (a penalty on "

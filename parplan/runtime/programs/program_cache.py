@@ -134,7 +134,7 @@ class Programs:
         self.home = 0 if several else None
         self._options = options
         self._dispatch = dispatch_for(options.threads, transport)
-        self._held: Mapping[str, Mapping[int, Block]] = {}
+        self._held: dict[str, Mapping[int, Block]] = {}
         self.sharding: Sharding | None = None
         self.sync: BufferSync | None = None
         self.copies: Copies = {}
@@ -165,7 +165,7 @@ class Programs:
         return known
 
     def hold(self, captured: Captured) -> None:
-        """Under torchrun, cut the module's parameters to this rank's blocks before the first step.
+        """Under torchrun, cut the module's parameters to this rank's blocks before the first step that reads them.
 
         Raises:
             RuntimeFailure: an earlier graph needs other blocks, or a copy in a state dict was written.
@@ -177,8 +177,10 @@ class Programs:
             return
         held = {graph.parameters[name]: dict(blocks) for name, blocks in program.holdings.items()}
         if self.sharding is None:
-            self._held = held
-            self.sharding = Sharding(self._module, held, self._transport)
+            self.sharding = Sharding(self._module, self._transport)
+        unread = {n: blocks for n, blocks in held.items() if n not in self._held and self.sharding.knows(n)}
+        self.sharding.plan(unread)
+        self._held |= unread
         self.sharding.hold()
         self.sharding.fresh |= self.fresh_buffers(graph, program)
         for name, blocks in held.items():

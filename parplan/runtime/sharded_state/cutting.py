@@ -118,21 +118,12 @@ class Sharding:
 
     Args:
         module: the user's module, whose parameters become blocks.
-        parameters: block per device, by dotted name; a parameter that is not named stays whole everywhere.
 
     Attributes:
-        fresh: the same for buffers that are only up to date on some ranks.
-
-    Raises:
-        RuntimeFailure: a parameter cannot be cut, on this rank or another; then none is.
+        fresh: block per device, by dotted name, of buffers that are only up to date on some ranks.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, Mapping[int, Block]],
-        transport: Transport,
-    ) -> None:
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
         self._module = module
         self._transport = transport
         self.fresh: dict[str, dict[int, Block]] = {}
@@ -140,15 +131,30 @@ class Sharding:
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._aliases = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._placements: dict[str, Placement] = {}
-        self._planned = parameters.keys()
+        self._planned: set[str] = set()
         self._state_copies: list[_StateCopy] = []
         cut = [p.placement.collectives for p in module.parameters() if isinstance(p, ShardedTensor)]
         with explained("making a group for what is cut over processes", transport.rank):
             self._collectives = cut[0] if cut else TaggedCollectives.of(transport)
+
+    def knows(self, name: str) -> bool:
+        """Whether this was the first name of a parameter when the first graph was run."""
+        return self._aliases.get(name) == name
+
+    def plan(self, parameters: Mapping[str, Mapping[int, Block]]) -> None:
+        """Plan blocks of parameters that no graph has read before, to be cut by `hold`.
+
+        Args:
+            parameters: block per device, by dotted name; a parameter that is not named stays whole everywhere.
+
+        Raises:
+            RuntimeFailure: a parameter is cut already, into other blocks.
+        """
+        self._planned |= parameters.keys()
         for name, held in parameters.items():
-            parameter = module.get_parameter(name)
+            parameter = self._module.get_parameter(name)
             whole = tuple(parameter.shape)
-            if len(held) == transport.processes and all(shape_of(block) == whole for block in held.values()):
+            if len(held) == self._transport.processes and all(shape_of(block) == whole for block in held.values()):
                 continue
             if not isinstance(parameter, ShardedTensor):
                 self._placements[name] = Placement(name, whole, dict(held), self._collectives)
