@@ -342,7 +342,11 @@ def pseudo_labels(run: Run) -> None:
     run.state(model)
 
 
-@SECTION("features by a method of the model (`model.features(x)`), with batch norm in it, trained after some steps")
+@SECTION(
+    "features by a method of the model (`model.features(x)`), with batch norm in it, trained after some steps",
+    refused={"ranks/*": "norm takes statistics of samples in features()"},
+    why="call the model itself, with an argument for which forward returns them",
+)
 def features_method(run: Run) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

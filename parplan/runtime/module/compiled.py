@@ -30,6 +30,7 @@ from parplan.runtime.execution.program_function import run_program
 from parplan.runtime.measurement.measure import MeasuredModel, StepRecorder, StepsToRun, measure
 from parplan.runtime.measurement.measured_step import MeasuredStep
 from parplan.runtime.measurement.predicted import Expected
+from parplan.runtime.module.own_samples import refusing_statistics
 from parplan.runtime.module.train_step import (
     StagedStep,
     arguments,
@@ -413,6 +414,11 @@ class Compiled(Wrapped):
     @property
     def _slices(self) -> Sharding | None:
         return self._programs.sharding
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's attribute; under torchrun its methods see this process's samples alone."""
+        found = super().__getattr__(name)
+        return refusing_statistics(self.module, found) if self._transport.processes > 1 else found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
         """Move or convert the module; what was captured no longer fits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "begin_forward",
     "end_forward",
     "executed_step",
+    "in_plain_step",
     "isolated",
     "plain_step",
     "with_callers_modes",
@@ -62,6 +64,13 @@ class StepValues:
 # The weights of a step's results in its loss.
 Weigh = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
+_in_plain_step = ContextVar("in a step of a plain module", default=False)
+
+
+def in_plain_step() -> bool:
+    """Whether this is called by a forward that `plain_step` runs, which has the samples of all processes."""
+    return _in_plain_step.get()
+
 
 def plain_step(
     module: nn.Module, call: ModelCall, training: bool, weigh: Weigh | None, accumulated: bool = False
@@ -77,7 +86,11 @@ def plain_step(
         if training != module.training:
             module.train(training)  # as its capture does
         args, kwargs = call.arguments
-        leaves = pytree.tree_leaves(module(*args, **kwargs))
+        before = _in_plain_step.set(True)
+        try:
+            leaves = pytree.tree_leaves(module(*args, **kwargs))
+        finally:
+            _in_plain_step.reset(before)
         return _values(module, call, leaves, weigh, accumulated)
 
 
