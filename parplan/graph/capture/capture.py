@@ -27,7 +27,6 @@ from parplan.garbage import seldom_collected
 from parplan.graph.attributes.containers import register_caches
 from parplan.graph.attributes.first_call import Change
 from parplan.graph.attributes.number_inputs import Number, as_tensors
-from parplan.graph.attributes.recording import Recorder
 from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.graph.batch_changes import BatchChanges, batch_changes, changed_constants, everything_changes, ops_digest
 from parplan.graph.capture.batch_reductions import split_batch_reductions
@@ -45,7 +44,6 @@ from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
 from parplan.graph.local import SAME, is_resized
 from parplan.graph.user_code.functions import known_sites
-from parplan.graph.user_code.opaque import OpaqueCalls
 
 __all__ = ["batch_of", "capture", "computes_alike"]
 
@@ -102,18 +100,17 @@ def capture(
         settled: tuple[Change, ...] = ()
         try:
             given = call.resized(call.alike, call.batch)
-            first = export_blocks(call, given) or export_call(call, given, call.sites, call.opaque)
+            first = export_blocks(call, given) or export_call(call, given)
         except FirstCallChanges as found:
-            call, settled = replace(call, sites={}, opaque=OpaqueCalls()), found.changes
-            first = export_settled(call, found)
+            settled, first = found.changes, export_settled(call, found)
         call = replace(call, compiling=bool(first.compiling))
-        twin = Twin(call.alike, call.opaque)
+        twin = Twin(call.alike)
         bound = WholeBatch()
         if check_batch and call.batch is not None:
             twin = at_another_batch(call, first)
             bound = whole_batch(first.program, twin.export.program if twin.export is not None else None, call.batch)
         if numbers:
-            _check_inputs(call, first.program, first.recorder, tensors)
+            _check_inputs(call, first, tensors)
         graph = _assemble(call, first, twin, bound)
     if unchecked := first.recorder.host_reads.unchecked:
         warnings.warn(
@@ -148,9 +145,7 @@ def batch_of(leaves: Sequence[Any], dim: int = 0) -> int | None:
     return next((leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim), None)
 
 
-def _check_inputs(
-    call: ExportRequest, exported: ExportedProgram, recorder: Recorder, tensors: Sequence[Tensor]
-) -> None:
+def _check_inputs(call: ExportRequest, first: Exported, tensors: Sequence[Tensor]) -> None:
     """Refuse numbers of which the graph still has a value of its own: with other numbers it is another graph.
 
     Raises:
@@ -158,16 +153,16 @@ def _check_inputs(
     """
     for tensor in tensors:
         tensor.mul_(3).add_(7)
-    opaque = OpaqueCalls()
-    other = export_call(call, call.resized(call.alike, call.batch), {}, opaque).program
+    again = export_call(call, call.resized(call.alike, call.batch))
+    exported, other = first.program, again.program
     own = {tensor.data_ptr() for tensor in tensors}
     mine, others = exported.constants, other.constants
     fixed = mine.keys() == others.keys() and all(
         torch.equal(mine[name], others[name]) for name in mine if mine[name].data_ptr() not in own
     )
     changes = batch_changes(exported.graph_module, other.graph_module)
-    same = changes | call.opaque.changes(exported.graph_module, opaque) == BatchChanges()
-    if recorder.host_reads.any or not fixed or not same:
+    same = changes | first.opaque.changes(exported.graph_module, again.opaque) == BatchChanges()
+    if first.recorder.host_reads.any or not fixed or not same:
         raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
 
 
@@ -200,9 +195,8 @@ def _inputs(program: ExportedProgram) -> _Inputs:
     return found
 
 
-def _canonical(
-    model: nn.Module, exported: ExportedProgram, opaque: OpaqueCalls
-) -> tuple[Functional, Canonical, _Inputs]:
+def _canonical(model: nn.Module, export: Exported) -> tuple[Functional, Canonical, _Inputs]:
+    exported, opaque = export.program, export.opaque
     opaque.settle(exported)
     with known_sites(opaque.sites):
         functional = functionalise(exported)
@@ -222,11 +216,11 @@ def _changes(
     module = functional.program.graph_module
     if twin.export is None:
         return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges(), SizeBranches()
-    resized, other, others = _canonical(call.model, twin.export.program, twin.opaque)
+    resized, other, others = _canonical(call.model, twin.export)
     ratio = Fraction(twin.batch, call.batch or 1)
     changes = batch_changes(module, resized.program.graph_module, ratio)
     changes |= changed_constants(module, inputs.constants, [*others.constants.values()])
-    changes |= call.opaque.changes(module, twin.opaque)
+    changes |= first.opaque.changes(module, twin.export.opaque)
     constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
     same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
     sized = constants[0] != constants[1] or first.recorder.left != twin.export.recorder.left
@@ -242,7 +236,7 @@ def _changes(
 
 def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
-    functional, graph, inputs = canonical = _canonical(model, first.program, call.opaque)
+    functional, graph, inputs = canonical = _canonical(model, first)
     changes, branches = _changes(call, first, twin, canonical)
     samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
     changes, moved = compute_rows_once(graph.graph, changes, frozenset(samples))
@@ -304,12 +298,12 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
         buffer_updates=graph.buffer_updates,
         counters=graph.counters,
         training=call.training,
-        sites=call.sites,
+        sites=first.sites,
         one_batch=changes.one_batch,
         flattened=flattened,
         sample_indices=bound.indices,
         unplaced=unplaced(graph.outputs, bound.grown, built, flattened, counted),
-        checkpoints=dict(call.opaque.checkpoints),
+        checkpoints=dict(first.opaque.checkpoints),
         late=functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),

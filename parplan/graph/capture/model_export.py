@@ -86,8 +86,6 @@ class ExportRequest:
     dim: int
     training: bool
     numbers: Sequence[Number] = ()
-    sites: dict[str, Site] = field(default_factory=dict)
-    opaque: OpaqueCalls = field(default_factory=OpaqueCalls)
     compiling: bool | None = None
     symbolic: frozenset[int] = frozenset()
     said: list[str] = field(default_factory=list)
@@ -132,6 +130,8 @@ class Exported:
     Args:
         program: as torch.export gives it, with lookups in step with the samples rewritten.
         recorder: attributes that the forward reads and writes.
+        sites: calls of modules with hooks, by the name their marks carry.
+        opaque: calls of the user's code that have to do with the backward.
         ops: with the modules that they are in, in their order.
         copied: the blocks that were not traced.
         containers: caches among the arguments that it returns or changes.
@@ -140,6 +140,8 @@ class Exported:
 
     program: ExportedProgram
     recorder: Recorder
+    sites: dict[str, Site]
+    opaque: OpaqueCalls
     containers: ContainerResults
     ops: tuple[tuple[str, Any], ...]
     copied: tuple[str, ...] = ()
@@ -166,9 +168,7 @@ class FirstCallChanges(CaptureError):
         self.program = program
 
 
-def export_call(
-    call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls, equal: EqualBlocks | None = None
-) -> Exported:
+def export_call(call: ExportRequest, given: Any, equal: EqualBlocks | None = None) -> Exported:
     """Export `call` with the arguments `given`, a resized copy of its own.
 
     A forward may have code of its own for compilers (`torch.compiler.is_compiling()`). Captured is the code that runs
@@ -184,7 +184,7 @@ def export_call(
     """
     with compiling_branches(taken=bool(call.compiling)) as lines:
         try:
-            made = _export(call, given, sites, opaque, equal)
+            made = _export(call, given, equal)
             return replace(made, compiling=tuple(lines) if call.compiling else ())
         except FirstCallChanges:
             raise
@@ -192,12 +192,10 @@ def export_call(
             if not lines or call.compiling is not None or call.numbers:
                 raise
             reason = error
-    sites.clear()
-    opaque.clear()
     again = EqualBlocks(call.model) if equal is not None else None
     with compiling_branches(taken=True) as lines:
         try:
-            made = _export(call, given, sites, opaque, again)
+            made = _export(call, given, again)
         except FirstCallChanges:
             raise
         except CaptureError:
@@ -211,10 +209,9 @@ def export_call(
     return replace(made, compiling=tuple(lines))
 
 
-def _export(
-    call: ExportRequest, given: Any, sites: dict[str, Site], opaque: OpaqueCalls, equal: EqualBlocks | None
-) -> Exported:
+def _export(call: ExportRequest, given: Any, equal: EqualBlocks | None) -> Exported:
     model, training = call.model, call.training
+    sites, opaque = dict[str, Site](), OpaqueCalls()
     args, kwargs = given
     modes = {module: module.training for module in model.modules()}
     if training != model.training:
@@ -253,7 +250,7 @@ def _export(
                 equal.fill_in(exported)
             ops = tuple(_calls(exported))
             if call.symbolic:
-                return Exported(exported, recorder, ContainerResults(), ops, copied)
+                return Exported(exported, recorder, sites, opaque, ContainerResults(), ops, copied)
             if any(getattr(node.target, "__module__", "") == _VMAP for node in exported.graph.nodes):
                 exported = exported.run_decompositions({})  # of `torch.vmap`, plain batched ops
             recorder.check(exported)
@@ -290,7 +287,7 @@ def _export(
     unsort_experts(exported.graph)
     if changes := [*replaced, *recorder.changes]:
         raise FirstCallChanges(changes, exported)
-    return Exported(exported, recorder, containers(), ops, copied)
+    return Exported(exported, recorder, sites, opaque, containers(), ops, copied)
 
 
 def _calls(program: ExportedProgram) -> Iterator[tuple[str, Any]]:

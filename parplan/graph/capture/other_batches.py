@@ -16,8 +16,6 @@ from parplan.graph.attributes.size_branches import SizeBranches
 from parplan.graph.capture.block_copies import UnequalBlocks
 from parplan.graph.capture.equal_blocks import EqualBlocks
 from parplan.graph.capture.model_export import Exported, ExportRequest, export_call
-from parplan.graph.user_code.module_hooks import Site
-from parplan.graph.user_code.opaque import OpaqueCalls
 from parplan.graph.user_line import is_users, source_line
 
 __all__ = ["Twin", "at_another_batch", "export_blocks"]
@@ -31,14 +29,12 @@ class Twin:
 
     Args:
         samples: leaves that hold samples.
-        opaque: its calls of the user's code.
         export: None where there is none; `errors` says why.
         batch: its samples.
         branches: of the forward on the number of samples, without the digest of its ops.
     """
 
     samples: frozenset[int]
-    opaque: OpaqueCalls
     export: Exported | None = None
     batch: int = 0
     errors: tuple[str, ...] = ()
@@ -73,15 +69,13 @@ def _twin(call: ExportRequest, first: Exported, batches: Sequence[int], leaves: 
     reasons = []
     for batch in batches:
         for samples in dict.fromkeys(leaves):
-            opaque = OpaqueCalls()
             try:
-                given = call.resized(samples, batch)
-                made = _export_again(call, first, given, opaque)
+                made = _export_again(call, first, call.resized(samples, batch))
             except CaptureError as error:
                 reasons.append(f"for {batch}: {error}")
                 continue
-            return Twin(samples, opaque, made, batch)
-    return Twin(call.alike, call.opaque, errors=tuple(reasons))
+            return Twin(samples, made, batch)
+    return Twin(call.alike, errors=tuple(reasons))
 
 
 def export_blocks(call: ExportRequest, given: Any, known: Collection[str] = ()) -> Exported | None:
@@ -93,21 +87,20 @@ def export_blocks(call: ExportRequest, given: Any, known: Collection[str] = ()) 
     """
     if call.numbers or not (blocks := EqualBlocks(call.model, known)).blocks:
         return None
-    opaque, sites = OpaqueCalls(), dict[str, Site]()
     try:
-        made = export_call(call, given, sites, opaque, blocks)
+        made = export_call(call, given, blocks)
     except (CaptureError, UnequalBlocks):
         return None
     # Nobody sees copied blocks run code of the user's, read tensors on the host, change caches or store values.
     unseen = made.recorder.host_reads.any or made.containers != ContainerResults()
-    seen = not (sites or opaque.sites or opaque.checkpoints or unseen)
+    seen = not (made.sites or made.opaque.sites or made.opaque.checkpoints or unseen)
     return made if seen and blocks.stores_alike(made.recorder.stored) else None
 
 
-def _export_again(call: ExportRequest, first: Exported, given: Any, opaque: OpaqueCalls) -> Exported:
+def _export_again(call: ExportRequest, first: Exported, given: Any) -> Exported:
     """The export with other sizes: of blocks that the first one has copied one is traced."""
     made = export_blocks(call, given, first.copied) if first.copied else None
-    return made or export_call(call, given, {}, opaque)
+    return made or export_call(call, given)
 
 
 def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBranches:
@@ -123,7 +116,7 @@ def _size_branches(call: ExportRequest, first: Exported, twin: Twin) -> SizeBran
         try:
             with symbolic_sizes(lambda frame: is_users(frame.f_code.co_filename)):
                 given = call.resized(twin.samples, call.batch)
-                made = _export_again(replace(call, symbolic=twin.samples), first, given, OpaqueCalls())
+                made = _export_again(replace(call, symbolic=twin.samples), first, given)
             if made.has_ops_of(first):
                 return SizeBranches.of(made.program, batch, first_read)
         except CaptureError:

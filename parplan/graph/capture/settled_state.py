@@ -40,7 +40,7 @@ def export_settled(call: ExportRequest, found: FirstCallChanges) -> Exported:
     for change in found.changes:
         change.make()
     try:
-        made = export_call(call, call.resized(call.alike, call.batch), call.sites, call.opaque)
+        made = export_call(call, call.resized(call.alike, call.batch))
         buffers = {change.path: change for change in found.changes if isinstance(change.now, Tensor)}
         if not computes_alike(found.program, made.program, buffers):
             change = found.changes[0]

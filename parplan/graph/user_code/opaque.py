@@ -65,11 +65,6 @@ class OpaqueCalls:
         """Whether code that runs is no part of the forward: a Function that is probed, or another thread's."""
         return self._probing or get_ident() != self._thread
 
-    def clear(self) -> None:
-        """Forget the calls of a capture that has failed."""
-        for found in (self.sites, self.checkpoints, self._counts, self._probed):
-            found.clear()
-
     @contextmanager
     def intercepted(self, model: nn.Module) -> Iterator[None]:
         """While it lasts, calls leave ops in what is recorded.
