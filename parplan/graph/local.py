@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from parplan.compat import schema_of
-from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS, run_bags, run_offset_bags
+from parplan.graph.axes.bags import EMBEDDING_BAGS, OFFSET_BAGS, run_bags
 from parplan.graph.axes.call import range_of
 from parplan.graph.axes.experts import EXPERT_PRODUCTS, run_expert_products
 from parplan.graph.axes.loss_ops import CLASS_TERMS, OWN_CODE, run_class_terms
@@ -171,8 +171,7 @@ def _copy(
         rows = local_shape(graph, part, args[0].name)[0]
         target, args = shard_embedding, [*args[:2], part.column * rows, *args[2:3]]
     if target in (EMBEDDING_BAGS, OFFSET_BAGS):
-        run = run_bags if target is EMBEDDING_BAGS else run_offset_bags
-        target, args = run, [*args, part.column * local_shape(graph, part, args[0].name)[0] if rows_cut else None]
+        target, args = run_bags, [*args, part.column * local_shape(graph, part, args[0].name)[0] if rows_cut else None]
     if target is CLASS_TERMS:
         classes, here = graph.values[args[0].name].shape[1], local_shape(graph, part, args[0].name)[1]
         place = [classes, part.column * here] if here < classes else []

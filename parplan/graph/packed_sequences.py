@@ -51,40 +51,6 @@ class Packed:
         )
 
 
-@torch.library.custom_op("parplan::rnn_packed", mutates_args=())
-def rnn_packed(
-    values: Sequence[Tensor],
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    mode: str,
-    flags: Sequence[bool],
-    sizes: Sequence[int],
-    dropout: float,
-) -> list[Tensor]:
-    """A recurrent layer on padded samples of given lengths; see `run_packed`."""
-    with torch.no_grad():
-        return [t.clone() for t in run_packed(values, state, weights, mode, flags, sizes, dropout)]
-
-
-@rnn_packed.register_fake
-def _(
-    values: Sequence[Tensor],
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    mode: str,
-    flags: Sequence[bool],
-    sizes: Sequence[int],
-    dropout: float,
-) -> list[Tensor]:
-    padded, options = values[0], _Options(*flags, *sizes)
-    out = padded.new_empty((*padded.shape[:2], options.directions * (options.projected or options.hidden)))
-    shapes = options.state_shapes(mode, padded.shape[0 if options.batch_first else 1])
-    return [out, *(padded.new_empty(shape) for shape in shapes)]
-
-
-RNN_PACKED = torch.ops.parplan.rnn_packed.default
-
-
 @dataclass(frozen=True)
 class _Options:
     """Constructor arguments and call mode of a recurrent layer."""
@@ -144,6 +110,28 @@ def run_packed(
     out, _ = rnn.pad_packed_sequence(result, options.batch_first, total_length=total)
     back = packed.unsorted_indices
     return [out, *(tensor if back is None else tensor.index_select(1, back) for tensor in last)]
+
+
+rnn_packed = torch.library.custom_op("parplan::rnn_packed", run_packed, mutates_args=())
+
+
+@rnn_packed.register_fake
+def _(
+    values: Sequence[Tensor],
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    mode: str,
+    flags: Sequence[bool],
+    sizes: Sequence[int],
+    dropout: float,
+) -> list[Tensor]:
+    padded, options = values[0], _Options(*flags, *sizes)
+    out = padded.new_empty((*padded.shape[:2], options.directions * (options.projected or options.hidden)))
+    shapes = options.state_shapes(mode, padded.shape[0 if options.batch_first else 1])
+    return [out, *(padded.new_empty(shape) for shape in shapes)]
+
+
+RNN_PACKED = torch.ops.parplan.rnn_packed.default
 
 
 def longest(nodes: Iterable[fx.Node], name: str) -> int | None:

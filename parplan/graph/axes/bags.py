@@ -16,128 +16,38 @@ from torch.nn import functional
 
 from parplan.graph.axes.call import range_of, shape_of
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 
-__all__ = ["EMBEDDING_BAGS", "OFFSET_BAGS", "join_bags", "run_bags", "run_offset_bags"]
+__all__ = ["EMBEDDING_BAGS", "OFFSET_BAGS", "join_bags", "run_bags"]
 
 aten = torch.ops.aten
 _MODES = ("sum", "mean", "max")
 
 
-@torch.library.custom_op("parplan::embedding_bags", mutates_args=())
-def embedding_bags(
-    weight: Tensor, indices: Tensor, scales: Tensor | None, mode: int, padding_index: int, by_frequency: bool
-) -> Tensor:
-    """A bag per row of `indices`; see `run_bags`."""
-    with torch.no_grad():
-        return run_bags(weight, indices, scales, mode, padding_index, by_frequency)
-
-
-@embedding_bags.register_fake
-def _(
-    weight: Tensor, indices: Tensor, scales: Tensor | None, mode: int, padding_index: int, by_frequency: bool
-) -> Tensor:
-    return weight.new_empty((indices.shape[0], weight.shape[1]))
-
-
-EMBEDDING_BAGS = torch.ops.parplan.embedding_bags.default
-
-
 def run_bags(
     weight: Tensor,
     indices: Tensor,
+    offsets: Tensor | None,
     scales: Tensor | None,
     mode: int,
     padding_index: int,
     by_frequency: bool,
+    last: bool,
     first_row: int | None = None,
 ) -> Tensor:
     """Look up the rows of every bag and reduce them.
 
     Args:
         weight: [rows, features].
-        indices: [samples, length], into the whole table.
-        scales: a factor for each of them, for sums.
+        indices: into the whole table: [bags, length], or [all], those of one bag behind those of the one before.
+        offsets: [bags], where each bag begins among all indices.
+        scales: a factor for each index, for sums.
         mode: 0 sum, 1 mean, 2 maximum.
         padding_index: row of the whole table that does not count; -1 for none.
         by_frequency: gradients are divided by how often an index occurs.
+        last: whether `offsets` has the end of the last bag too.
         first_row: where `weight` is a part of the table, the row of the table that it begins with; the results of all
             parts add up to the whole table's.
-
-    Returns:
-        [samples, features].
-    """
-    padding = padding_index if padding_index >= 0 else None
-    if first_row is None:
-        kind = _MODES[mode]
-        return functional.embedding_bag(
-            indices, weight, scale_grad_by_freq=by_frequency, mode=kind, per_sample_weights=scales, padding_idx=padding
-        )
-    counted = indices != (-1 if padding is None else padding)
-    factors = torch.ones_like(indices, dtype=weight.dtype) if scales is None else scales
-    if _MODES[mode] == "mean":
-        factors = factors / counted.sum(1, keepdim=True).clamp(min=1)
-    local, factors = _held(weight, indices, counted, factors, first_row)
-    return functional.embedding_bag(local, weight, mode="sum", per_sample_weights=factors)
-
-
-def _held(weight: Tensor, indices: Tensor, counted: Tensor, factors: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Indices into a part of a table, and factors that are zero for rows that it does not hold."""
-    here = counted & (indices >= first_row) & (indices < first_row + weight.shape[0])
-    return torch.where(here, indices - first_row, 0), torch.where(here, factors, 0.0)
-
-
-@torch.library.custom_op("parplan::offset_bags", mutates_args=())
-def offset_bags(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scales: Tensor | None,
-    mode: int,
-    padding_index: int,
-    by_frequency: bool,
-    last: bool,
-) -> Tensor:
-    """A bag from each offset to the next one; see `run_offset_bags`."""
-    with torch.no_grad():
-        return run_offset_bags(weight, indices, offsets, scales, mode, padding_index, by_frequency, last)
-
-
-@offset_bags.register_fake
-def _(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scales: Tensor | None,
-    mode: int,
-    padding_index: int,
-    by_frequency: bool,
-    last: bool,
-) -> Tensor:
-    return weight.new_empty((offsets.shape[0] - last, weight.shape[1]))
-
-
-OFFSET_BAGS = torch.ops.parplan.offset_bags.default
-
-
-def run_offset_bags(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scales: Tensor | None,
-    mode: int,
-    padding_index: int,
-    by_frequency: bool,
-    last: bool,
-    first_row: int | None = None,
-) -> Tensor:
-    """As `run_bags`, of bags of any length.
-
-    Args:
-        indices: [all], those of one bag behind those of the one before.
-        offsets: [bags], where each bag begins.
-        scales: [all], a factor for each index, for sums.
-        last: whether `offsets` has the end of the last bag too.
 
     Returns:
         [bags, features].
@@ -151,13 +61,22 @@ def run_offset_bags(
     counted = indices != (-1 if padding is None else padding)
     factors = torch.ones_like(indices, dtype=weight.dtype) if scales is None else scales
     if _MODES[mode] == "mean":
-        bag = torch.searchsorted(offsets, torch.arange(len(indices), device=indices.device), right=True) - 1
-        lengths = factors.new_zeros(len(offsets)).index_add(0, bag, counted.to(factors.dtype))
-        factors = factors / lengths[bag].clamp(min=1)
-    local, factors = _held(weight, indices, counted, factors, first_row)
+        if offsets is None:
+            lengths = counted.sum(1, keepdim=True)
+        else:
+            bag = torch.searchsorted(offsets, torch.arange(len(indices), device=indices.device), right=True) - 1
+            lengths = factors.new_zeros(len(offsets)).index_add(0, bag, counted.to(factors.dtype))[bag]
+        factors = factors / lengths.clamp(min=1)
+    # Factors are zero for rows that this part of the table does not hold.
+    here = counted & (indices >= first_row) & (indices < first_row + weight.shape[0])
+    local, factors = torch.where(here, indices - first_row, 0), torch.where(here, factors, 0.0)
     return functional.embedding_bag(
         local, weight, offsets, mode="sum", per_sample_weights=factors, include_last_offset=last
     )
+
+
+EMBEDDING_BAGS = own_op("embedding_bags", run_bags)
+OFFSET_BAGS = own_op("offset_bags", run_bags)
 
 
 def _axes(call: Call) -> tuple[OpAxis, ...]:
@@ -198,7 +117,7 @@ def join_bags(graph: fx.Graph) -> None:
         options = call["mode"] or 0, -1 if padding is None else padding % rows, bool(call["scale_grad_by_freq"])
         with graph.inserting_before(node):
             if regular and alike and not last:
-                made = graph.call_function(EMBEDDING_BAGS, (call["weight"], indices, scales, *options))
+                made = graph.call_function(EMBEDDING_BAGS, (call["weight"], indices, None, scales, *options, last))
             else:
                 given = (call[a] for a in ("weight", "indices", "offsets", "per_sample_weights"))
                 made = graph.call_function(OFFSET_BAGS, (*given, *options, last))

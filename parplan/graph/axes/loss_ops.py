@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from parplan.graph.axes.call import text_row
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 
 __all__ = [
     "BATCH_MEAN", "BATCH_SUM", "CLASS_ROWS", "CLASS_TERMS", "OWN_CODE", "ROW_LOSSES", "run_class_terms",
@@ -191,76 +191,11 @@ def run_batch_sum(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
     return (values[..., 0] if counted else values).sum().to(dtype)
 
 
-@torch.library.custom_op("parplan::class_terms", mutates_args=())
-def class_terms(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, blocks: int
-) -> Tensor:
-    """Terms of all classes; see `run_class_terms`."""
-    with torch.no_grad():
-        return run_class_terms(scores, target, weight, ignore_index, smoothing, blocks)
-
-
-@class_terms.register_fake
-def _(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, blocks: int
-) -> Tensor:
-    shape = (scores.shape[0], blocks, *scores.shape[2:], ROW_NUMBERS if smoothing else ROW_NUMBERS - 1)
-    return scores.new_empty(shape, dtype=work_dtype(scores.dtype))
-
-
-@torch.library.custom_op("parplan::row_losses", mutates_args=())
-def row_losses(terms: Tensor) -> Tensor:
-    """See `run_row_losses`."""
-    with torch.no_grad():
-        return run_row_losses(terms)
-
-
-@row_losses.register_fake
-def _(terms: Tensor) -> Tensor:
-    return terms.new_empty((terms.shape[0], *terms.shape[2:-1], 2))
-
-
-@torch.library.custom_op("parplan::class_rows", mutates_args=())
-def class_rows(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, normalised: bool
-) -> Tensor:
-    """See `run_class_rows`."""
-    with torch.no_grad():
-        return run_class_rows(scores, target, weight, ignore_index, smoothing, normalised)
-
-
-@class_rows.register_fake
-def _(
-    scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, normalised: bool
-) -> Tensor:
-    return scores.new_empty((scores.shape[0], *scores.shape[2:], 2), dtype=work_dtype(scores.dtype))
-
-
-@torch.library.custom_op("parplan::batch_mean", mutates_args=())
-def batch_mean(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
-    """See `run_batch_mean`."""
-    with torch.no_grad():
-        return run_batch_mean(values, counted, dtype)
-
-
-@torch.library.custom_op("parplan::batch_sum", mutates_args=())
-def batch_sum(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
-    """See `run_batch_sum`."""
-    with torch.no_grad():
-        return run_batch_sum(values, counted, dtype)
-
-
-@batch_mean.register_fake
-@batch_sum.register_fake
-def _(values: Tensor, counted: bool, dtype: torch.dtype) -> Tensor:
-    return values.new_empty((), dtype=dtype)
-
-
-CLASS_TERMS = torch.ops.parplan.class_terms.default
-ROW_LOSSES = torch.ops.parplan.row_losses.default
-CLASS_ROWS = torch.ops.parplan.class_rows.default
-BATCH_MEAN = torch.ops.parplan.batch_mean.default
-BATCH_SUM = torch.ops.parplan.batch_sum.default
+CLASS_TERMS = own_op("class_terms", run_class_terms)
+ROW_LOSSES = own_op("row_losses", run_row_losses)
+CLASS_ROWS = own_op("class_rows", run_class_rows)
+BATCH_MEAN = own_op("batch_mean", run_batch_mean)
+BATCH_SUM = own_op("batch_sum", run_batch_sum)
 
 # Differentiable code of ops that are only names.
 OWN_CODE: Mapping[Any, Callable[..., Tensor]] = {

@@ -7,7 +7,7 @@ is never cut, only run whole. `register_row` adds a row for an op of your own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import getitem
 from typing import Any
 
@@ -21,7 +21,7 @@ from parplan.graph.axes.call import Call, Row, is_tensor, shape_of, text_row
 from parplan.graph.axes.row_syntax import Cut, OpAxis
 
 __all__ = [
-    "OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "register_row", "row_of", "shape_of",
+    "OWN_ROWS", "TABLE", "Call", "axes_of", "is_tensor", "overload", "own_op", "register_row", "row_of", "shape_of",
     "unknown_ops",
 ]  # fmt: skip
 
@@ -148,6 +148,13 @@ TABLE: dict[Any, Row] = {
 
 # Rows of parplan's own ops, each written and proved beside its op.
 OWN_ROWS: dict[Any, Row] = {}
+
+def own_op(name: str, run: Callable[..., Any]) -> Any:
+    """An op of parplan's own that calls `run`, on tensors without values too: it has the shapes that this gives."""
+    made = torch.library.custom_op(f"parplan::{name}", run, mutates_args=())
+    made.register_fake(run)
+    return getattr(torch.ops.parplan, name).default
+
 
 
 def row_of(op: Any) -> Row | None:

@@ -17,43 +17,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from parplan.compat import HOOK_FIELDS, hooks_of_all_modules, pytree
 from parplan.errors import CaptureError
 from parplan.graph.attributes.stored_results import Template
 from parplan.graph.axes.row_syntax import OpAxis
-from parplan.graph.axes.table import OWN_ROWS, Call
+from parplan.graph.axes.table import OWN_ROWS, Call, own_op
 from parplan.graph.packed_sequences import Packed
 from parplan.graph.user_line import is_users
 
 __all__ = ["MARKS", "HookWatch", "Site", "Template", "is_torchs", "marked_hooks", "own_hooks", "without_hooks"]
 
 
-@torch.library.custom_op("parplan::pre_hooks", mutates_args=())
 def pre_hooks(inputs: Sequence[Tensor], site: str) -> list[Tensor]:
     """The inputs of a module with hooks, unchanged."""
     return [tensor.clone() for tensor in inputs]
 
 
-@torch.library.custom_op("parplan::hooks", mutates_args=())
 def hooks(inputs: Sequence[Tensor], outputs: Sequence[Tensor], site: str) -> list[Tensor]:
     """The results of a module with hooks, unchanged; hooks are shown `inputs` as well."""
     return [tensor.clone() for tensor in outputs]
 
 
-@pre_hooks.register_fake
-def _(inputs: Sequence[Tensor], site: str) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in inputs]
-
-
-@hooks.register_fake
-def _(inputs: Sequence[Tensor], outputs: Sequence[Tensor], site: str) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in outputs]
-
-
-MARKS = (torch.ops.parplan.pre_hooks.default, torch.ops.parplan.hooks.default)
+MARKS = PRE_HOOKS, HOOKS = own_op("pre_hooks", pre_hooks), own_op("hooks", hooks)
 
 
 def _axes(call: Call) -> tuple[OpAxis, ...]:
@@ -179,7 +166,7 @@ class _Marks:
         _refuse_packed(self._path, (args, kwargs))
         site = self._sites[name] = Site(module, self._path)
         site.inputs, tensors = Template.of((args, kwargs))
-        return site.inputs.filled(pre_hooks(tensors, name)) if self._before and tensors else None
+        return site.inputs.filled(PRE_HOOKS(tensors, name)) if self._before and tensors else None
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Hook of the module, behind its forward."""
@@ -187,7 +174,7 @@ class _Marks:
         _refuse_packed(self._path, output)
         inputs = Template.of((args, kwargs))[1]
         self._sites[name].outputs, tensors = template, outputs = Template.of(output)
-        return template.filled(hooks(inputs, outputs, name)) if self._after and tensors else None
+        return template.filled(HOOKS(inputs, outputs, name)) if self._after and tensors else None
 
 
 def _refuse_packed(path: str, values: Any) -> None:

@@ -30,7 +30,7 @@ def one_op(mode: int, padding: int, scaled: bool, by_frequency: bool = False) ->
     indices = torch.randint(0, ROWS, (SAMPLES, 4), generator=generator)
     indices[1] = max(padding, 0)  # a bag of nothing but padding
     scales = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator).requires_grad_() if scaled else None
-    return OneOp.of(EMBEDDING_BAGS, (weight, indices, scales, mode, padding, by_frequency), {})
+    return OneOp.of(EMBEDDING_BAGS, (weight, indices, None, scales, mode, padding, by_frequency, False), {})
 
 
 CALLS = [(SUM, -1, False), (SUM, 5, False), (SUM, -1, True), (SUM, 0, True), (MEAN, -1, False), (MEAN, 7, False)]
