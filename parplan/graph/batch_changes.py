@@ -74,7 +74,8 @@ def batch_changes(one: fx.GraphModule, other: fx.GraphModule, ratio: Fraction | 
     grown: dict[str, tuple[int, ...]] = {}
     irregular = set[str]()
     pairs = list(zip(first, second, strict=True))
-    for node, twin in [*zip(_placeholders(one), _placeholders(other), strict=False), *pairs]:
+    given = (module.graph.find_nodes(op="placeholder") for module in (one, other))
+    for node, twin in [*zip(*given, strict=False), *pairs]:
         shape, other_shape = _shape(node), _shape(twin)
         if shape is None or other_shape is None or shape == other_shape:
             continue
@@ -122,7 +123,8 @@ def changed_constants(
         return everything_changes(one)
     pairs = zip(own, own.values(), others, strict=True)
     changed = {name for name, tensor, other in pairs if _differ(tensor, other)}
-    found = frozenset(user.name for node in _placeholders(one) if node.name in changed for user in node.users)
+    given = one.graph.find_nodes(op="placeholder")
+    found = frozenset(user.name for node in given if node.name in changed for user in node.users)
     return BatchChanges(all=found, unexplained=found)
 
 
@@ -130,10 +132,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other or one.is_meta or one.shape != other.shape or one.numel() > _COMPARED:
         return one.shape != other.shape
     return not bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _shape(node: fx.Node) -> list[int] | None:

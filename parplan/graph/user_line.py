@@ -76,7 +76,7 @@ def failing_layer(error: BaseException, layers: Mapping[str, Sequence[fx.Node]])
         made = (frame.line or "").partition("=")[0].strip()
         if frame.filename.startswith("<") and made in ops:
             name, node = ops[made]
-            return name, code_line(str(node.meta.get("stack_trace") or ""))
+            return name, code_line(node)
     names = list(layers)
     return " .. ".join(dict.fromkeys((names[0], names[-1]))), ""
 
@@ -108,13 +108,13 @@ def is_users(filename: str) -> bool:
     return not any(path.is_relative_to(base) for base in (_OURS, *installed))
 
 
-def code_line(trace: str, installed: bool = False) -> str:
-    """The same from the text of a stack trace, as exported nodes carry one.
+def code_line(node: fx.Node, installed: bool = False) -> str:
+    """The line that an exported node comes from, in the form of `user_line`, from the stack trace that it carries.
 
     Args:
         installed: where no line is the user's, take the innermost one; else that is empty.
     """
-    lines = [line.strip() for line in trace.splitlines()]
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
     found, innermost = "", ""
     for number, line in enumerate(lines):
         place = _FRAME.match(line)

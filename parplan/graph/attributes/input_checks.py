@@ -125,18 +125,16 @@ def asserted_in(program: ExportedProgram) -> tuple[list[InputCheck], list[str]]:
             copies[one] = condition.node_copy(one, copies.__getitem__)
         condition.output(fx.map_arg(node.args[0], copies.__getitem__))
         leaves = tuple(given_by_users.index(one.name) for one in given)
-        checks.append(InputCheck(_line(node), fx.GraphModule({}, condition), str(condition), leaves, True))
+        line, code = code_line(node, installed=True), fx.GraphModule({}, condition)
+        checks.append(InputCheck(line, code, str(condition), leaves, True))
     unread = [node for node in graph.nodes if node.target in _ASSERTS]
     while unread:
         node = unread.pop()
         sources = node.all_input_nodes
         graph.erase_node(node)
         unread += [one for one in sources if not one.users and isinstance(one.meta.get("val"), _NUMBERS)]
-    return checks, list(dict.fromkeys(filter(None, map(_line, others))))  # without a line it is torch's own
-
-
-def _line(node: fx.Node) -> str:
-    return code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+    lines = (code_line(node, installed=True) for node in others)
+    return checks, list(dict.fromkeys(filter(None, lines)))  # without a line it is torch's own
 
 
 _NUMBERS = (int, float, torch.SymBool, torch.SymInt, torch.SymFloat)

@@ -77,8 +77,8 @@ def sample_indices(
     """
     flow = _Flow(batch)
     named = set(inputs)
-    marks = [_Mark(frozenset({node.name}) & named) for node in _placeholders(one)]
-    flow.run(one, other, [_NONE if _is_mask(node) else m for node, m in zip(_placeholders(one), marks, strict=True)])
+    given = one.graph.find_nodes(op="placeholder")
+    flow.run(one, other, [_NONE if _is_mask(node) else _Mark(frozenset({node.name}) & named) for node in given])
     return tuple(dict.fromkeys(flow.found))
 
 
@@ -109,7 +109,7 @@ class _Flow:
 
     def run(self, one: fx.GraphModule, other: fx.GraphModule | None, given: Sequence[_Mark]) -> list[_Mark]:
         """Marks of the results; those of the placeholders are given."""
-        marks = dict(zip(_placeholders(one), given, strict=True))
+        marks = dict(zip(one.graph.find_nodes(op="placeholder"), given, strict=True))
         calls = [[n for n in m.graph.nodes if n.op == "call_function"] for m in (one, other) if m is not None]
         alike = len(calls) == 2 and len(calls[0]) == len(calls[1])
         twins = dict(zip(*calls, strict=True)) if alike else {}
@@ -142,7 +142,7 @@ class _Flow:
             grown = grown_dims(operand, theirs[argument] if theirs is not None else None, self.batch)
             if grown and (dim is None or dim in grown):
                 at = min(grown) if dim is None else dim
-                line = code_line(str(node.meta.get("stack_trace") or ""))
+                line = code_line(node)
                 self.found.append(SampleIndex(tuple(sorted(mark.inputs)), op_name(node), shape_of(operand), at, line))
         if name == "arange":
             return _Mark(counts=bool(grown_dims(node, twin, self.batch)))
@@ -159,10 +159,6 @@ class _Flow:
         relative = name in ("add", "sub", "rsub") and any(mark.counts and not mark.inputs for mark in read)
         inputs = frozenset[str]().union(*(mark.inputs for mark in read if not relative))
         return _Mark(inputs, counts and not inputs)
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _region(module: fx.GraphModule, node: fx.Node, argument: Any) -> Any:

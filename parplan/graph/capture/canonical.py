@@ -115,7 +115,7 @@ def _refuse_unsupported(graph: fx.Graph) -> None:
 
 def _user_line(node: fx.Node) -> str:
     """Where in the user's code a node comes from."""
-    line = code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+    line = code_line(node, installed=True)
     return f"\n  at {line}\n " if line else ""
 
 

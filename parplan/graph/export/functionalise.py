@@ -103,8 +103,7 @@ def inline_grad_regions(exported: ExportedProgram) -> None:
             continue
         enabled, region, *operands = node.args
         inner = getattr(exported.graph_module, region.target).graph
-        placeholders = [placeholder for placeholder in inner.nodes if placeholder.op == "placeholder"]
-        copies = dict(zip(placeholders, operands, strict=True))
+        copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
         with graph.inserting_before(node):
             results: Any = graph.graph_copy(inner, copies)
         for copy in copies.values():
@@ -175,11 +174,10 @@ def _inlined(exported: ExportedProgram, node: fx.Node) -> bool:
 
     with tensors[0].meta["val"].fake_mode:
         made = make_fx(call)(*(tensor.meta["val"] for tensor in tensors)).graph
-    placeholders = [placeholder for placeholder in made.nodes if placeholder.op == "placeholder"]
     inside = [inner for inner in made.nodes if inner.op not in ("placeholder", "output")]
     if any(inner.op != "call_function" or is_inplace(inner) or row_of(inner.target) is None for inner in inside):
         return False
-    copies = dict(zip(placeholders, tensors, strict=True))
+    copies = dict(zip(made.find_nodes(op="placeholder"), tensors, strict=True))
     with graph.inserting_before(node):
         result: Any = graph.graph_copy(made, copies)
     for inner, copy in copies.items():

@@ -55,7 +55,7 @@ def written_late(exported: ExportedProgram) -> frozenset[str]:
             name = str(schema.name).split("::")[-1]
             number = name in _SAVES_NO_NUMBER and not isinstance(node.args[1], fx.Node)
             last_saved = last_saved if number or name in _SAVES_NOTHING else position
-    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder" and is_tensor(node)]
+    placeholders = filter(is_tensor, exported.graph.find_nodes(op="placeholder"))
     return frozenset(node.name for node in placeholders if written.get(memory_of_node(node), -1) > last_saved)
 
 

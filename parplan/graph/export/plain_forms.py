@@ -35,7 +35,7 @@ def plain_forms(graph: fx.Graph, constants: Mapping[str, Any]) -> None:
     """
     for node in graph.nodes:
         if is_inplace(node) and isinstance(node.args[0], (list, tuple)):
-            line = code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+            line = code_line(node, installed=True)
             raise CaptureError(f"{op_name(node)} writes several tensors at once; write each by itself\n  at {line}")
     written = {memory_of_node(node.args[0]) for node in graph.nodes if is_inplace(node) and is_tensor(node.args[0])}
     for node in list(graph.nodes):

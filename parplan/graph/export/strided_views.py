@@ -39,7 +39,7 @@ def lay_out_strided(graph: fx.Graph) -> None:
         start = (rest[0] if rest and rest[0] is not None else value.storage_offset()) - value.storage_offset()
         last = start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if not (_is_dense(value, order) and start >= 0 and last < max(1, value.numel())):
-            line = code_line(str(node.meta.get("stack_trace") or ""), installed=True)
+            line = code_line(node, installed=True)
             raise CaptureError(
                 f"as_strided of a tensor of shape {list(value.shape)} and strides {list(value.stride())} reads memory "
                 f"beside it{f' at {line}' if line else ''}; use slices, expand or unfold"

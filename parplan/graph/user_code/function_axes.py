@@ -146,7 +146,7 @@ class _Reader:
         self._roles = roles
         self._name = name
         graph = traced.graph
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        placeholders = list(graph.find_nodes(op="placeholder"))
         self._inputs, self._pulls = placeholders[: roles.arguments], placeholders[roles.arguments :]
         # Whether an op writes to a gradient that was given.
         given = set(map(memory_of_node, self._pulls))

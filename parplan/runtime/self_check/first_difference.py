@@ -88,8 +88,7 @@ def first_difference(subject: CheckedModel, batch: Batch, found: StepDifference)
         text = "no layer differs by itself: what goes into the model or comes out of it is put together otherwise"
         return FirstDifference(None, (text, *reasons))
     layer = graph.layers.get(place.layer) if place.layer is not None else None
-    traces = (str(node.meta.get("stack_trace") or "") for node in (layer.nodes if layer is not None else ()))
-    line = next(filter(None, map(code_line, traces)), "")
+    line = next(filter(None, map(code_line, layer.nodes if layer is not None else ())), "")
     return FirstDifference(place.layer, (*place.text, *([f"  at {line}"] if line else []), *reasons))
 
 
