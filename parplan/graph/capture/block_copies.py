@@ -14,27 +14,21 @@ from torch._ops import OpOverload
 
 from parplan.compat import expression_of, pytree
 from parplan.graph.axes.call import is_inplace
+from parplan.graph.axes.table import own_op
 from parplan.graph.export.late_writes import DETACHED, NO_GRAD
 
-__all__ = ["MARK", "RESULTS", "Span", "TensorMeta", "UnequalBlocks", "listed", "name_in_order", "tensor_facts"]
+__all__ = ["MARK", "RESULTS", "Span", "UnequalBlocks", "listed", "name_in_order", "tensor_facts"]
 
-TensorMeta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-RESULTS: dict[str, Sequence[TensorMeta]] = {}
-"""Shapes of the results of marks, by their keys."""
+RESULTS: dict[str, Sequence[Tensor]] = {}
+"""Tensors that the results of marks look like, by the keys of the marks."""
 
 
-@torch.library.custom_op("parplan::equal_block", mutates_args=())
-def equal_block(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
+def _results(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     """Results of a block that is not traced."""
-    return [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in RESULTS[key]]
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in RESULTS[key]]
 
 
-@equal_block.register_fake
-def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in RESULTS[key]]
-
-
-MARK = torch.ops.parplan.equal_block.default
+MARK = own_op("equal_block", _results)
 # What a traced block takes and makes is read off an op that nobody uses.
 fx.node.has_side_effect(MARK)
 

@@ -35,7 +35,6 @@ from parplan.graph.capture.block_copies import (
     MARK,
     RESULTS,
     Span,
-    TensorMeta,
     UnequalBlocks,
     listed,
     name_in_order,
@@ -197,9 +196,9 @@ class EqualBlocks:
         return Span(own[-1].prev, own[::-1], end).described() is not None if own else False
 
     def _mark(
-        self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[TensorMeta] = ()
+        self, traced: Block, block: Block, tensors: Sequence[Tensor], made: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """An op on what a block takes or makes, with results of shapes `made`."""
+        """An op on what a block takes or makes, with results that look like `made`."""
         key = f"{next(_keys)}"
         RESULTS[key], self._marks[key] = made, (traced, block)
         found: list[Tensor] = MARK(list(tensors), key)
@@ -207,8 +206,7 @@ class EqualBlocks:
 
     def _copy(self, traced: Traced, block: Block, leaves: Sequence[Any]) -> Any:
         """The results of a block as those of one op."""
-        shapes = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in traced.made]
-        made = self._mark(traced.block, block, _taken(block, leaves), shapes)
+        made = self._mark(traced.block, block, _taken(block, leaves), traced.made)
         if [tensor.requires_grad for tensor in made] != [tensor.requires_grad for tensor in traced.made]:
             raise UnequalBlocks
         sources = {"argument": leaves, "made": made}

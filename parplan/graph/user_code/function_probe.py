@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parplan.compat import FakeTensor, memory_of, pytree, unrecorded
 from parplan.errors import CaptureError
 from parplan.graph.user_code.function_axes import follow
-from parplan.graph.user_code.functions import FunctionSite, Result
+from parplan.graph.user_code.functions import FunctionSite
 from parplan.graph.user_code.module_hooks import Template
 
 __all__ = ["probe"]
@@ -53,7 +53,7 @@ def probe(site: FunctionSite, tensors: Sequence[Tensor], model: nn.Module | None
                 raise _refused(site, what, _NEEDS_VALUES) from error
             if versions != [tensor._version for tensor in given]:
                 raise _refused(site, "writes to its arguments", "let it return a new tensor instead")
-            site.results = tuple(map(Result.of, found))
+            site.results = tuple(tensor.detach() for tensor in found)
             site.aliases = bool({memory_of(t) for t in found} & {memory_of(t) for t in given})
             site.followed = follow(call, given, site.name)
     own = [

@@ -34,26 +34,11 @@ def custom_function(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
 
 @custom_function.register_fake
 def _(tensors: Sequence[Tensor], site: str) -> list[Tensor]:
-    results: Sequence[Result] = _known[-1][site].results
-    return [torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=r.device) for r in results]
+    results: Sequence[Tensor] = _known[-1][site].results
+    return [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
 
 
 CUSTOM_FUNCTION = torch.ops.parplan.custom_function.default
-
-
-@dataclass(frozen=True)
-class Result:
-    """A tensor that a Function gives."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: Tensor) -> Result:
-        """Of a tensor without values."""
-        return Result(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 @dataclass
@@ -65,7 +50,7 @@ class FunctionSite:
         line: where it is called.
         inputs: of (args, kwargs).
         outputs: of what it returns.
-        results: the tensors among those.
+        results: the tensors among those, without values.
         aliases: whether results share memory with arguments.
         followed: how its forward and backward treat samples.
     """
@@ -74,7 +59,7 @@ class FunctionSite:
     line: str
     inputs: Template
     outputs: Template = field(default_factory=lambda: Template({}, None))
-    results: tuple[Result, ...] = ()
+    results: tuple[Tensor, ...] = ()
     aliases: bool = False
     followed: Followed = field(default_factory=Followed)
 
