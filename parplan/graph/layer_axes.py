@@ -17,7 +17,15 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
-from parplan.graph.axes.joint_axis import JointAxis, axis_units, completed, covered, sections_of, share_rest
+from parplan.graph.axes.joint_axis import (
+    JointAxis,
+    axis_units,
+    completed,
+    covered,
+    cut_together,
+    sections_of,
+    share_rest,
+)
 from parplan.graph.axes.linear_ops import carried_terms, routed_terms
 from parplan.graph.axes.row_syntax import Cut, OpAxis, Place, Repeats, Section
 from parplan.graph.axes.table import axes_of, is_tensor, shape_of
@@ -155,8 +163,7 @@ def _sharing(
         if root not in led:
             found += [axis] if root not in leaders else []
             continue
-        whole = JointAxis()
-        whole.take(axis)
+        whole = cut_together([axis])
         if root in leaders or any(leaders[other] > 1 for other in led[root]):
             whole.cuts.add(Cut.BLOCKED)
         for other, repeats in led[root].items():
@@ -313,7 +320,7 @@ def layer_axes(
             axis.cuts.add(Cut.BLOCKED)
     sampled = list(batches)
     if len(batches) > 1 and apart:
-        batches = [_together(batches)]
+        batches = [cut_together(batches)]  # they meet in no tensor (queries and keys on their own)
     taken = {t.name for n in nodes for t in n.all_input_nodes if t.name in inside and op_name(n) != "getitem"}
     batch, mixed, out_dims = None, False, dict[str, int]()
     if len(batches) == 1:
@@ -375,14 +382,6 @@ def _may_cross(axis: JointAxis, inner: Set[str], able: Set[str], fixed: Sequence
     overlap = axis.limits.keys() & axis.sections.keys() & set(fixed)
     written = (axis.limits.keys() & set(fixed)) - able
     return in_sections <= able and few and not overlap and not written and crossing.isdisjoint(axis.repeats)
-
-
-def _together(axes: Sequence[JointAxis]) -> JointAxis:
-    """Axes of the samples that meet in no tensor (queries and keys on their own), cut at the same samples."""
-    made = JointAxis()
-    for axis in axes:
-        made.take(axis)
-    return made
 
 
 def _sizes(nodes: Sequence[fx.Node]) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from networkx.utils import UnionFind
 from parplan.graph.axes.row_syntax import Cut, Place, Repeats, Section
 from parplan.layout import Sections
 
-__all__ = ["JointAxis", "axis_units", "completed", "covered", "sections_of", "share_rest"]
+__all__ = ["JointAxis", "axis_units", "completed", "covered", "cut_together", "sections_of", "share_rest"]
 
 
 @dataclass
@@ -74,6 +74,14 @@ class JointAxis:
                 self.limits.setdefault(place.tensor, {})[place.section] = limit
 
 
+def cut_together(axes: Iterable[JointAxis]) -> JointAxis:
+    """Several axes as one, which cuts each of them at the same places."""
+    made = JointAxis()
+    for axis in axes:
+        made.take(axis)
+    return made
+
+
 def covered(axis: JointAxis, tensor: str, sizes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the sections of an axis follow each other and make up all of the dimension of `tensor`."""
     sections = sorted(axis.sections[tensor], key=lambda s: s.start)
@@ -96,9 +104,7 @@ def completed(axes: Sequence[JointAxis], sizes: Mapping[str, tuple[int, ...]]) -
     found: list[JointAxis] = []
     for members in union.to_sets():
         parts = [axes[number] for number in sorted(members)]
-        whole = JointAxis()
-        for part in parts:
-            whole.take(part)
+        whole = cut_together(parts)
         once = set().union(*(part.partial | part.first_only for part in parts))
         # A term of the sum over one axis that is cut along another would lack products of their parts.
         apart = once.isdisjoint(whole.dims) and not any(part.limits or part.repeats or part.routed for part in parts)

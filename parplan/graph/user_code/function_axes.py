@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.graph.axes.call import is_inplace, memory_of_node
-from parplan.graph.axes.joint_axis import JointAxis
+from parplan.graph.axes.joint_axis import JointAxis, cut_together
 from parplan.graph.axes.linear_ops import dependence
 from parplan.graph.axes.row_syntax import Cut
 from parplan.graph.axes.table import is_tensor, unknown_ops
@@ -196,20 +195,7 @@ class _Reader:
                 if self._has(axis, node) and axis.open:
                     dim = axis.dims[node.name]
                     groups[dim, node.meta["val"].shape[dim]][id(axis)] = axis
-        found = []
-        for group in (group for group in groups.values() if len(group) > 1):
-            found.append(JointAxis())
-            for axis in group.values():
-                found[-1].crossed |= {t for t, dim in axis.dims.items() if found[-1].dims.get(t, dim) != dim}
-                found[-1].dims.update(axis.dims)
-                found[-1].outer.update(axis.outer)
-                found[-1].sections.update(axis.sections)
-                found[-1].cuts |= axis.cuts
-                found[-1].partial |= axis.partial
-                found[-1].first_only |= axis.first_only
-                found[-1].routed |= axis.routed
-                found[-1].units = gcd(found[-1].units, axis.units)
-        return found
+        return [cut_together(group.values()) for group in groups.values() if len(group) > 1]
 
     def _is_free(self, axis: JointAxis) -> bool:
         """Whether parts of an axis give the same numbers: of what they compute, and of all gradients."""
