@@ -9,7 +9,7 @@ from parplan.graph.axes.row_syntax import Cut, OpAxis
 from parplan.graph.kinds import op_name
 
 __all__ = [
-    "all_but", "along", "class_loss", "columns", "complex_view", "counted", "cross", "differences", "element_loss",
+    "all_but", "along", "class_loss", "columns", "complex_view", "counted", "cross", "element_loss",
     "filled", "leading", "pair_loss", "pointwise", "reduction", "repeated", "same_dims", "searched", "similarity",
     "solved",
 ]  # fmt: skip
@@ -36,21 +36,13 @@ def same_dims(call: Call, dims: Iterable[int]) -> tuple[OpAxis, ...]:
 
 
 def all_but(argument: str) -> Row:
-    """Maps every dimension of the first operand but those that `argument` lists."""
+    """Maps every dimension of the operands, which are joined along them, but those that `argument` lists."""
 
     def row(call: Call) -> tuple[OpAxis, ...]:
-        rank = len(shape_of(call.tensors()[0]))
-        return same_dims(call, sorted(set(range(rank)) - call.dims(argument, rank)))
+        names, rank = (*(operand.name for operand in call.tensors()), *call.outputs), len(shape_of(call.tensors()[0]))
+        return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in sorted(set(range(rank)) - call.dims(argument, rank)))
 
     return row
-
-
-def differences(call: Call) -> tuple[OpAxis, ...]:
-    """Neighbours along `dim` subtracted, of the operand with what is put before and behind it: all other dimensions."""
-    operands = call.tensors()
-    rank = len(shape_of(operands[0]))
-    names = (*(operand.name for operand in operands), *call.outputs)
-    return tuple(OpAxis(dict.fromkeys(names, dim)) for dim in sorted(set(range(rank)) - call.dims("dim", rank)))
 
 
 def leading(kept: int) -> Row:

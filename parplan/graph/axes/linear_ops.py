@@ -9,15 +9,12 @@ from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import getitem
 
-import torch
 from torch import fx
 
 from parplan.graph.axes.row_syntax import Cut
-from parplan.graph.axes.table import axes_of, is_tensor, shape_of
+from parplan.graph.axes.table import axes_of, is_tensor, overload, shape_of
 
 __all__ = ["Dependence", "carried_terms", "dependence", "routed_terms"]
-
-aten = torch.ops.aten
 
 # Linear in the first operand while the others do not depend on the sources.
 _FIRST = """alias clone contiguous detach div.Scalar div.Tensor expand mean.dim mul.Scalar neg permute reshape
@@ -30,8 +27,7 @@ _BOTH = "add.Tensor sub.Tensor"
 
 
 def _ops(names: str) -> frozenset[object]:
-    parts = [name.partition(".") for name in names.split()]
-    return frozenset(getattr(getattr(aten, packet), overload or "default") for packet, _, overload in parts)
+    return frozenset(map(overload, names.split()))
 
 
 _FIRST_OPS, _EITHER_OPS, _BOTH_OPS = _ops(_FIRST), _ops(_EITHER), _ops(_BOTH)

@@ -52,7 +52,7 @@ _ROWS: list[tuple[Row, str]] = [
      """all.dim amax amin any.dim argmax argmin linalg_vector_norm logsumexp max.dim mean.dim min.dim
      norm.ScalarOpt_dim prod.dim_int std.correction var.correction var_mean.correction"""),
     (rows.all_but("dim"), "_log_softmax _softmax cumsum log_softmax.int softmax.int sort topk"),
-    (rows.all_but("dim"), "argsort argsort.stable cumprod sort.stable"),
+    (rows.all_but("dim"), "argsort argsort.stable cumprod diff sort.stable"),
     (rows.all_but("dim"),
      """fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_irfft
      fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn _fft_c2c _fft_c2r _fft_r2c"""),
@@ -67,7 +67,6 @@ _ROWS: list[tuple[Row, str]] = [
     (rows.solved, "linalg_solve"),
     (rows.cross, "linalg_cross"),
     (rows.all_but("dims"), "flip roll"),
-    (rows.differences, "diff"),
     (rows.leading(2), "tril triu"),
     (rows.repeated, "repeat_interleave.self_int"),
     (weight_rows.prelu, "prelu"),
@@ -149,12 +148,12 @@ TABLE: dict[Any, Row] = {
 # Rows of parplan's own ops, each written and proved beside its op.
 OWN_ROWS: dict[Any, Row] = {}
 
+
 def own_op(name: str, run: Callable[..., Any]) -> Any:
     """An op of parplan's own that calls `run`, on tensors without values too: it has the shapes that this gives."""
     made = torch.library.custom_op(f"parplan::{name}", run, mutates_args=())
     made.register_fake(run)
     return getattr(torch.ops.parplan, name).default
-
 
 
 def row_of(op: Any) -> Row | None:
