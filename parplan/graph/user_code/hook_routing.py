@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from parplan.compat import memory_of
 from parplan.errors import CaptureError
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
+from parplan.graph.export.functionalise import rename_output
 from parplan.graph.kinds import kind_of
 from parplan.graph.user_code.gradient_hooks import GRADIENT_HOOK, HookSite
 
@@ -20,17 +22,13 @@ __all__ = ["route_through_hooks"]
 aten = torch.ops.aten
 
 
-def route_through_hooks(
-    graph: fx.Graph, sites: Mapping[str, Any], rename: Callable[[str, str], None] = lambda old, new: None
-) -> None:
+def route_through_hooks(exported: ExportedProgram, sites: Mapping[str, Any]) -> None:
     """Put every hook's op directly behind the tensor it belongs to, with all uses of that tensor behind it.
-
-    Args:
-        rename: told of results of the graph that have another name now.
 
     Raises:
         CaptureError: the tensor is changed in place, so that there is no one gradient of it.
     """
+    graph = exported.graph
     hooks: dict[fx.Node, list[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target is GRADIENT_HOOK:
@@ -52,7 +50,7 @@ def route_through_hooks(
         for user in [user for user in source.users if user not in own]:
             user.replace_input_with(source, place)
             if user.op == "output":
-                rename(source.name, place.name)
+                rename_output(exported, source.name, place.name)
         _place(graph, source, own, site)
 
 

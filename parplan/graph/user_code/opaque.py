@@ -26,7 +26,6 @@ from parplan.compat import FakeTensor, in_functional_transform, intercepted_func
 from parplan.errors import CaptureError
 from parplan.graph.axes.call import is_inplace, is_tensor, memory_of_node
 from parplan.graph.batch_changes import BatchChanges
-from parplan.graph.export.functionalise import rename_output
 from parplan.graph.export.late_writes import NO_GRAD
 from parplan.graph.sites import set_site
 from parplan.graph.user_code.function_probe import probe
@@ -183,7 +182,7 @@ class OpaqueCalls:
                     f"a hook is registered on a tensor under torch.no_grad(), behind which there is no gradient\n  at "
                     f"{site.line}\n  leave it out, or register it on the tensor outside of no_grad"
                 )
-        route_through_hooks(exported.graph, self.sites, lambda old, new: rename_output(exported, old, new))
+        route_through_hooks(exported, self.sites)
         _check_aliases(exported.graph, self.sites)
 
     def changes(self, graph: fx.GraphModule, other: OpaqueCalls) -> BatchChanges:
