@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from parplan.compat import HOOK_FIELDS, pytree, traced_node
 from parplan.errors import CaptureError
@@ -326,10 +325,8 @@ class Recorder:
             CaptureError: the forward uses one that needs a gradient, or one that it writes.
         """
         used = {node.name for node in exported.graph.nodes if node.users}
-        specs = exported.graph_signature.input_specs
-        used_specs = (s for s in specs if s.kind is InputKind.CONSTANT_TENSOR and s.arg.name in used)
-        constants = [exported.constants[str(spec.target)] for spec in used_specs]
-        for tensor in constants:
+        constants = exported.graph_signature.inputs_to_lifted_tensor_constants
+        for tensor in (exported.constants[path] for name, path in constants.items() if name in used):
             if tensor.requires_grad:
                 raise CaptureError(
                     f"the forward uses {self.name_of(tensor)}, of shape {tuple(tensor.shape)}, which needs a gradient "

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from parplan.compat import is_composite, overload_name, schema_of
@@ -254,8 +253,7 @@ def _write_sections(exported: ExportedProgram) -> None:
 
 def _counters(exported: ExportedProgram) -> dict[fx.Node, int] | None:
     """In-place additions of a constant to integer buffers; None when parameters or buffers change otherwise."""
-    specs = exported.graph_signature.input_specs
-    buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
+    buffers = exported.graph_signature.inputs_to_buffers
     found: dict[fx.Node, int] = {}
     for node in exported.graph.nodes:
         if not is_inplace(node) or node.args[0].op != "placeholder":
