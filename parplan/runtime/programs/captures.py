@@ -80,7 +80,7 @@ class Captures:
         self._bound.clear()
         self._traced.clear()
         self._compiling.clear()
-        self._own.look_up()
+        self._own = _OwnTensors(self._module)
         self._hooks = HookWatch(self._module)
         self.programs.copies.clear()
         if self.programs.sync is not None:
@@ -306,7 +306,7 @@ class Captures:
 
 
 class _OwnTensors:
-    """The parameters and buffers that `module` had when they were last looked up.
+    """The parameters and buffers that `module` had when this was made.
 
     A user may replace one (`layer.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`, `to()`); no captured
     graph fits then. Walking over a module at every call costs more than looking here. Attributes that the forward reads
@@ -315,19 +315,10 @@ class _OwnTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._entries: list[tuple[Mapping[str, object], str, object]] = []
-        self._places: list[Mapping[str, object]] = []
-        self._sizes: list[int] = []
-        self._parameters: list[nn.Parameter] = []
-        self._modules: list[nn.Module] = []
-        self.look_up()
-
-    def look_up(self) -> None:
-        """Take the module's tensors of now."""
-        self._parameters = list(self._module.parameters())
-        self._modules = list(self._module.modules())
-        self._places = [
-            place for module in self._modules for place in (module._parameters, module._buffers, module._modules)
+        self._parameters = list(module.parameters())
+        self._modules = list(module.modules())
+        self._places: list[Mapping[str, object]] = [
+            place for part in self._modules for place in (part._parameters, part._buffers, part._modules)
         ]
         self._sizes = [len(place) for place in self._places]
         self._entries = [(place, key, thing) for place in self._places for key, thing in place.items()]
