@@ -46,17 +46,14 @@ _REDUCTIONS: dict[Any, int] = {
 
 def split_batch_reductions(
     graph: fx.Graph, samples: Mapping[str, int], grown: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> dict[str, str]:
+) -> None:
     """Take all such reductions apart.
 
     Args:
         samples: dimension of the samples, by user input.
         grown: dimensions that grow with the batch, by value.
-
-    Returns:
-        Names of what replaces values, by their old names.
     """
-    places, found = sample_places(graph, samples), dict[str, str]()
+    places = sample_places(graph, samples)
     for node in list(graph.nodes):
         reached = any(operand.name in places for operand in node.all_input_nodes)
         if not reached or not is_loss_op(node) or row_of(node.target) is None:
@@ -65,22 +62,16 @@ def split_batch_reductions(
         with graph.inserting_before(node):
             made = _class_loss(call, places, grown) if op_name(node) in _CLASS_LOSSES else _element_loss(call)
         if made is not None:
-            _replace(graph, node, made, found)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
     places = sample_places(graph, samples)
     for node in list(graph.nodes):
         if node.target in _REDUCTIONS and (place := places.get(node.all_input_nodes[0].name)) is not None:
             with graph.inserting_before(node):
                 made = _reduction(Call(node), place)
             if made is not None:
-                _replace(graph, node, made, found)
-    return found
-
-
-def _replace(graph: fx.Graph, node: fx.Node, made: fx.Node, found: dict[str, str]) -> None:
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-    found.update({old: made.name for old, new in found.items() if new == node.name})
-    found[node.name] = made.name
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
 
 
 def _make(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from parplan.compat import pytree
 from parplan.errors import CaptureError
@@ -25,46 +25,83 @@ aten = torch.ops.aten
 
 @dataclass
 class Canonical:
-    """A graph ready to be cut into layers; see LayerGraph for the fields."""
+    """A graph ready to be cut into layers.
 
-    graph: fx.Graph
+    Args:
+        functional: the program that it is of.
+        parameters, buffers, constants, counters: see LayerGraph.
+        users: placeholder per leaf of the flattened call; None for leaves baked in as constants.
+        results: per leaf of the flattened result a constant, or None for the next one of the graph's results.
+        updated: placeholders of buffers, which the graph's other results are assigned to.
+    """
+
+    functional: Functional
     parameters: dict[str, str]
-    outputs: tuple[str | Constant, ...] = ()
-    buffer_updates: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    users: tuple[str | None, ...]
+    results: tuple[Constant | None, ...] = ()
+    updated: tuple[str, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def graph(self) -> fx.Graph:
+        """The program's."""
+        found: fx.Graph = self.functional.program.graph
+        return found
 
-def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canonical:
+    @property
+    def outputs(self) -> tuple[str | Constant, ...]:
+        """Per leaf of the flattened result, the value as it is called now, or a constant."""
+        values: Any = self.graph.output_node().args[0]
+        names = (value.name for value in values)
+        return tuple(next(names) if constant is None else constant for constant in self.results)
+
+    @property
+    def buffer_updates(self) -> dict[str, str]:
+        """By placeholder of a buffer, the value that is assigned to it, as it is called now."""
+        values: Any = self.graph.output_node().args[0]
+        behind = values[len(values) - len(self.updated) :]
+        return {buffer: value.name for buffer, value in zip(self.updated, behind, strict=True)}
+
+
+def canonicalise(functional: Functional, model: nn.Module) -> Canonical:
     """Canonical form of a program without in-place changes; its graph is changed.
 
-    `parameters` gives the dotted name of every parameter placeholder; those of one name are merged.
+    Placeholders of one parameter of `model` are merged.
 
     Raises:
         CaptureError: the program changes its own inputs, or holds sub-graphs we do not inline.
     """
     program, graph = functional.program, functional.program.graph
+    signature, users = program.graph_signature, _users(program)
     _refuse_unsupported(graph)
-    buffers = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target}
-    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    own_name = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
     first: dict[str, str] = {}
-    for placeholder, path in parameters.items():
-        by_name[placeholder].replace_all_uses_with(by_name[first.setdefault(path, placeholder)])
+    for placeholder, path in signature.inputs_to_parameters.items():
+        known = first.setdefault(own_name[id(model.get_parameter(path))], placeholder)
+        by_name[placeholder].replace_all_uses_with(by_name[known])
     tied = {placeholder: path for path, placeholder in first.items()}
-    found = Canonical(graph, tied, counters=dict(functional.counters))
+    constants = {name: program.constants[path] for name, path in signature.inputs_to_lifted_tensor_constants.items()}
+    found = Canonical(functional, tied, dict(signature.inputs_to_buffers), constants, users)
+    found.counters |= functional.counters
+    placeholders = {path: name for name, path in found.buffers.items()}
     running = _restore_plain_ops(graph)
     _copies(graph)
-    by_name = {node.name: node for node in graph.nodes}
     # Read now: a result may have been one of the ops that were just replaced.
     ending = graph.output_node()
     output = ending.args[0]
     leaves: list[Any] = list(output) if isinstance(output, (tuple, list)) else [output]
-    results: list[str | Constant] = []
-    for spec, leaf in zip(program.graph_signature.output_specs, leaves, strict=True):
+    results: list[Constant | None] = []
+    kept, updates = list[fx.Node](), dict[str, fx.Node]()
+    for spec, leaf in zip(signature.output_specs, leaves, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             constant = isinstance(spec.arg, ConstantArgument) or not isinstance(leaf, fx.Node)
-            results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else leaf.name)
+            results.append(Constant(getattr(spec.arg, "value", leaf)) if constant else None)
+            kept += [] if constant else [leaf]
         elif spec.kind is OutputKind.BUFFER_MUTATION:
-            buffer = buffers[spec.target]
+            buffer = placeholders[str(spec.target)]
             if not by_name[buffer].meta["val"].numel():
                 raise CaptureError(
                     f"the model fills the empty buffer {spec.target!r} at its first call{_user_line(leaf)}, and no "
@@ -74,20 +111,33 @@ def canonicalise(functional: Functional, parameters: Mapping[str, str]) -> Canon
             if step is not None and _is_unread(leaf, buffer):
                 found.counters[buffer] = step
             elif leaf.name not in running:
-                found.buffer_updates[buffer] = leaf.name
+                updates[buffer] = leaf
         else:
             what = spec.target or str(getattr(spec.arg, "name", None))
             line = _user_line(leaf)
             raise CaptureError(f"the model changes {what!r} in place{line}; compute a new tensor and return it instead")
-    found.outputs = tuple(results)
+    found.results, found.updated = tuple(results), tuple(updates)
     graph.erase_node(ending)
-    kept = [by_name[name] for name in (*results, *found.buffer_updates.values()) if isinstance(name, str)]
-    graph.output(tuple(kept))
+    graph.output((*kept, *updates.values()))
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     return found
+
+
+def _users(program: ExportedProgram) -> tuple[str | None, ...]:
+    """The placeholders of a call's arguments, None for constants."""
+    found: list[str | None] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            found.append(None if isinstance(spec.arg, ConstantArgument) else spec.arg.name)
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            raise CaptureError(
+                f"input {str(spec.target or spec.arg.name)!r} of kind {spec.kind.name} is not supported in a captured "
+                "model"
+            )
+    return tuple(found)
 
 
 def _refuse_unsupported(graph: fx.Graph) -> None:
@@ -106,7 +156,7 @@ def _refuse_unsupported(graph: fx.Graph) -> None:
                 f"an embedding asks for a sparse gradient{_user_line(node)}, and devices sum dense ones; make it with "
                 "sparse=False"
             )
-        if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
             raise CaptureError(
                 f"the size of a result depends on the values of a tensor{_user_line(node)}, so no plan can say what "
                 "devices hold of it; keep the shape: y[y > 0].sum() is torch.where(y > 0, y, 0).sum()"

@@ -11,15 +11,13 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
 
 from parplan.compat import overload_name, pytree, schema_of
 from parplan.errors import CaptureError
@@ -38,9 +36,9 @@ from parplan.graph.capture.model_export import Exported, ExportRequest, FirstCal
 from parplan.graph.capture.other_batches import Twin, at_another_batch, export_blocks
 from parplan.graph.capture.settled_state import export_settled
 from parplan.graph.capture.whole_batch import WholeBatch, unplaced, whole_batch
-from parplan.graph.export.functionalise import Functional, functionalise
+from parplan.graph.export.functionalise import functionalise
 from parplan.graph.export.strided_views import lay_out_strided
-from parplan.graph.layer_graph import Constant, LayerGraph, TensorSpec
+from parplan.graph.layer_graph import LayerGraph, TensorSpec
 from parplan.graph.layers import build_layers
 from parplan.graph.local import SAME, is_resized
 from parplan.graph.user_code.functions import known_sites
@@ -166,62 +164,27 @@ def _check_inputs(call: ExportRequest, first: Exported, tensors: Sequence[Tensor
         raise CaptureError(f"{', '.join(n.path for n in call.numbers)}: the forward does not only calculate with it")
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Placeholders of an exported program by what they are."""
-
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    users: list[str | None]
-
-
-def _inputs(program: ExportedProgram) -> _Inputs:
-    found = _Inputs({}, {}, {}, [])
-    for spec in program.graph_signature.input_specs:
-        name = spec.arg.name
-        if spec.kind is InputKind.PARAMETER:
-            found.parameters[name] = str(spec.target)
-        elif spec.kind is InputKind.BUFFER:
-            found.buffers[name] = str(spec.target)
-        elif spec.kind is InputKind.USER_INPUT:
-            found.users.append(None if isinstance(spec.arg, ConstantArgument) else name)
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            found.constants[name] = program.constants[str(spec.target)]
-        else:
-            raise CaptureError(
-                f"input {str(spec.target or name)!r} of kind {spec.kind.name} is not supported in a captured model"
-            )
-    return found
-
-
-def _canonical(model: nn.Module, export: Exported) -> tuple[Functional, Canonical, _Inputs]:
+def _canonical(model: nn.Module, export: Exported) -> Canonical:
     exported, opaque = export.program, export.opaque
     opaque.settle(exported)
     with known_sites(opaque.sites):
         functional = functionalise(exported)
     opaque.mark(functional.program.graph)
     lay_out_strided(functional.program.graph)
-    inputs = _inputs(functional.program)
-    own_name = {id(parameter): name for name, parameter in model.named_parameters()}  # of the names of a tied parameter
-    tied = {placeholder: own_name[id(model.get_parameter(path))] for placeholder, path in inputs.parameters.items()}
-    return functional, canonicalise(functional, tied), inputs
+    return canonicalise(functional, model)
 
 
-def _changes(
-    call: ExportRequest, first: Exported, twin: Twin, canonical: tuple[Functional, Canonical, _Inputs]
-) -> tuple[BatchChanges, SizeBranches]:
+def _changes(call: ExportRequest, first: Exported, twin: Twin, own: Canonical) -> tuple[BatchChanges, SizeBranches]:
     """Changes with the number of samples, of the canonical graph, and the Python branches on it."""
-    functional, own, inputs = canonical
-    module = functional.program.graph_module
+    module = own.functional.program.graph_module
     if twin.export is None:
         return everything_changes(module, twin.errors[0]) if twin.errors else BatchChanges(), SizeBranches()
-    resized, other, others = _canonical(call.model, twin.export)
+    other = _canonical(call.model, twin.export)
     ratio = Fraction(twin.batch, call.batch or 1)
-    changes = batch_changes(module, resized.program.graph_module, ratio)
-    changes |= changed_constants(module, inputs.constants, [*others.constants.values()])
+    changes = batch_changes(module, other.functional.program.graph_module, ratio)
+    changes |= changed_constants(module, own.constants, [*other.constants.values()])
     changes |= first.opaque.changes(module, twin.export.opaque)
-    constants = [[leaf for leaf in each.outputs if isinstance(leaf, Constant)] for each in (own, other)]
+    constants = [list(filter(None, each.results)) for each in (own, other)]
     same = first.recorder.stores_like(twin.export.recorder) and constants[0] == constants[1]
     sized = constants[0] != constants[1] or first.recorder.left != twin.export.recorder.left
     changes = replace(changes, sized=sized)
@@ -231,23 +194,21 @@ def _changes(
         if node.name not in changes.all:
             node.meta[SAME] = True
     branches = twin.branches
-    return changes, replace(branches, ops=ops_digest(module, changes, inputs.constants) if branches.asks_anew else "")
+    return changes, replace(branches, ops=ops_digest(module, changes, own.constants) if branches.asks_anew else "")
 
 
 def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatch) -> LayerGraph:
     model, recorder = call.model, first.recorder
-    functional, graph, inputs = canonical = _canonical(model, first)
-    changes, branches = _changes(call, first, twin, canonical)
-    samples = {name: call.dim for i, name in enumerate(inputs.users) if name is not None and i in twin.samples}
-    changes, moved = compute_rows_once(graph.graph, changes, frozenset(samples))
+    graph = _canonical(model, first)
+    changes, branches = _changes(call, first, twin, graph)
+    samples = {name: call.dim for i, name in enumerate(graph.users) if name is not None and i in twin.samples}
+    changes = compute_rows_once(graph.graph, changes, frozenset(samples))
     known = {node.name for node in graph.graph.nodes}
-    moved |= split_batch_reductions(graph.graph, samples, changes.grown)
+    split_batch_reductions(graph.graph, samples, changes.grown)
     places = sample_places(graph.graph, samples)
     made = {name: (place.dim,) for name, place in places.items() if name not in known}
     changes = replace(changes, grown={**changes.grown, **made})
-    graph.outputs = tuple(moved.get(one, one) if isinstance(one, str) else one for one in graph.outputs)
-    graph.buffer_updates = {buffer: moved.get(value, value) for buffer, value in graph.buffer_updates.items()}
-    state = frozenset(inputs.buffers) | frozenset(inputs.constants)
+    state = frozenset(graph.buffers) | frozenset(graph.constants)
     # The call of a leaf module is one layer; attention's projection is part of the same call.
     leaf_paths = frozenset(
         n for n, m in model.named_modules() if n and (isinstance(m, nn.MultiheadAttention) or not list(m.children()))
@@ -260,10 +221,8 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
     if built.merged or heads:
         merged = {name: place for name, place in places.items() if built.merged and place.outer > 1}
         kept = frozenset(graph.buffer_updates.values())
-        replaced, grown = unflatten_between_layers(graph.graph, built, merged, heads, changes.grown, kept)
+        flattened, grown = unflatten_between_layers(graph.graph, built, merged, heads, changes.grown, kept)
         changes = replace(changes, grown={**changes.grown, **grown})
-        flattened = dict(replaced.values())
-        graph.outputs = tuple(replaced[r][0] if isinstance(r, str) and r in replaced else r for r in graph.outputs)
         built = build_layers(graph.graph, *given[:-1], changes.grown)
     fixed = changes.results or bool(changes.irregular)
     for layer in built.layers.values():  # whose code holds only for the captured batch
@@ -277,7 +236,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
             else:
                 # A dimension that grows with the batch, but not with the samples of a replica, keeps its captured size.
                 fixed = fixed or not {dims.get(node.name)}.issuperset(changes.grown.get(node.name, ()))
-    users = zip(inputs.users, call.leaves, strict=True)
+    users = zip(graph.users, call.leaves, strict=True)
     trainable = {name for name, path in graph.parameters.items() if model.get_parameter(path).requires_grad}
     trainable |= {name for name, leaf in users if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad}
     return LayerGraph(
@@ -288,13 +247,13 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
         producer=built.producer,
         batch=call.batch,
         batch_dims=built.batch_dims,
-        user_inputs=tuple(inputs.users),
+        user_inputs=graph.users,
         user_outputs=graph.outputs,
         in_spec=call.in_spec,
-        out_spec=functional.program.call_spec.out_spec,
+        out_spec=graph.functional.program.call_spec.out_spec,
         parameters=graph.parameters,
-        buffers=inputs.buffers,
-        constants=inputs.constants,
+        buffers=graph.buffers,
+        constants=graph.constants,
         buffer_updates=graph.buffer_updates,
         counters=graph.counters,
         training=call.training,
@@ -304,7 +263,7 @@ def _assemble(call: ExportRequest, first: Exported, twin: Twin, bound: WholeBatc
         sample_indices=bound.indices,
         unplaced=unplaced(graph.outputs, bound.grown, built, flattened, counted),
         checkpoints=dict(first.opaque.checkpoints),
-        late=functional.late,
+        late=graph.functional.late,
         reads=recorder.guards,
         stored=tuple(recorder.stored),
         containers=first.containers,

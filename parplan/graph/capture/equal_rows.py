@@ -31,18 +31,18 @@ _FILLS = {overload(name): 0 for name in ("empty.memory_format", "full", "ones", 
 _SHAPED = _FILLS | {overload(name): 1 for name in ("expand", "reshape", "view")}
 
 
-def compute_rows_once(graph: fx.Graph, changes: BatchChanges, samples: Set[str]) -> tuple[BatchChanges, dict[str, str]]:
+def compute_rows_once(graph: fx.Graph, changes: BatchChanges, samples: Set[str]) -> BatchChanges:
     """Rewrite a canonical graph.
 
     Args:
         samples: user inputs that hold samples.
 
     Returns:
-        What changes with the batch in the new graph, and the new names of results.
+        What changes with the batch in the new graph.
     """
     equal = _equal_rows(graph, changes, _reached(graph, samples))
     shapes = {node: shape_of(node) for node in equal}
-    expansions, results = dict[str, tuple[int, ...]](), dict[str, str]()
+    expansions: dict[str, tuple[int, ...]] = {}
     for node, dim in equal.items():
         one = list(shapes[node])
         one[dim] = 1
@@ -64,16 +64,13 @@ def compute_rows_once(graph: fx.Graph, changes: BatchChanges, samples: Set[str])
                 rows.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
             user.replace_input_with(node, rows)
             expansions[rows.name] = (dim,)
-            if user.op == "output":
-                results[node.name] = rows.name
     once = {node.name for node in equal}
-    changed = replace(
+    return replace(
         changes,
         all=(changes.all - once) | expansions.keys(),
         unexplained=changes.unexplained - once,
         grown={name: dims for name, dims in changes.grown.items() if name not in once} | expansions,
     )
-    return changed, results
 
 
 def sample_sources(graph: fx.Graph, changes: BatchChanges, samples: Set[str]) -> dict[str, int]:

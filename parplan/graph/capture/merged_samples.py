@@ -63,7 +63,7 @@ def unflatten_between_layers(
     heads: Mapping[str, tuple[int, tuple[int, ...]]],
     grown: Mapping[str, Sequence[int]],
     kept: frozenset[str],
-) -> tuple[dict[str, tuple[str, int]], dict[str, tuple[int, ...]]]:
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Insert the reshapes; layers have to be built anew afterwards.
 
     Args:
@@ -73,11 +73,11 @@ def unflatten_between_layers(
         kept: values that are needed as they are (updates of buffers).
 
     Returns:
-        What replaces results of the model: by old name, the new value, and the dimension to flatten with the next one.
+        Results of the model that were reshaped: by new name, the dimension to flatten with the next one.
         And the dimensions of what was inserted that grow with the batch.
     """
     layer_of = {node: layer for layer in built.layers.values() for node in layer.nodes}
-    results: dict[str, tuple[str, int]] = {}
+    results: dict[str, int] = {}
     inserted: dict[str, tuple[int, ...]] = {}
     for node in [node for node in graph.nodes if node in layer_of]:
         place, shape = behind.get(node.name), list(shape_of(node)) if is_tensor(node) else []
@@ -103,7 +103,7 @@ def unflatten_between_layers(
         for user in sorted(readers):
             if user.op == "output":
                 user.replace_input_with(node, unflattened)
-                results[node.name] = (unflattened.name, dim)
+                results[unflattened.name] = dim
                 continue
             layer = layer_of[user].name
             if layer not in flattened:
