@@ -114,8 +114,8 @@ def test_methods_see_the_samples_of_their_process(case: str) -> None:
 
 
 def test_methods_see_all_samples_in_one_process() -> None:
-    model = compiled(Net(), spread(2, "data"), 2)
-    plain = copy.deepcopy(model.module)
+    model: Any = compiled(Net(), spread(2, "data"), 2)
+    plain: Any = copy.deepcopy(model.module)
     x = torch.randn(4, 6)
     assert torch.equal(model.features(x), plain.features(x))
     assert torch.equal(model.get_buffer("norm.running_mean"), plain.norm.running_mean)
