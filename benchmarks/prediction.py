@@ -29,10 +29,10 @@ from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import MeasuredCosts, profiled_costs
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup
-from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
+from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
 from parplan.cost_models.profile.records import SessionProfile
-from parplan.cost_models.roofline import RooflineCosts
+from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import StoppingRule
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
@@ -223,7 +223,7 @@ class Bench:
         graph, profiles = running.graph, {count: _copy(profile) for count, profile in else_.items()}
         for count, profile in profiles.items():
             wanted = [
-                PartRequest(graph.layers[name], strategy)
+                part_of(graph, graph.layers[name], strategy)
                 for plan in running.plans.values()
                 for name, strategy in plan.layers.items()
                 if len(strategy.devices) == count

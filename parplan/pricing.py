@@ -27,7 +27,7 @@ from parplan.planner.decide import decide, estimate
 from parplan.planner.decision import Decision, Prediction
 from parplan.planner.request import Listener, PlanRequest
 from parplan.predicted_vs_measured import PlanPrediction, predict_plan
-from parplan.profiler.session import requests_by_devices
+from parplan.profiler.session import parts_by_devices
 
 __all__ = ["Pricing"]
 
@@ -101,7 +101,7 @@ class Pricing:
         cluster, progress = self.cluster, self.progress
         if progress is not None:
             progress.phase("measure")
-        wanted = [request for own in requests_by_devices(graph, cluster).values() for request in own]
+        wanted = [part for own in parts_by_devices(graph, cluster).values() for part in own]
         with ProfileStore() as store:
             outcome = measure_parts(
                 graph,

@@ -24,7 +24,7 @@ from torch.nn import functional
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measured import AGREEMENT, BATCH_NORM, CORRECTION, OVERHEAD, overhead_s, profiled_costs
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, now, reference_now
-from parplan.cost_models.measurement.measure_parts import PartRequest, measure_parts
+from parplan.cost_models.measurement.measure_parts import measure_parts
 from parplan.cost_models.measurement.reference_kernel import Reference
 from parplan.cost_models.measurement.runnable_parts import part_signature
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
@@ -172,7 +172,7 @@ class _Network:
     def _measure(self, profile: SessionProfile) -> None:
         """Measure the parts of the layers, and put them into the profile."""
         costs, stop = RooflineCosts(self.graph, self._cluster), StoppingRule(cap_s=0.05)
-        wanted = [PartRequest(layer, self._plan.layers[name]) for name, layer in self.graph.layers.items()]
+        wanted = [part_of(self.graph, layer, self._plan.layers[name]) for name, layer in self.graph.layers.items()]
         measure_parts(self.graph, costs, wanted, self._device, profile, stop=stop, ranks=self._ranks, again=True)
 
     def _parts_s(self) -> float:

@@ -23,14 +23,15 @@ from parplan.cluster import Cluster
 from parplan.cost_models.devices.local_devices import this_cluster
 from parplan.cost_models.measurement.conditions import current_conditions
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup
-from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
+from parplan.cost_models.measurement.measure_parts import Outcome, measure_parts
 from parplan.cost_models.measurement.optimizer_updates import measure_updates
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
-from parplan.cost_models.roofline import RooflineCosts
+from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import StoppingRule
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer
 from parplan.planner.search_space.strategies import cluster_blocks, offers_uneven, strategies
 from parplan.profiler.communication import measure_links
 from parplan.profiler.ranks import Ranks
@@ -39,7 +40,7 @@ from parplan.report.progress import Progress
 from parplan.runtime.processes import in_processes
 from parplan.runtime.transport.distributed import DistributedTransport
 
-__all__ = ["ModelSource", "ProfilingSummary", "Settings", "profile", "requests_by_devices"]
+__all__ = ["ModelSource", "ProfilingSummary", "Settings", "parts_by_devices", "profile"]
 
 JOIN_S = 600
 
@@ -81,13 +82,13 @@ class ProfilingSummary:
     left: tuple[str, ...] = ()
 
 
-def requests_by_devices(graph: LayerGraph, cluster: Cluster) -> dict[int, list[PartRequest]]:
-    """Every layer with every strategy the planner could use, by the number of devices of the strategy."""
+def parts_by_devices(graph: LayerGraph, cluster: Cluster) -> dict[int, list[LocalLayer]]:
+    """The part of every layer under every strategy the planner could use, by the number of devices of the strategy."""
     blocks, uneven = cluster_blocks(cluster, False), offers_uneven(graph.batch, cluster)
-    found: dict[int, list[PartRequest]] = {}
+    found: dict[int, list[LocalLayer]] = {}
     for layer in graph.layers.values():
         for strategy in strategies(layer, graph.batch or 1, blocks, uneven=uneven):
-            found.setdefault(len(strategy.devices), []).append(PartRequest(layer, strategy))
+            found.setdefault(len(strategy.devices), []).append(part_of(graph, layer, strategy))
     return dict(sorted(found.items()))
 
 
@@ -144,12 +145,12 @@ def _measure(
     cluster = this_cluster(settings.devices, device)
     costs = RooflineCosts(graph, cluster)
     backend = dist.get_backend() if transport is not None else "local"
-    by_devices = requests_by_devices(graph, cluster)
+    by_devices = parts_by_devices(graph, cluster)
     if world == 1:
-        by_devices = {1: [request for requests in by_devices.values() for request in requests]}
+        by_devices = {1: [part for parts in by_devices.values() for part in parts]}
     outcomes, conditions, left_out = [], [], list[str]()
     with shown as progress:
-        for count, requests in by_devices.items():
+        for count, parts in by_devices.items():
             ranks = Ranks(count, device) if transport is not None else ProcessGroup()
             now = current_conditions(device, count)
 
@@ -179,7 +180,7 @@ def _measure(
                 measure_parts(
                     graph,
                     costs,
-                    requests,
+                    parts,
                     device,
                     profile,
                     stop=settings.stop,

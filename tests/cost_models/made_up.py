@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 from parplan.cluster import Cluster
 from parplan.cost_models.costs import StepCost
 from parplan.cost_models.measured import MeasuredCosts
-from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
-from parplan.cost_models.roofline import RooflineCosts, part_of
+from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import LayerGraph
-from parplan.profiler.session import requests_by_devices
+from parplan.graph.local import LocalLayer
+from parplan.profiler.session import parts_by_devices
 
-__all__ = ["all_requests", "made_up_costs", "made_up_profile"]
+__all__ = ["all_parts", "made_up_costs", "made_up_profile"]
 
 Figures = Callable[[PartEntry], Measurement]
 
 
-def all_requests(graph: LayerGraph, cluster: Cluster) -> list[PartRequest]:
-    """Every layer with every strategy that a planner could use."""
-    return [request for own in requests_by_devices(graph, cluster).values() for request in own]
+def all_parts(graph: LayerGraph, cluster: Cluster) -> list[LocalLayer]:
+    """The parts of every layer under every strategy that a planner could use."""
+    return [part for own in parts_by_devices(graph, cluster).values() for part in own]
 
 
 def drawn(entry: PartEntry) -> Measurement:
@@ -31,11 +31,10 @@ def drawn(entry: PartEntry) -> Measurement:
     return Measurement((1 + share) * 1e-3, (2 + share) * 1e-3, 0.01 + share / 10, 7)
 
 
-def made_up_profile(graph: LayerGraph, requests: Iterable[PartRequest], figures: Figures = drawn) -> SessionProfile:
-    """A profile that has the parts of `requests`."""
+def made_up_profile(graph: LayerGraph, parts: Iterable[LocalLayer], figures: Figures = drawn) -> SessionProfile:
+    """A profile that has these `parts`."""
     profile = SessionProfile()
-    for request in requests:
-        part = part_of(graph, request.layer, request.strategy)
+    for part in parts:
         profile.put(part_entry(graph, part, figures(part_entry(graph, part, Measurement(0.0, 0.0, 0.0, 0)))))
     return profile
 
@@ -45,6 +44,6 @@ def made_up_costs(
 ) -> MeasuredCosts:
     """Costs from a made-up profile of everything, or from `profile`."""
     if profile is None:
-        profile = made_up_profile(graph, all_requests(graph, cluster))
+        profile = made_up_profile(graph, all_parts(graph, cluster))
     kind = cluster.groups[0].device.kind
     return MeasuredCosts(RooflineCosts(graph, cluster), {cluster.count: profile}, kind, step)

@@ -22,7 +22,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import Measurement
 from parplan.errors import ProfileError
 from parplan.plan import Strategy
-from tests.cost_models.made_up import all_requests, made_up_profile
+from tests.cost_models.made_up import all_parts, made_up_profile
 from tests.cost_models.profiles import H200, group, link, part
 from tests.planner.graphs import perceptron
 
@@ -42,7 +42,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProfileSt
 def parts(reference_s: float = NOW_S) -> SessionProfile:
     """All parts of the perceptron on two devices: 1 s forward, 2 s backward."""
     figures = Measurement(1.0, 2.0, 0.01, 7, reference_s, when="2025-06-01T12:00:00Z")
-    requests = all_requests(perceptron(), this_cluster(2, CPU))
+    requests = all_parts(perceptron(), this_cluster(2, CPU))
     return made_up_profile(perceptron(), requests, lambda _: figures)
 
 

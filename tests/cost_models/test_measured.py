@@ -27,7 +27,6 @@ from parplan.cost_models.measured import (
     profiled_costs,
     step_cost,
 )
-from parplan.cost_models.measurement.measure_parts import PartRequest
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_of
@@ -35,7 +34,7 @@ from parplan.cost_models.sampling import Measurement
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
 from parplan.plan import Strategy
-from tests.cost_models.made_up import all_requests, drawn, made_up_costs, made_up_profile
+from tests.cost_models.made_up import all_parts, drawn, made_up_costs, made_up_profile
 from tests.cost_models.networks import network
 from tests.cost_models.profiles import link
 from tests.planner.graphs import classifier, perceptron
@@ -61,7 +60,7 @@ def times(cost: LayerCost) -> tuple[float, float]:
 def test_what_was_measured_costs_exactly_that() -> None:
     graph = classifier()
     costs: CostModel = made_up_costs(graph, cpus())
-    for request in all_requests(graph, cpus()):
+    for request in all_parts(graph, cpus()):
         own = drawn(part_entry(graph, part_of(graph, request.layer, request.strategy), Measurement(0, 0, 0, 0)))
         cost = costs.layer(request.layer, request.strategy)
         if len(request.strategy.devices) == 1:
@@ -74,7 +73,7 @@ def test_what_was_measured_costs_exactly_that() -> None:
 @pytest.mark.parametrize(("spread", "counts"), [(0.0, 0.0), (0.1, 0.1), (0.2, 0.2), (1.0, 0.2)])
 def test_all_wait_for_the_slowest(devices: int, largest: float, spread: float, counts: float) -> None:
     graph, cluster = perceptron(), cpus(8)
-    requests = all_requests(graph, cluster)
+    requests = all_parts(graph, cluster)
     profile = made_up_profile(graph, requests, lambda _: Measurement(1.0, 2.0, spread, 5))
     costs = MeasuredCosts(RooflineCosts(graph, cluster), {8: profile}, "cpu")
     request = next(r for r in requests if len(r.strategy.devices) == devices)
@@ -88,7 +87,7 @@ def test_all_wait_for_the_slowest(devices: int, largest: float, spread: float, c
 )
 def test_times_follow_the_reference_kernel(then_s: float, now_s: float, factor: float) -> None:
     graph = perceptron()
-    requests = all_requests(graph, cpus())
+    requests = all_parts(graph, cpus())
     profile = made_up_profile(graph, requests[:1], lambda _: Measurement(1.0, 4.0, 0.1, 3, then_s))
     costs = priced(graph, profile, reference_s=now_s)
     assert times(costs.layer(requests[0].layer, requests[0].strategy)) == pytest.approx((factor, 4 * factor))
@@ -102,7 +101,7 @@ def test_times_follow_the_reference_kernel(then_s: float, now_s: float, factor: 
 
 def test_an_imported_figure_names_its_origin() -> None:
     graph, profile = perceptron(), SessionProfile()
-    requests = all_requests(graph, cpus())
+    requests = all_parts(graph, cpus())
     profile.put(*(replace(entry, origin="theirs.json") for entry in made_up_profile(graph, requests).all()))
     costs = priced(graph, profile)
     assert {costs.layer(r.layer, r.strategy).source for r in requests} == {Source.SHIPPED}
@@ -115,7 +114,7 @@ def test_nothing_measured_is_the_roofline() -> None:
     graph = classifier()
     roofline = RooflineCosts(graph, cpus())
     for costs in (MeasuredCosts(roofline, {}, "cpu"), priced(graph, SessionProfile())):
-        for request in all_requests(graph, cpus()):
+        for request in all_parts(graph, cpus()):
             assert costs.layer(request.layer, request.strategy) == roofline.layer(request.layer, request.strategy)
         assert costs.step == roofline.step
 
@@ -149,7 +148,7 @@ def test_between_two_sizes_it_is_interpolated_and_beyond_them_never(
         own_s = rates[entry.signature] * fallback.ideal_seconds(entry.flops, entry.nbytes)
         return Measurement(own_s, backward * own_s, 0.02, 9)
 
-    requests = [PartRequest(graph.layers[name], ONE) for name in (one, other)]
+    requests = [part_of(graph, graph.layers[name], ONE) for name in (one, other)]
     cost = priced(graph, made_up_profile(graph, requests, figures)).layer(graph.layers[asked], ONE)
     size = {name: fallback.peak_seconds(part(graph, name).flops, part(graph, name).nbytes) for name in LINEAR}
     low, high = sorted((size[one], size[other]))
@@ -180,7 +179,7 @@ def test_the_further_the_neighbours_the_larger_the_doubt() -> None:
             return Measurement(rate * fallback.ideal_seconds(entry.flops, entry.nbytes), 0.0, 0.0, 9)
 
         ordered = sorted(LINEAR, key=lambda name: part(graph, name).flops)
-        ends = [PartRequest(graph.layers[name], ONE) for name in (ordered[0], ordered[-1])]
+        ends = [part_of(graph, graph.layers[name], ONE) for name in (ordered[0], ordered[-1])]
         cost = priced(graph, made_up_profile(graph, ends, figures)).layer(graph.layers[ordered[4]], ONE)
         assert cost.source is Source.INTERPOLATED
         return cost.spread
@@ -192,14 +191,14 @@ def test_sizes_below_a_kernels_least_time_are_still_sizes() -> None:
     """All of these take the least time a kernel takes on paper; the smallest is no less outside for that."""
     graph = perceptron(4)
     smallest, largest = (choose(("2", "3"), key=lambda name: part(graph, name).flops) for choose in (min, max))
-    profile = made_up_profile(graph, [PartRequest(graph.layers[largest], ONE)])
+    profile = made_up_profile(graph, [part_of(graph, graph.layers[largest], ONE)])
     assert priced(graph, profile).layer(graph.layers[smallest], ONE).source is Source.ESTIMATED
 
 
 def test_a_backward_with_fewer_gradients_is_no_neighbour() -> None:
     """The first layer passes no gradient on: its backward says nothing of the others', whatever its size."""
     graph = widths()
-    around = [PartRequest(graph.layers["0"], ONE), PartRequest(graph.layers["5"], ONE)]
+    around = [part_of(graph, graph.layers["0"], ONE), part_of(graph, graph.layers["5"], ONE)]
     assert part(graph, "0").family == part(graph, "5").family
     cost = priced(graph, made_up_profile(graph, around)).layer(graph.layers["2"], ONE)
     assert cost.source is Source.ESTIMATED
@@ -223,7 +222,7 @@ def test_ops_never_measured_get_the_median_of_their_like_marked_as_estimates() -
         own_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
         return Measurement(7 * own_s, 11 * own_s, 0.01, 9)
 
-    costs = priced(graph, made_up_profile(graph, [PartRequest(conv, ONE)], figures))
+    costs = priced(graph, made_up_profile(graph, [part_of(graph, conv, ONE)], figures))
     cost, entry = costs.layer(fc, ONE), part(graph, "fc")
     ideal_s = fallback.ideal_seconds(entry.flops, entry.nbytes)
     assert times(cost) == pytest.approx((7 * ideal_s, 11 * ideal_s))
@@ -244,7 +243,7 @@ def test_figures_of_the_runtime_and_of_updates_are_no_parts() -> None:
 
 def test_a_time_too_short_to_be_seen_is_kept_and_nothing_rests_on_it() -> None:
     graph = widths()
-    requests = [PartRequest(graph.layers[name], ONE) for name in ("1", "5")]
+    requests = [part_of(graph, graph.layers[name], ONE) for name in ("1", "5")]
     costs = priced(graph, made_up_profile(graph, requests, lambda _: Measurement(0.0, 0.0, 1.0, 1)))
     assert times(costs.layer(graph.layers["1"], ONE)) == (0.0, 0.0)
     assert costs.layer(graph.layers["3"], ONE) == RooflineCosts(graph, cpus()).layer(graph.layers["3"], ONE)
@@ -255,7 +254,7 @@ def test_a_time_too_short_to_be_seen_is_kept_and_nothing_rests_on_it() -> None:
 
 def test_strategies_are_priced_from_as_many_devices_at_work() -> None:
     graph = perceptron()
-    requests = all_requests(graph, cpus())
+    requests = all_parts(graph, cpus())
 
     def constant(seconds: float) -> SessionProfile:
         return made_up_profile(graph, requests, lambda _: Measurement(seconds, seconds, 0.0, 5))
@@ -269,7 +268,7 @@ def test_strategies_are_priced_from_as_many_devices_at_work() -> None:
 
 def test_another_kind_of_device_is_not_what_was_measured() -> None:
     graph = perceptron()
-    costs = MeasuredCosts(RooflineCosts(graph, cpus()), {1: made_up_profile(graph, all_requests(graph, cpus()))}, "k20")
+    costs = MeasuredCosts(RooflineCosts(graph, cpus()), {1: made_up_profile(graph, all_parts(graph, cpus()))}, "k20")
     layer = next(iter(graph.layers.values()))
     assert costs.layer(layer, TWO).source is Source.ESTIMATED
 
@@ -416,7 +415,7 @@ def test_layers_add_up_to_measured_steps(
     steps: tuple[tuple[float, float, int], ...], expected: tuple[float, float]
 ) -> None:
     graph, profile = perceptron(), corrected(*steps)
-    request = PartRequest(graph.layers["2"], ONE)
+    request = part_of(graph, graph.layers["2"], ONE)
     for entry in made_up_profile(graph, [request], lambda _: Measurement(2.0, 6.0, 0.01, 9)).all():
         profile.put(entry)
     assert times(priced(graph, profile).layer(request.layer, ONE)) == pytest.approx(expected)
@@ -442,7 +441,7 @@ def test_batch_norms_over_replicas_take_what_they_took_in_a_step() -> None:
 def test_all_of_it_together() -> None:
     graph, cluster = perceptron(), cpus(2)
     profile = runtime_profile({2: 1.0, 12: 2.0}, told_s=0.1)  # perceptron has 6 parameters
-    for entry in made_up_profile(graph, all_requests(graph, cluster)).all():
+    for entry in made_up_profile(graph, all_parts(graph, cluster)).all():
         profile.put(entry)
     profile.put(link(1 << 10, 3e-3))
     profile.put(replace(link(1 << 10, 0.75e-3), kind=BESIDE))

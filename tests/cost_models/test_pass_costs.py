@@ -19,7 +19,7 @@ from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.resized import at_batch
 from parplan.plan import Strategy
-from tests.cost_models.made_up import all_requests, made_up_costs, made_up_profile
+from tests.cost_models.made_up import all_parts, made_up_costs, made_up_profile
 from tests.planner.graphs import perceptron
 
 PASSES = 3
@@ -29,7 +29,7 @@ PROFILE = load_layer_profile(Path(__file__).resolve().parents[2] / "examples" / 
 def measured(graph: LayerGraph, cluster: Cluster) -> CostModel:
     """Of what was measured at the smaller batch, whichever graph asks."""
     small = at_batch(perceptron(), 12 // PASSES)
-    return made_up_costs(graph, cluster, profile=made_up_profile(small, all_requests(small, cluster)))
+    return made_up_costs(graph, cluster, profile=made_up_profile(small, all_parts(small, cluster)))
 
 
 def scaled(graph: LayerGraph, cluster: Cluster) -> CostModel:

@@ -22,7 +22,7 @@ from parplan.cost_models.measurement.measure_parts import Outcome
 from parplan.cost_models.measurement.runnable_parts import part_signature
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
-from parplan.cost_models.roofline import RooflineCosts, part_of
+from parplan.cost_models.roofline import RooflineCosts
 from parplan.cost_models.sampling import StoppingRule
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
@@ -30,7 +30,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.planner.search_space.formulation import formulate
 from parplan.planner.search_space.strategies import cluster_blocks, strategies
 from parplan.profiler import runtime_costs
-from parplan.profiler.session import Settings, profile, requests_by_devices
+from parplan.profiler.session import Settings, parts_by_devices, profile
 from tests.cost_models.made_up import made_up_costs, made_up_profile
 from tests.planner.graphs import classifier
 from tests.processes import fork_ranks
@@ -76,12 +76,8 @@ def graph() -> LayerGraph:
 def distinct(devices: int) -> set[tuple[int, str]]:
     """Every part that a planner could use, by how many devices are at work."""
     captured = graph()
-    found = requests_by_devices(captured, this_cluster(devices, CPU))
-    return {
-        (busy, part_signature(captured, part_of(captured, r.layer, r.strategy)))
-        for busy, requests in found.items()
-        for r in requests
-    }
+    found = parts_by_devices(captured, this_cluster(devices, CPU))
+    return {(busy, part_signature(captured, part)) for busy, parts in found.items() for part in parts}
 
 
 @pytest.fixture
@@ -98,15 +94,15 @@ def settings(file: Path, devices: int = 1, **options: Any) -> Settings:
     return replace(Settings(devices, optimizers=("adam",), stop=quick, store=str(file)), **options)
 
 
-def test_requests_are_all_that_the_planner_prices() -> None:
+def test_parts_are_all_that_the_planner_prices() -> None:
     cluster = cluster_preset("cpu", 4)
     blocks = cluster_blocks(cluster, False)
     candidates = {name: strategies(layer, 12, blocks) for name, layer in classifier().layers.items()}
-    requests = requests_by_devices(classifier(), cluster)
-    profile = made_up_profile(classifier(), [request for own in requests.values() for request in own])
+    parts = parts_by_devices(classifier(), cluster)
+    profile = made_up_profile(classifier(), [part for own in parts.values() for part in own])
     formulation = formulate(classifier(), cluster, made_up_costs(classifier(), cluster, None, profile), candidates)
     assert {option.cost.source.value for options in formulation.options for option in options} == {"measured"}
-    assert all(len(r.strategy.devices) == count for count, own in requests.items() for r in own)
+    assert all(len(part.strategy.devices) == count for count, own in parts.items() for part in own)
 
 
 def test_one_device(file: Path) -> None:

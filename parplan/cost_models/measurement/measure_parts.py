@@ -19,26 +19,16 @@ from parplan.cost_models.devices.local_devices import device_memory_bytes
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup, time_in_context
 from parplan.cost_models.measurement.runnable_parts import LayerPart, part_entry, part_signature
 from parplan.cost_models.profile.records import SessionProfile
-from parplan.cost_models.roofline import part_of
 from parplan.cost_models.sampling import StoppingRule
-from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer
-from parplan.plan import Strategy
 
-__all__ = ["Outcome", "PartRequest", "measure_parts"]
+__all__ = ["Outcome", "measure_parts"]
 
 # Parts are only run where their tensors take up to this share of the device's memory.
 ROOM = 0.6
 # The most parts in one sweep: what an interruption may lose.
 MOST_PARTS = 64
-
-
-@dataclass(frozen=True)
-class PartRequest:
-    """A layer and a strategy whose cost is wanted."""
-
-    layer: Layer
-    strategy: Strategy
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,6 @@ class _Job:
     """A distinct part, by one of the layers that have it."""
 
     signature: str
-    layer: str
     part: LocalLayer
     nbytes: int
 
@@ -64,7 +53,7 @@ class _Job:
 def measure_parts(
     graph: LayerGraph,
     costs: CostModel,
-    requests: Iterable[PartRequest],
+    parts: Iterable[LocalLayer],
     device: torch.device,
     profile: SessionProfile,
     *,
@@ -75,7 +64,7 @@ def measure_parts(
     again: bool = False,
     sharing: int = 1,
 ) -> Outcome:
-    """Measure the distinct parts of `requests` that `profile` does not have, for up to `time_cap_s`.
+    """Measure those distinct `parts` that `profile` does not have, for up to `time_cap_s`.
 
     Args:
         costs: for the memory that parts take.
@@ -87,14 +76,13 @@ def measure_parts(
     """
     ranks, started = ranks or ProcessGroup(), perf_counter()
     jobs: dict[str, _Job] = {}
-    for request in requests:
-        part = part_of(graph, request.layer, request.strategy)
+    for part in parts:
         signature = part_signature(graph, part)
         if signature not in jobs:
-            memory = costs.memory(request.layer, request.strategy)
+            memory = costs.memory(part.layer, part.strategy)
             state_bytes = memory.weights_bytes + memory.gradients_bytes
             nbytes = state_bytes + memory.saved_bytes + 2 * memory.transient_bytes
-            jobs[signature] = _Job(signature, request.layer.name, part, nbytes)
+            jobs[signature] = _Job(signature, part, nbytes)
     todo = [job for job in jobs.values() if again or profile.get(job.signature) is None]
     failed: list[str] = []
     measured = done = 0
@@ -118,7 +106,7 @@ def measure_parts(
                     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             # A part that one process cannot run none runs, or they would fall out of step.
             if ranks.any(bool(reason)) or runnable is None:
-                failed.append(f"{job.layer}: {reason or 'another process could not run it'}")
+                failed.append(f"{job.part.layer.name}: {reason or 'another process could not run it'}")
             else:
                 ready.append((job, runnable))
         found = time_in_context([runnable for _, runnable in ready], device, stop, ranks) if ready else []
@@ -134,7 +122,7 @@ def _sweeps(graph: LayerGraph, jobs: Sequence[_Job], room_bytes: float) -> list[
     """The jobs in sweeps: each takes one part of every layer that still has one, in forward order, while they fit."""
     waiting: dict[str, list[_Job]] = {name: [] for name in graph.layers}
     for job in jobs:
-        waiting[job.layer].append(job)
+        waiting[job.part.layer.name].append(job)
     sweeps: list[list[_Job]] = []
     while any(waiting.values()):
         sweep: list[_Job] = []

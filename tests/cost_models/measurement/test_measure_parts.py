@@ -13,7 +13,7 @@ from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.measured import MeasuredCosts
 from parplan.cost_models.measurement import measure_parts as measuring
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup
-from parplan.cost_models.measurement.measure_parts import Outcome, PartRequest, measure_parts
+from parplan.cost_models.measurement.measure_parts import Outcome, measure_parts
 from parplan.cost_models.measurement.runnable_parts import LayerPart, family_of, part_entry, part_signature
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.profile.records import SessionProfile
@@ -22,6 +22,7 @@ from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.cost_models.sampling import Measurement, StoppingRule
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import LayerGraph
+from parplan.graph.local import LocalLayer
 from parplan.plan import Strategy
 from tests.cost_models import made_up
 from tests.cost_models.networks import NETWORKS, network
@@ -32,18 +33,18 @@ ONE, CPU = Strategy(), torch.device("cpu")
 QUICK = StoppingRule(cap_s=0.0, least_runs=1)
 
 
-def all_requests(graph: LayerGraph, devices: int) -> list[PartRequest]:
-    """Every layer with every strategy that a planner could use."""
-    return made_up.all_requests(graph, cluster_preset("cpu", devices))
+def all_parts(graph: LayerGraph, devices: int) -> list[LocalLayer]:
+    """The parts of every layer under every strategy that a planner could use."""
+    return made_up.all_parts(graph, cluster_preset("cpu", devices))
 
 
-def signatures(graph: LayerGraph, requests: Sequence[PartRequest]) -> set[str]:
-    return {part_signature(graph, part_of(graph, request.layer, request.strategy)) for request in requests}
+def signatures(graph: LayerGraph, parts: Sequence[LocalLayer]) -> set[str]:
+    return {part_signature(graph, part) for part in parts}
 
 
-def measure(graph: LayerGraph, requests: Sequence[PartRequest], profile: SessionProfile, **options: object) -> Outcome:
+def measure(graph: LayerGraph, parts: Sequence[LocalLayer], profile: SessionProfile, **options: object) -> Outcome:
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
-    return measure_parts(graph, costs, requests, CPU, profile, **{"stop": QUICK, **options})  # type: ignore[arg-type]
+    return measure_parts(graph, costs, parts, CPU, profile, **{"stop": QUICK, **options})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -65,31 +66,31 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "resnet50"])
 def test_every_part_of_every_network_is_measured_and_only_once(name: str) -> None:
     graph, profile = network(name).graph, SessionProfile()
-    requests = all_requests(graph, 2)
-    distinct = signatures(graph, requests)
-    outcome = measure(graph, requests, profile)
+    parts = all_parts(graph, 2)
+    distinct = signatures(graph, parts)
+    outcome = measure(graph, parts, profile)
     assert outcome == Outcome(len(distinct), 0, 0)
     assert {entry.signature for entry in profile.all()} == distinct
-    assert len(distinct) < len(requests)
-    assert measure(graph, requests, profile) == Outcome(0, len(distinct), 0)
+    assert len(distinct) < len(parts)
+    assert measure(graph, parts, profile) == Outcome(0, len(distinct), 0)
     costs = MeasuredCosts(RooflineCosts(graph, cluster_preset("cpu", 2)), {2: profile}, "cpu")
-    assert {costs.layer(request.layer, request.strategy).source for request in requests} == {Source.MEASURED}
+    assert {costs.layer(part.layer, part.strategy).source for part in parts} == {Source.MEASURED}
 
 
 def test_repeated_blocks_are_measured_once() -> None:
     blocks = [layer for _ in range(5) for layer in (nn.Linear(8, 8), nn.ReLU())]
     graph, profile = capture(nn.Sequential(*blocks), (torch.randn(4, 8),)), SessionProfile()
-    requests = all_requests(graph, 1)
+    parts = all_parts(graph, 1)
     # the first layer passes no gradient on
-    assert (measure(graph, requests, profile).measured, len(requests)) == (3, 10)
+    assert (measure(graph, parts, profile).measured, len(parts)) == (3, 10)
 
 
 def test_a_part_is_the_same_whichever_devices_have_it() -> None:
     graph = perceptron()
     layer = next(iter(graph.layers.values()))
     one, other = Strategy(2, 1, None, (0, 1)), Strategy(2, 1, None, (3, 2))
-    assert len(signatures(graph, [PartRequest(layer, one), PartRequest(layer, other)])) == 1
-    assert len(signatures(graph, [PartRequest(layer, one), PartRequest(layer, ONE)])) == 2
+    assert len(signatures(graph, [part_of(graph, layer, one), part_of(graph, layer, other)])) == 1
+    assert len(signatures(graph, [part_of(graph, layer, one), part_of(graph, layer, ONE)])) == 2
 
 
 def test_parts_of_one_family_differ_in_size_only() -> None:
@@ -104,13 +105,13 @@ def test_each_sweep_has_every_layer_once_in_order_and_no_more_than_may_be_lost(
     sweeps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, profile = classifier(), SessionProfile()
-    requests = all_requests(graph, 4)
-    measure(graph, requests, profile)
+    parts = all_parts(graph, 4)
+    measure(graph, parts, profile)
     assert max(sweeps) <= len(graph.layers)
     assert sum(sweeps) == len(profile.all())
     monkeypatch.setattr(measuring, "MOST_PARTS", 2)
     del sweeps[:]
-    measure(graph, requests, SessionProfile())
+    measure(graph, parts, SessionProfile())
     assert max(sweeps) == 2
 
 
@@ -123,7 +124,7 @@ def test_the_order_of_a_sweep_is_the_models(monkeypatch: pytest.MonkeyPatch) -> 
         return [Measurement(1.0, 1.0, 0.0, 1) for _ in pieces]
 
     monkeypatch.setattr(measuring, "time_in_context", swept)
-    measure(graph, [PartRequest(layer, ONE) for layer in reversed(list(graph.layers.values()))], SessionProfile())
+    measure(graph, [part_of(graph, layer, ONE) for layer in reversed(list(graph.layers.values()))], SessionProfile())
     assert seen == [[graph.values[layer.inputs[0]].shape for layer in graph.layers.values()]]
 
 
@@ -133,8 +134,8 @@ def test_an_interrupt_loses_one_sweep_at_most_and_the_next_run_goes_on(
 ) -> None:
     monkeypatch.setattr(measuring, "MOST_PARTS", 2)
     graph, profile = perceptron(), store.under(CONDITIONS)
-    requests = all_requests(graph, 4)
-    distinct = len(signatures(graph, requests))
+    parts = all_parts(graph, 4)
+    distinct = len(signatures(graph, parts))
     told: Iterator[int] = iter(range(100))
 
     def interrupted(done: int, total: int) -> None:
@@ -143,11 +144,11 @@ def test_an_interrupt_loses_one_sweep_at_most_and_the_next_run_goes_on(
 
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
     with pytest.raises(KeyboardInterrupt):
-        measure_parts(graph, costs, requests, CPU, profile, stop=QUICK, on_progress=interrupted)
+        measure_parts(graph, costs, parts, CPU, profile, stop=QUICK, on_progress=interrupted)
     assert len(profile.all()) == sum(sweeps) > 2 * after - 2  # told before every sweep: all that were done are kept
     assert len(sweeps) == after
     kept = len(profile.all())
-    assert measure_parts(graph, costs, requests, CPU, profile, stop=QUICK) == Outcome(distinct - kept, kept, 0)
+    assert measure_parts(graph, costs, parts, CPU, profile, stop=QUICK) == Outcome(distinct - kept, kept, 0)
 
 
 def test_an_interrupt_in_a_sweep_keeps_the_ones_before(store: ProfileStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_an_interrupt_in_a_sweep_keeps_the_ones_before(store: ProfileStore, monk
     monkeypatch.setattr(measuring, "time_in_context", swept)
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
     with pytest.raises(KeyboardInterrupt):
-        measure_parts(graph, costs, all_requests(graph, 4), CPU, profile, stop=QUICK)
+        measure_parts(graph, costs, all_parts(graph, 4), CPU, profile, stop=QUICK)
     assert len(profile.all()) == 4
 
 
@@ -174,59 +175,59 @@ def test_time_runs_out_between_sweeps_and_what_is_left_is_said(
     monkeypatch.setattr(measuring, "perf_counter", lambda: next(clock))
     graph, profile = perceptron(), SessionProfile()
     told: list[tuple[int, int]] = []
-    requests = all_requests(graph, 4)
-    distinct = len(signatures(graph, requests))
-    outcome = measure(graph, requests, profile, time_cap_s=3, on_progress=lambda *done: told.append(done))
+    parts = all_parts(graph, 4)
+    distinct = len(signatures(graph, parts))
+    outcome = measure(graph, parts, profile, time_cap_s=3, on_progress=lambda *done: told.append(done))
     assert outcome == Outcome(4, 0, distinct - 4)
     assert told == [(0, distinct), (2, distinct), (4, distinct)]
 
 
 def test_again_measures_what_is_known(sweeps: list[int]) -> None:
     graph, profile = perceptron(), SessionProfile()
-    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
-    first = measure(graph, requests, profile)
-    assert measure(graph, requests, profile, again=True) == first
+    parts = [part_of(graph, layer, ONE) for layer in graph.layers.values()]
+    first = measure(graph, parts, profile)
+    assert measure(graph, parts, profile, again=True) == first
 
 
 def test_what_does_not_run_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, profile = perceptron(), SessionProfile()
-    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
+    parts = [part_of(graph, layer, ONE) for layer in graph.layers.values()]
     real = LayerPart.of
 
     def of(graph: LayerGraph, part: object, device: torch.device) -> LayerPart:
         piece = real(graph, part, device)  # type: ignore[arg-type]
-        if part.layer is requests[1].layer:  # type: ignore[attr-defined]
+        if part.layer is parts[1].layer:  # type: ignore[attr-defined]
             raise RuntimeError("no such kernel\nand a second line")
         return piece
 
     monkeypatch.setattr(LayerPart, "of", of)
-    outcome = measure(graph, requests, profile)
-    assert outcome == Outcome(3, 0, 0, (f"{requests[1].layer.name}: RuntimeError: no such kernel",))
-    assert measure(graph, requests, profile).failed == outcome.failed  # not taken for measured
+    outcome = measure(graph, parts, profile)
+    assert outcome == Outcome(3, 0, 0, (f"{parts[1].layer.name}: RuntimeError: no such kernel",))
+    assert measure(graph, parts, profile).failed == outcome.failed  # not taken for measured
 
 
 def test_what_does_not_fit_is_said_and_the_rest_is_measured(sweeps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     graph = perceptron(48)
-    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
+    parts = [part_of(graph, layer, ONE) for layer in graph.layers.values()]
     costs = RooflineCosts(graph, cluster_preset("cpu", 4))
-    memories = [costs.memory(request.layer, ONE) for request in requests]
+    memories = [costs.memory(part.layer, ONE) for part in parts]
     sizes = sorted(m.weights_bytes + m.gradients_bytes + m.saved_bytes + 2 * m.transient_bytes for m in memories)
     monkeypatch.setattr(measuring, "device_memory_bytes", lambda device: sizes[-2] / measuring.ROOM)
-    outcome = measure(graph, requests, SessionProfile())
-    assert (outcome.measured, outcome.left) == (len(requests) - 1, 0)
+    outcome = measure(graph, parts, SessionProfile())
+    assert (outcome.measured, outcome.left) == (len(parts) - 1, 0)
     (reason,) = outcome.failed
     assert reason.startswith("2: to measure its part takes ")
     assert "MiB may be used" in reason
     # Two processes have half of it each.
-    assert len(measure(graph, requests, SessionProfile(), sharing=2).failed) > 1
+    assert len(measure(graph, parts, SessionProfile(), sharing=2).failed) > 1
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     graph, profile = network("alexnet").graph, SessionProfile()
-    requests = [PartRequest(layer, ONE) for layer in graph.layers.values()]
+    parts = [part_of(graph, layer, ONE) for layer in graph.layers.values()]
     costs = RooflineCosts(graph, cluster_preset("h200", 2))
-    outcome = measure_parts(graph, costs, requests, torch.device("cuda"), profile, stop=QUICK)
+    outcome = measure_parts(graph, costs, parts, torch.device("cuda"), profile, stop=QUICK)
     assert outcome.failed == ()
     assert all(entry.measurement.forward_s > 0 for entry in profile.all() if entry.flops)
 
