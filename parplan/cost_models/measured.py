@@ -16,7 +16,7 @@ there is of memory and power; and at what the slowest of m takes, given how runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, log
@@ -28,7 +28,7 @@ from parplan.cost_models.costs import AdaptedCosts, LayerCost, Source, StepCost
 from parplan.cost_models.measurement.optimizer_updates import UpdateTimes
 from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
-from parplan.cost_models.roofline import DOUBT, PartKey, RooflineCosts, part_key, part_of
+from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import local_shape
@@ -127,7 +127,7 @@ class MeasuredCosts(AdaptedCosts):
         self._numbers = {d for group in fallback.cluster.groups if group.device.kind == kind for d in group.members}
         self._step = step or fallback.step
         self._scale = partial(_scale, reference_s=reference_s)
-        self._costs: dict[tuple[PartKey, int], LayerCost] = {}
+        self._costs: dict[Hashable, LayerCost] = {}
         self._points: dict[tuple[int, str], list[_Point]] = {}
         self._medians: dict[tuple[int, bool], _Ratio | None] = {}
         self._owners: dict[str, str] = {}

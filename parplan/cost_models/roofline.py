@@ -34,7 +34,7 @@ from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
 __all__ = [
-    "BUCKET_BYTES", "PRECISIONS", "PartKey", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes",
+    "BUCKET_BYTES", "PRECISIONS", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes",
 ]  # fmt: skip
 
 # Gradients are summed in buckets of this size (the default of torch's DistributedDataParallel), so a layer pays the
@@ -49,20 +49,10 @@ PRECISIONS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf1
 """Names of the types whose products are computed as they are, whatever precision is asked for."""
 
 
-@dataclass(frozen=True)
-class PartKey:
-    """Key of a device's part of a layer: all that its cost depends on; not on which devices there are."""
-
-    layer: str
-    replicas: int
-    shards: int
-    axis: str | None
-    passes: int = 1
-
-
-def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> PartKey:
-    """The key of `layer` under `strategy` in one of so many passes."""
-    return PartKey(layer.name, strategy.replicas, strategy.shards, strategy.axis, passes)
+def part_key(layer: Layer, strategy: Strategy, passes: int = 1) -> Hashable:
+    """A key of a device's part of a layer in one of so many passes: all that its cost depends on, so not which devices
+    there are."""
+    return layer.name, strategy.replicas, strategy.shards, strategy.axis, passes
 
 
 def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy, passes: int = 1) -> LocalLayer:
@@ -77,7 +67,7 @@ class _Kind:
 
     device: Device
     efficiencies: dict[str, Efficiency]
-    layers: dict[PartKey, LayerCost]
+    layers: dict[Hashable, LayerCost]
 
 
 class RooflineCosts:
@@ -125,8 +115,8 @@ class RooflineCosts:
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
-        self._memories: dict[PartKey, LayerMemory] = {}
-        self._reductions: dict[tuple[PartKey, Hashable], float] = {}
+        self._memories: dict[Hashable, LayerMemory] = {}
+        self._reductions: dict[Hashable, float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
