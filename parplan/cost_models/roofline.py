@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
 import torch
@@ -21,7 +21,7 @@ from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.memory.plan_peaks import memory_over_step, peaks
-from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds, rate_of
+from parplan.cost_models.ops.efficiency import efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, op_work
 from parplan.errors import ClusterError
@@ -61,15 +61,6 @@ def part_of(graph: LayerGraph, layer: Layer, strategy: Strategy, passes: int = 1
     return LocalLayer(layer, strategy, 0, ceil((graph.batch or 1) / parts))
 
 
-@dataclass(frozen=True, eq=False)
-class _Kind:
-    """One kind of device with what is known of it so far."""
-
-    device: Device
-    efficiencies: dict[str, Efficiency]
-    layers: dict[Hashable, LayerCost]
-
-
 class RooflineCosts:
     """Estimated costs of one graph on one cluster (a CostModel).
 
@@ -82,7 +73,6 @@ class RooflineCosts:
         links: measured communication, in place of the cluster's rates.
 
     Attributes:
-        notes: what the reader must know of these figures.
         step: as much overlap as the cluster allows, and no time for the runtime itself.
         message_bytes: of gradients that are summed at a time.
 
@@ -99,15 +89,13 @@ class RooflineCosts:
         optimizer: str = "adam",
         links: MeasuredLinks | None = None,
     ) -> None:
-        kinds = tuple(group.device for group in cluster.groups)
-        self.notes = rate_notes(cluster, precision)
+        rate_notes(cluster, precision)  # refuses what has no rate
         self.graph = graph
         self.cluster = cluster
         self.precision = precision
         self.optimizer = optimizer
-        self._kinds = tuple(_Kind(device, {}, {}) for device in kinds)
-        self._kind_of = {number: self._kinds[i] for i, group in enumerate(cluster.groups) for number in group.members}
-        on_cpu = all(CPU.kind in (device.kind, device.like) for device in kinds)
+        self._kind_of = {number: kind for kind, group in enumerate(cluster.groups) for number in group.members}
+        on_cpu = all(CPU.kind in (group.device.kind, group.device.like) for group in cluster.groups)
         self._memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
@@ -115,17 +103,17 @@ class RooflineCosts:
         specs = [graph.values[name] for name in graph.parameters]
         # Gradients are summed a bucket at a time, or all together where they do not fill one.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
+        self._layers: dict[Hashable, LayerCost] = {}
         self._memories: dict[Hashable, LayerMemory] = {}
         self._reductions: dict[Hashable, float] = {}
         self._peaks: dict[tuple[Strategy, ...], tuple[int, ...]] = {}
 
     def layer(self, layer: Layer, strategy: Strategy, passes: int = 1) -> LayerCost:
         """Estimated seconds of the slowest device's part of `layer` in one pass."""
-        used = self._kinds
-        if len(used) > 1:
-            used = tuple({id(kind): kind for kind in map(self._kind_of.__getitem__, strategy.devices)}.values())
-        key = part_key(layer, strategy, passes)
-        for own in (kind for kind in used if key not in kind.layers):
+        groups, key = self.cluster.groups, part_key(layer, strategy, passes)
+        used = {0} if len(groups) == 1 else {self._kind_of[number] for number in strategy.devices}
+        for kind in (kind for kind in used if (kind, key) not in self._layers):
+            own = groups[kind].device
             works = [op_work(call) for call in op_calls(self.graph, part_of(self.graph, layer, strategy, passes))]
             forward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.forward)
             backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
@@ -134,8 +122,8 @@ class RooflineCosts:
             moved_bytes = (3 + 2 * self._memory_model.optimizer.states) * trained_bytes
             update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
             update_s = self._seconds(update, own) if trained_bytes else 0.0
-            own.layers[key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
-        costs = [own.layers[key] for own in used]
+            self._layers[kind, key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
+        costs = [self._layers[kind, key] for kind in used]
         if len(costs) == 1:
             return costs[0]
         return replace(  # where devices differ, forward, backward and update each wait for the slowest
@@ -207,12 +195,9 @@ class RooflineCosts:
         self._reductions[key] = total_s
         return total_s
 
-    def _seconds(self, kernel: Kernel, kind: _Kind) -> float:
+    def _seconds(self, kernel: Kernel, device: Device) -> float:
         precision = PRECISIONS.get(kernel.dtype, self.precision)
-        if precision not in kind.efficiencies:
-            kind.efficiencies[precision] = efficiency(kind.device, precision)
-        rate = rate_of(kind.device.flops_per_s, precision)
-        return kernel_seconds(kernel, kind.device, rate, kind.efficiencies[precision])
+        return kernel_seconds(kernel, device, rate_of(device.flops_per_s, precision), efficiency(device, precision))
 
 
 def estimated_step(cluster: Cluster) -> StepCost:

@@ -118,7 +118,7 @@ def test_a_better_device_is_never_slower(name: str, change: dict[str, object]) -
 
 def test_a_kernel_by_hand() -> None:
     device = replace(device_preset("v100"), bandwidth_bytes_per_s=1e12, launch_s=1e-6)
-    shares = Efficiency(gemm=0.5, conv=0.25, memory=0.5, half_s=1e-6)
+    shares = Efficiency(gemm=0.5, conv=0.25, memory=0.5)
     kernels = [
         (Kernel(Engine.GEMM, 99e6, 0, torch.float32), (99e6 + 1e6) / 0.5e12),
         (Kernel(Engine.CONV, 99e6, 0, torch.float32), (99e6 + 1e6) / 0.25e12),

@@ -9,7 +9,7 @@ So convolutions reach 0.72 of what products reach on the K20. That ratio is used
 source tells (products elsewhere, memory bandwidth): estimates both.
 
 Small kernels reach less: eff = eff_max x w / (w + w_half). Half of it is reached by the work w_half that takes
-`half_s` at peak; the launch time of one op is used for that: an estimate.
+as long at peak as the launch of one op: an estimate.
 """
 
 from __future__ import annotations
@@ -43,22 +43,21 @@ _ACHIEVED = ("cpu",)
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of peak that large kernels reach, and the time at peak of a kernel that reaches half of it."""
+    """Shares of peak that large kernels reach."""
 
     gemm: float
     conv: float
     memory: float
-    half_s: float
 
 
 def efficiency(device: Device, precision: str) -> Efficiency:
     """Estimated efficiencies of `device` with tensors of `precision` ("fp32", "tf32", "fp16", "bf16", "fp64")."""
     like = device.kind if device.like is None else device.like
     if like in _ACHIEVED:
-        return Efficiency(1.0, CONVOLUTION_TO_PRODUCT, 1.0, device.launch_s)
+        return Efficiency(1.0, CONVOLUTION_TO_PRODUCT, 1.0)
     row = next((row for row in _PRODUCTS if like.startswith(row[0])), ("", OTHERWISE, OTHERWISE))
     gemm = row[2] if precision in ("fp32", "fp64") else row[1]
-    return Efficiency(gemm, gemm * CONVOLUTION_TO_PRODUCT, OTHERWISE, device.launch_s)
+    return Efficiency(gemm, gemm * CONVOLUTION_TO_PRODUCT, OTHERWISE)
 
 
 def kernel_seconds(kernel: Kernel, device: Device, rate: float, reached: Efficiency) -> float:
@@ -67,8 +66,7 @@ def kernel_seconds(kernel: Kernel, device: Device, rate: float, reached: Efficie
     if kernel.engine is Engine.MEMORY:
         return max(device.launch_s, memory_s)
     share = reached.conv if kernel.engine is Engine.CONV else reached.gemm
-    half = rate * reached.half_s
-    compute_s = (kernel.flops + half) / (rate * share)
+    compute_s = (kernel.flops + rate * device.launch_s) / (rate * share)
     return max(device.launch_s, memory_s, compute_s)
 
 
