@@ -28,18 +28,13 @@ from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray
+from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.lowering.lower import lower
 from parplan.lowering.program import Program
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
-__all__ = [
-    "BUCKET_BYTES", "PRECISIONS", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes",
-]  # fmt: skip
-
-# Gradients are summed in buckets of this size (the default of torch's DistributedDataParallel), so a layer pays the
-# latency of an all-reduce in proportion to its share of a bucket.
-BUCKET_BYTES = 25 * 2**20
+__all__ = ["PRECISIONS", "RooflineCosts", "estimated_step", "part_key", "part_of", "rate_notes"]
 
 # How far estimates may be off, relative: of layers (nothing was measured), of links whose numbers were measured
 # elsewhere, and of other links. Judgement, not statistics: the report prints ranges from them.
@@ -101,7 +96,8 @@ class RooflineCosts:
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         self.step = estimated_step(cluster)
         specs = [graph.values[name] for name in graph.parameters]
-        # Gradients are summed a bucket at a time, or all together where they do not fill one.
+        # Gradients are summed a bucket at a time, or all together where they do not fill one: a layer pays the latency
+        # of an all-reduce in proportion to its share.
         self.message_bytes = max(1, min(BUCKET_BYTES, sum(spec.nbytes for spec in specs if spec.requires_grad)))
         self._layers: dict[Hashable, LayerCost] = {}
         self._memories: dict[Hashable, LayerMemory] = {}

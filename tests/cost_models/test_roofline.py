@@ -15,10 +15,11 @@ from parplan.cost_models.memory.layer_memory import MemoryModel
 from parplan.cost_models.ops.efficiency import Efficiency, efficiency, kernel_seconds
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, flops_of, op_work
-from parplan.cost_models.roofline import BUCKET_BYTES, RooflineCosts, part_of
+from parplan.cost_models.roofline import RooflineCosts, part_of
 from parplan.errors import ClusterError
 from parplan.graph.capture.capture import capture
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.plan import Strategy
 from tests.cost_models.networks import NETWORKS, full_alexnet, network
 

@@ -22,9 +22,10 @@ from parplan.cost_models.costs import (
 )
 from parplan.cost_models.layer_profile.records import LayerProfile, Times
 from parplan.cost_models.optimizers import optimizer_memory
-from parplan.cost_models.roofline import BUCKET_BYTES, estimated_step
+from parplan.cost_models.roofline import estimated_step
 from parplan.errors import ClusterError
 from parplan.graph.layer_graph import Layer, LayerGraph
+from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.plan import Strategy
 
 __all__ = ["ProfileCosts"]

@@ -16,9 +16,10 @@ from parplan.cost_models.costs import Source
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.measured import step_cost
 from parplan.cost_models.profile.records import LinkEntry, SessionProfile
-from parplan.cost_models.roofline import BUCKET_BYTES, RooflineCosts
+from parplan.cost_models.roofline import RooflineCosts
 from parplan.graph.layer_graph import TensorSpec
 from parplan.layout import Grid, Layout
+from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.plan import Strategy
 from tests.planner.graphs import perceptron
 
