@@ -69,11 +69,8 @@ class MemoryModel:
         self.moments = Moments(len(graph.layers))
         self._index = {name: index for index, name in enumerate(graph.layers)}
         self._owned: dict[str, list[Lifetime]] = defaultdict(list)
-        for lifetime in (*self._times.values, *self._times.gradients):
+        for lifetime in (*self._times.values, *self._times.gradients, *self._times.state_gradients.values()):
             self._owned[lifetime.layer].append(lifetime)
-        self._state_gradients: dict[str, list[Lifetime]] = defaultdict(list)
-        for lifetime in self._times.state_gradients.values():
-            self._state_gradients[lifetime.layer].append(lifetime)
         self._kept: dict[str | None, list[str]] = defaultdict(list)
         for value in self._times.kept:
             self._kept[self._times.home(value)].append(value)
@@ -172,8 +169,6 @@ class MemoryModel:
         """What the layer's own tensors take, by op time."""
         times, name = self._times, local.layer.name
         found = [_Span(one.start, one.stop, self._taken(local, [one.value])) for one in self._owned[name]]
-        for one in self._state_gradients[name]:
-            found.append(_Span(one.start, times.back(0) + 1, self._taken(local, [one.value])))
         for position, call in enumerate(calls, times.first[name]):
             saved, back = self._saved(local, call), times.back(position)
             found.append(_Span(position, back, saved.inner_bytes))

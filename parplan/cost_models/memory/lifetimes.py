@@ -27,7 +27,8 @@ _TRANSPOSED = frozenset(["linear"])
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A tensor from time `start` to `stop`, both included, of the size that `value` has in the layer that owns it."""
+    """A tensor from time `start` to `stop`, both included, of the size that `value` has in the layer that owns it;
+    `stop` beyond the backward: to the end."""
 
     layer: str
     value: str
@@ -54,7 +55,7 @@ class Lifetimes:
         first: position of every layer's first op.
         values: tensors made by ops.
         gradients: gradients of those.
-        state_gradients: when the backward first makes a parameter's gradient, by placeholder; the layer owns it.
+        state_gradients: of parameters, from when the backward first makes one, by placeholder; the layer owns it.
         added_apart: parameters whose gradient has a term that autograd adds no other to in place.
         inputs: the first layer that takes a user input, by name.
         kept: the values that autograd keeps, views as what they show.
@@ -182,7 +183,7 @@ class Lifetimes:
                 terms = 2 if call.op in _TRANSPOSED or operand.name in self.added_apart else 1
                 self._brief += [Lifetime(layer, operand.name, time, time)] * terms
             self.added_apart |= {operand.name} if call.op in _TRANSPOSED else set()
-            self.state_gradients.setdefault(operand.name, Lifetime(layer, operand.name, time, self.back(0)))
+            self.state_gradients.setdefault(operand.name, Lifetime(layer, operand.name, time, self.back(0) + 1))
             return
         root = self._passed_root(operand.name)
         known = self._held.get(root)
