@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.memory_networks import NETWORKS, Network
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_peaks import peaks as program_peaks
+from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.lowering.lower import lower
 from parplan.lowering.step_setting import StepSetting
@@ -123,7 +123,8 @@ def peaks(case: Case) -> Peaks:
         rule = PLANS.get(case.plan, data_parallel)
         chosen = {name: rule(graph, layer, case.devices) for name, layer in graph.layers.items()}
         program = lower(graph, chosen, StepSetting.per_process(case.devices, graph.batch or 1))
-        predicted.extend(program_peaks(MemoryModel(graph, case.optimizer, on_cpu=True), program))
+        model = MemoryModel(graph, case.optimizer, on_cpu=True)
+        predicted.extend(memory_over_step(model, program).max(axis=0).tolist())
         return Plan(graph.model, graph.fingerprint, graph.batch or 1, case.devices, chosen)
 
     compiled = Compiled(net, planner, check="off")

@@ -20,7 +20,7 @@ from parplan.cost_models.communication.transfers import Transfers
 from parplan.cost_models.costs import LayerCost, LayerMemory, Source, StepCost
 from parplan.cost_models.devices.hardware_table import CPU
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.memory.plan_peaks import memory_over_step, peaks
+from parplan.cost_models.memory.plan_peaks import memory_over_step
 from parplan.cost_models.ops.efficiency import efficiency, kernel_seconds, rate_of
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.ops.work import Engine, Kernel, op_work
@@ -30,7 +30,6 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray
 from parplan.lowering.holdings import BUCKET_BYTES
 from parplan.lowering.lower import lower
-from parplan.lowering.program import Program
 from parplan.lowering.step_setting import StepSetting
 from parplan.plan import Strategy
 
@@ -150,15 +149,13 @@ class RooflineCosts:
         """Peak bytes per device of a whole plan, transfers included."""
         key = tuple(strategies[name] for name in self.graph.layers)
         if key not in self._peaks:
-            self._peaks[key] = peaks(self._memory_model, self._program(strategies))
+            self._peaks[key] = tuple(self.memory_over_step(strategies).max(axis=0).tolist())
         return self._peaks[key]
 
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
         """Bytes by phase of the step and device of a whole plan in one pass, transfers included."""
-        return memory_over_step(self._memory_model, self._program(strategies))
-
-    def _program(self, strategies: Mapping[str, Strategy]) -> Program:
-        return lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
+        program = lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
+        return memory_over_step(self._memory_model, program)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

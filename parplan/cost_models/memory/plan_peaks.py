@@ -24,12 +24,7 @@ from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray, block_shapes
 from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
 
-__all__ = ["memory_over_step", "peaks"]
-
-
-def peaks(model: MemoryModel, program: Program) -> tuple[int, ...]:
-    """Peak bytes on each device in a step of `program`; arguments as for `memory_over_step`."""
-    return tuple(memory_over_step(model, program).max(axis=0).tolist())
+__all__ = ["memory_over_step"]
 
 
 def memory_over_step(model: MemoryModel, program: Program) -> IntArray:
