@@ -30,8 +30,7 @@ from parplan.cost_models.measurement.runnable_parts import part_entry
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.roofline import DOUBT, RooflineCosts, part_key, part_of
 from parplan.cost_models.sampling import Measurement
-from parplan.graph.layer_graph import Layer, LayerGraph, TensorSpec
-from parplan.graph.local import local_shape
+from parplan.graph.layer_graph import Layer, LayerGraph
 from parplan.plan import Strategy
 
 __all__ = [
@@ -130,10 +129,6 @@ class MeasuredCosts(AdaptedCosts):
         self._costs: dict[Hashable, LayerCost] = {}
         self._points: dict[tuple[int, str], list[_Point]] = {}
         self._medians: dict[tuple[int, bool], _Ratio | None] = {}
-        self._owners: dict[str, str] = {}
-        for layer in fallback.graph.layers.values():
-            for name in layer.parameters:
-                self._owners.setdefault(fallback.graph.parameters[name], layer.name)
         self._corrections = {busy: correction(p, reference_s) for busy, p in self._profiles.items()}
         self._updates = {
             busy: UpdateTimes(profile, fallback.optimizer, self._scale) for busy, profile in self._profiles.items()
@@ -175,15 +170,9 @@ class MeasuredCosts(AdaptedCosts):
 
     def _update_s(self, layer: Layer, strategy: Strategy, busy: int, estimate: LayerCost) -> float:
         """The update of the parameters the device holds, each counted by the first layer that uses it."""
-        times, graph = self._updates[busy], self._fallback.graph
-        if not times or not self._fallback.memory(layer, strategy).gradients_bytes:
-            return estimate.update_s
-        part, sizes = part_of(graph, layer, strategy), list[int]()
-        for name in layer.parameters:
-            spec = graph.values[name]
-            if spec.requires_grad and self._owners[graph.parameters[name]] == layer.name:
-                sizes.append(TensorSpec(local_shape(graph, part, name), spec.dtype).nbytes)
-        return times.seconds(sizes)
+        times, fallback = self._updates[busy], self._fallback
+        sizes = fallback.memory_model.trained_bytes(part_of(fallback.graph, layer, strategy)) if times else []
+        return times.seconds(sizes) if any(sizes) else estimate.update_s
 
     def _ratio(self, entry: PartEntry, busy: int) -> _Ratio | None:
         """Measured over ideal seconds of a part that was not measured; None where nothing like it was."""

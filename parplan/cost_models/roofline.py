@@ -67,6 +67,7 @@ class RooflineCosts:
         links: measured communication, in place of the cluster's rates.
 
     Attributes:
+        memory_model: bytes of its layers.
         step: as much overlap as the cluster allows, and no time for the runtime itself.
         message_bytes: of gradients that are summed at a time.
 
@@ -90,7 +91,7 @@ class RooflineCosts:
         self.optimizer = optimizer
         self._kind_of = {number: kind for kind, group in enumerate(cluster.groups) for number in group.members}
         on_cpu = all(CPU.kind in (group.device.kind, group.device.like) for group in cluster.groups)
-        self._memory_model = MemoryModel(graph, optimizer, on_cpu)
+        self.memory_model = MemoryModel(graph, optimizer, on_cpu)
         self.transfers = Transfers(cluster, links)
         self.transfer, self.transfer_matrix = self.transfers.transfer, self.transfers.transfer_matrix
         self.step = estimated_step(cluster)
@@ -114,7 +115,7 @@ class RooflineCosts:
             backward_s = sum(self._seconds(kernel, own) for work in works for kernel in work.backward)
             trained_bytes = self.memory(layer, strategy).gradients_bytes
             # The update in one go reads weights, gradients and state, and writes weights and state.
-            moved_bytes = (3 + 2 * self._memory_model.optimizer.states) * trained_bytes
+            moved_bytes = (3 + 2 * self.memory_model.optimizer.states) * trained_bytes
             update = Kernel(Engine.MEMORY, 0.0, moved_bytes, torch.float32)
             update_s = self._seconds(update, own) if trained_bytes else 0.0
             self._layers[kind, key] = LayerCost(forward_s, backward_s, Source.ESTIMATED, DOUBT, update_s)
@@ -142,7 +143,7 @@ class RooflineCosts:
         """Bytes on each device of `layer`."""
         key = part_key(layer, strategy)
         if key not in self._memories:
-            self._memories[key] = self._memory_model.layer_memory(part_of(self.graph, layer, strategy))
+            self._memories[key] = self.memory_model.layer_memory(part_of(self.graph, layer, strategy))
         return self._memories[key]
 
     def peaks(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
@@ -155,7 +156,7 @@ class RooflineCosts:
     def memory_over_step(self, strategies: Mapping[str, Strategy]) -> IntArray:
         """Bytes by phase of the step and device of a whole plan in one pass, transfers included."""
         program = lower(self.graph, strategies, StepSetting.on(self.cluster, self.graph.batch or 1))
-        return memory_over_step(self._memory_model, program)
+        return memory_over_step(self.memory_model, program)
 
     def reduction(self, layer: Layer, strategy: Strategy) -> float:
         """Seconds on the links to sum the weight gradients of `layer` over its copies, in rings, bucketed.

@@ -84,20 +84,23 @@ class MemoryModel:
 
     def layer_memory(self, local: LocalLayer) -> LayerMemory:
         """Bytes on the device that has `local`."""
-        layer, trained = local.layer, self._trained(local)
-        calls = op_calls(self.graph, local)
+        layer, calls, trained_bytes = local.layer, op_calls(self.graph, local), sum(self.trained_bytes(local))
         moved_bytes = self._nbytes(local, (*layer.inputs, *layer.outputs))
         held: dict[tuple[int, int], int] = defaultdict(int)
         for one in (*self._own(local, calls), *self._around(local)):
             held[one.start, one.end] += one.nbytes
         return LayerMemory(
             weights_bytes=self._nbytes(local, self._stored(local)),
-            gradients_bytes=self._nbytes(local, trained),
-            optimizer_bytes=self.optimizer.states * self._nbytes(local, trained),
+            gradients_bytes=trained_bytes,
+            optimizer_bytes=self.optimizer.states * trained_bytes,
             saved_bytes=self._saved_bytes(local, calls),
             transient_bytes=moved_bytes + _workspace_bytes(calls, layer.outputs),
             held=tuple(Held(*interval, nbytes) for interval, nbytes in sorted(held.items()) if nbytes > 0),
         )
+
+    def trained_bytes(self, local: LocalLayer) -> list[int]:
+        """Bytes of each trained parameter on the device, counted by the first layer that uses it."""
+        return [self._nbytes(local, [name]) for name in self._trained(local)]
 
     def own(self, local: LocalLayer) -> list[Held]:
         """What the layer's own tensors take, whatever runs around it: an interval may come more than once."""
