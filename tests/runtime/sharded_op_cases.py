@@ -160,7 +160,7 @@ def plain(value: Any) -> list[Any]:
 
 def _plain(leaf: Any) -> Any:
     if isinstance(leaf, ShardedTensor):
-        assert leaf.local.shape == leaf.placement.local_shape
+        assert leaf.local.shape == leaf.placement.cut(torch.empty(leaf.shape)).shape
         return leaf.whole()
     return leaf.current().clone() if isinstance(leaf, ShardedView) else leaf
 

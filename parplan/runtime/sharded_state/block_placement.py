@@ -22,7 +22,7 @@ from parplan.layout import Block, Range, regions_of, shape_of
 from parplan.runtime.compat import group_timeout
 from parplan.runtime.transport.base import Transport, block, block_values
 
-__all__ = ["HeldBlock", "Placement", "TaggedCollectives"]
+__all__ = ["Placement", "TaggedCollectives"]
 
 # One message: the tag's text, its digest, and as many numbers as fit; fixed, as ranks that differ must still meet.
 TEXT_BYTES, DIGEST_BYTES, NUMBERS = 128, 16, 14
@@ -98,11 +98,11 @@ class TaggedCollectives:
     def gather_blocks(self, tag: str, own: Tensor, placement: Placement) -> Tensor:
         """The whole tensor, where all ranks are known to run this."""
         whole = own.new_empty(placement.shape)
-        for part in placement.parts:
-            mine = self.rank == part.ranks[0]
-            moving = own.detach().contiguous() if mine else own.new_empty(shape_of(part.block))
-            self._transport.broadcast(tag, moving, part.ranks[0], range(self.processes))
-            for outer, inner in regions_of(part.block):
+        for region, speaker in placement.speakers.items():
+            mine = self.rank == speaker
+            moving = own.detach().contiguous() if mine else own.new_empty(shape_of(region))
+            self._transport.broadcast(tag, moving, speaker, range(self.processes))
+            for outer, inner in regions_of(region):
                 block(whole, outer).copy_(block(moving, inner))
         return whole
 
@@ -122,14 +122,6 @@ class TaggedCollectives:
         total = own.detach().to(self._transport.physical(self.rank), copy=True, memory_format=torch.contiguous_format)
         self._transport.reduce(tag, range(self.processes), {self.rank: total}).wait()
         return total.div_(self.processes).to(own.device)
-
-
-@dataclass(frozen=True)
-class HeldBlock:
-    """A block of a tensor and the ranks that hold it, the first of which speaks for all."""
-
-    block: Block
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +144,7 @@ class Placement:
     collectives: TaggedCollectives = field(repr=False)
 
     def __post_init__(self) -> None:
-        covered = sum(prod(shape_of(part.block)) for part in self.parts)
+        covered = sum(prod(shape_of(region)) for region in self.speakers)
         if covered != prod(self.shape):
             raise RuntimeFailure(
                 f"{self.name}: ranks hold {covered} of its {prod(self.shape)} elements, so it cannot be put together; "
@@ -160,12 +152,12 @@ class Placement:
             )
 
     @cached_property
-    def parts(self) -> tuple[HeldBlock, ...]:
-        """The distinct blocks."""
-        found: dict[Block, list[int]] = {}
+    def speakers(self) -> Mapping[Block, int]:
+        """The distinct blocks, each with the first rank that holds it, which speaks for all that do."""
+        found: dict[Block, int] = {}
         for rank, region in sorted(self.blocks.items()):
-            found.setdefault(region, []).append(rank)
-        return tuple(HeldBlock(region, tuple(ranks)) for region, ranks in found.items())
+            found.setdefault(region, rank)
+        return found
 
     @cached_property
     def own(self) -> Block:
@@ -173,14 +165,9 @@ class Placement:
         return self.blocks.get(self.collectives.rank, tuple(Range(0, 0) for _ in self.shape))
 
     @cached_property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's tensor; a number that it does not hold is an empty vector."""
-        return shape_of(self.own) if self.shape or self.collectives.rank in self.blocks else (0,)
-
-    @cached_property
     def counts(self) -> bool:
         """Whether this rank speaks for its block in sums over all elements."""
-        return any(part.ranks[0] == self.collectives.rank for part in self.parts)
+        return self.collectives.rank in self.speakers.values()
 
     @property
     def on_all_ranks(self) -> bool:
