@@ -62,11 +62,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if call.rule.kind in (OpKind.VIEW, OpKind.ALIAS):
         source = next(o.tensor.source for o in views.values() if isinstance(o.tensor, ShardedView))
         return pytree.tree_map_only(Tensor, lambda tensor: ShardedView(tensor, source), call.run(plain))
-    names, count = call.rule.names, len(args)
-    given = {name: replaced(value, plain) for name, value in call.given.items()}
-    inner = ShardedCall(
-        func, [given[n] for n in names[:count]], {n: v for n, v in given.items() if n not in names[:count]}
-    )
+    named = {name: replaced(value, plain) for name, value in kwargs.items()}
+    inner = ShardedCall(func, [replaced(value, plain) for value in args], named)
     computed = _HANDLERS[call.rule.kind](inner) if inner.sharded else inner.run({})
     for operand in views.values():
         if operand.written and isinstance(operand.tensor, ShardedView):

@@ -166,8 +166,7 @@ class ShardedCall:
     """One call of an op, its arguments by name."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.func, self.rule = func, rule_of(func)
-        self._positional = len(args)
+        self.func, self.rule, self._args, self._kwargs = func, rule_of(func), args, kwargs
         self.given = {**dict(zip(self.rule.names, args, strict=False)), **kwargs}
         self.operands = [
             TensorOperand(name, index if isinstance(value, (list, tuple)) else None, tensor, name in self.rule.written)
@@ -178,10 +177,8 @@ class ShardedCall:
 
     def run(self, tensors: Mapping[int, Tensor]) -> Any:
         """Call the op with other tensors in place of some operands, by their ids."""
-        values = {name: replaced(value, tensors) for name, value in self.given.items()}
-        names = self.rule.names[: self._positional]
-        rest = {name: value for name, value in values.items() if name not in names}
-        return self.func(*(values[name] for name in names), **rest)
+        named = {name: replaced(value, tensors) for name, value in self._kwargs.items()}
+        return self.func(*(replaced(value, tensors) for value in self._args), **named)
 
     def result(self, computed: Any) -> Any:
         """The op's result: the arguments themselves where it writes to them."""
