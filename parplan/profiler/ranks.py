@@ -29,14 +29,6 @@ class Ranks(ProcessGroup):
         self._group: Any = None if whole else dist.new_group(list(range(count)))
         self._device = device
 
-    def barrier(self) -> None:
-        """Wait until all processes are here."""
-        self.mean([0.0])
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set."""
-        return bool(self.max(float(flag)))
-
     def mean(self, figures: Sequence[float]) -> list[float]:
         """Each figure's mean over all processes."""
         total = torch.tensor(figures, dtype=torch.float64, device=self._device)

@@ -47,10 +47,11 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
+        self.mean([0.0])
 
     def any(self, flag: bool) -> bool:
         """Whether the flag of any process is set."""
-        return flag
+        return bool(self.max(float(flag)))
 
     def mean(self, figures: Sequence[float]) -> list[float]:
         """Each figure's mean over all processes."""
