@@ -9,7 +9,6 @@ come out of compute, as in a step. A time is that of the slowest device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 from statistics import fmean, median
@@ -141,39 +140,31 @@ def between_compute(run: Callable[[], None], reference: Reference, ranks: Proces
     return max(0.0, ranks.max(perf_counter() - start) - compute_s) / times
 
 
-@dataclass(frozen=True)
-class _Pattern:
+def _pattern(kind: str, count: int) -> tuple[Layout, Layout, float]:
     """The layouts a matrix goes between, and the share of it that the busiest device receives."""
-
-    source: Layout
-    target: Layout
-    received: float
-
-
-def _pattern(kind: str, count: int) -> _Pattern:
     grid, rest = Grid(tuple(range(count)), 1, count), (count - 1) / count
     return {
-        "copy": _Pattern(Layout(Grid((0,), 1, 1), None), Layout(Grid((1,), 1, 1), None), 1.0),
-        "all-gather": _Pattern(Layout(grid, None, 1), Layout(grid, None), rest),
-        "reduce-scatter": _Pattern(Layout(grid, None, None, partial=True), Layout(grid, None, 1), rest),
-        "all-to-all": _Pattern(Layout(grid, None, 0), Layout(grid, None, 1), rest / count),
+        "copy": (Layout(Grid((0,), 1, 1), None), Layout(Grid((1,), 1, 1), None), 1.0),
+        "all-gather": (Layout(grid, None, 1), Layout(grid, None), rest),
+        "reduce-scatter": (Layout(grid, None, None, partial=True), Layout(grid, None, 1), rest),
+        "all-to-all": (Layout(grid, None, 0), Layout(grid, None, 1), rest / count),
     }[kind]
 
 
 def _exchange(transport: DistributedTransport, count: int, kind: str, nbytes: int) -> Callable[[], None]:
     """A function that moves a square matrix between two layouts, so that the busiest device receives `nbytes`."""
-    pattern = _pattern(kind, count)
-    side = max(count, isqrt(max(1, round(nbytes / pattern.received / 4))) // count * count)
+    source, target, received = _pattern(kind, count)
+    side = max(count, isqrt(max(1, round(nbytes / received / 4))) // count * count)
 
     def shape(layout: Layout) -> tuple[int, ...]:
         return tuple(side // layout.grid.shards if dim == layout.shard_dim else side for dim in range(2))
 
-    moving = tuple(pieces((side, side), pattern.source, pattern.target))
-    shapes = {device: shape(pattern.target) for device in pattern.target.grid.devices}
+    moving = tuple(pieces((side, side), source, target))
+    shapes = {device: shape(target) for device in target.grid.devices}
     exchange = Exchange(f"{kind} of {nbytes} bytes", moving, shapes, torch.float32)
     held: Held = {}
-    if transport.rank in pattern.source.grid.devices:
-        held[transport.rank] = torch.ones(shape(pattern.source), device=transport.physical(transport.rank))
+    if transport.rank in source.grid.devices:
+        held[transport.rank] = torch.ones(shape(source), device=transport.physical(transport.rank))
 
     def run() -> None:
         transport.begin()
