@@ -20,7 +20,7 @@ from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_module, local_shape
 from parplan.graph.packed_sequences import longest
 
-__all__ = ["LayerPart", "family_of", "part_entry", "part_signature"]
+__all__ = ["LayerPart", "part_entry", "part_signature"]
 
 
 def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
@@ -39,21 +39,16 @@ def part_signature(graph: LayerGraph, part: LocalLayer) -> str:
     return "\n".join(lines + [SHARED] * part.shares_statistics)
 
 
-def family_of(graph: LayerGraph, part: LocalLayer) -> str:
-    """The op class of a part: its ops, and the type they compute in; parts of one family differ in sizes only."""
-    ops = [call.op for call in op_calls(graph, part) if not call.is_view]
-    types = {str(out.dtype).removeprefix("torch.") for call in op_calls(graph, part) for out in call.outputs}
-    return " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * part.shares_statistics])
-
-
 def part_entry(graph: LayerGraph, part: LocalLayer, measurement: Measurement) -> PartEntry:
-    """A measurement of a part as a profile keeps it."""
+    """A measurement of a part as a profile keeps it; parts of one family differ in sizes only."""
     calls = op_calls(graph, part)
+    ops = [call.op for call in calls if not call.is_view]
+    types = {str(out.dtype).removeprefix("torch.") for call in calls for out in call.outputs}
+    family = " ".join([" ".join(ops) or "view", "/".join(sorted(types)), *[SHARED] * part.shares_statistics])
     kernels = [kernel for call in calls for kernel in op_work(call).forward]
     flops, nbytes = sum(kernel.flops for kernel in kernels), float(sum(kernel.nbytes for kernel in kernels))
     gradients = tuple(operand.requires_grad for call in calls for operand in (*call.inputs, *call.outputs))
-    signature, family = part_signature(graph, part), family_of(graph, part)
-    return PartEntry(signature, family, flops, nbytes, measurement, gradients=gradients)
+    return PartEntry(part_signature(graph, part), family, flops, nbytes, measurement, gradients=gradients)
 
 
 @dataclass(frozen=True)

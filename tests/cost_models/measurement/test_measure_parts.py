@@ -14,7 +14,7 @@ from parplan.cost_models.measured import MeasuredCosts
 from parplan.cost_models.measurement import measure_parts as measuring
 from parplan.cost_models.measurement.in_context_timing import ProcessGroup
 from parplan.cost_models.measurement.measure_parts import Outcome, measure_parts
-from parplan.cost_models.measurement.runnable_parts import LayerPart, family_of, part_entry, part_signature
+from parplan.cost_models.measurement.runnable_parts import LayerPart, part_entry, part_signature
 from parplan.cost_models.ops.op_calls import op_calls
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
@@ -95,8 +95,8 @@ def test_a_part_is_the_same_whichever_devices_have_it() -> None:
 
 def test_parts_of_one_family_differ_in_size_only() -> None:
     graph = perceptron()
-    parts = {name: part_of(graph, layer, ONE) for name, layer in graph.layers.items()}
-    families = {name: family_of(graph, part) for name, part in parts.items()}
+    taken = Measurement(1.0, 1.0, 0.0, 1)
+    families = {n: part_entry(graph, part_of(graph, layer, ONE), taken).family for n, layer in graph.layers.items()}
     linear = {family for name, family in families.items() if graph.layers[name].kind == "linear"}
     assert len(linear) == 1 < len(set(families.values()))
 
