@@ -71,9 +71,6 @@ class MemoryModel:
         self._owned: dict[str, list[Lifetime]] = defaultdict(list)
         for lifetime in (*self._times.values, *self._times.gradients, *self._times.state_gradients.values()):
             self._owned[lifetime.layer].append(lifetime)
-        self._kept: dict[str | None, list[str]] = defaultdict(list)
-        for value in self._times.kept:
-            self._kept[self._times.home(value)].append(value)
         self._layer_at = [self._index[n] for n, layer in graph.layers.items() for _ in layer.nodes]
         # Of every op time, and of the one beyond the backward.
         self._moments_at = [self._moment(time) for time in range(self._times.back(0) + 2)]
@@ -229,7 +226,7 @@ class MemoryModel:
     def _saved_bytes(self, local: LocalLayer, calls: Iterable[OpCall]) -> int:
         inner = sum(saved_by(call, self.on_cpu).inner_bytes for call in calls)
         gathered = [name for name in self._gathered(local) if self._times.keeps(local.layer.name, name)]
-        return self._nbytes(local, (*self._kept[local.layer.name], *gathered)) + inner
+        return self._nbytes(local, (*self._times.kept[local.layer.name], *gathered)) + inner
 
     def _gathered(self, local: LocalLayer) -> list[str]:
         """Inputs that this layer's shards need whole."""

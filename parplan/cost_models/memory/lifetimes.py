@@ -6,6 +6,7 @@ sizes from the strategy of the layer that owns the tensor; so they are worked ou
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from parplan.cost_models.ops.op_calls import SLICES, OpCall, Operand, op_calls
@@ -58,7 +59,8 @@ class Lifetimes:
         state_gradients: of parameters, from when the backward first makes one, by placeholder; the layer owns it.
         added_apart: parameters whose gradient has a term that autograd adds no other to in place.
         inputs: the first layer that takes a user input, by name.
-        kept: the values that autograd keeps, views as what they show.
+        kept: the values that autograd keeps, views as what they show, by the layer that makes them, or first takes
+            them from the user.
     """
 
     def __init__(self, graph: LayerGraph, on_cpu: bool = False) -> None:
@@ -83,7 +85,7 @@ class Lifetimes:
         self._outputs = [name for name in dict.fromkeys(graph.user_outputs) if isinstance(name, str)]
         self._makers = {out.name: p for p, call in enumerate(self.calls) for out in call.outputs}
         self.inputs: dict[str, str] = {}
-        self.kept: tuple[str, ...] = ()
+        self.kept: dict[str | None, list[str]] = defaultdict(list)
         self.values = self._find_values()
         self._stops = {one.value: one.stop for one in self.values}
         self.state_gradients: dict[str, Lifetime] = {}
@@ -97,10 +99,6 @@ class Lifetimes:
     def back(self, position: int) -> int:
         """The time of an op's backward."""
         return 2 * self.ops - position
-
-    def home(self, value: str) -> str | None:
-        """The layer that makes a value, or first takes it from the user."""
-        return self._layers[self._makers[value]] if value in self._makers else self.inputs.get(value)
 
     def last_held(self, value: str) -> int:
         """The last time at which a value, or what it is a view of, is there."""
@@ -122,7 +120,9 @@ class Lifetimes:
                 last[self._root(operand.name)] = position
             for name in sorted(saved_by(call, self._on_cpu).values):
                 keeper.setdefault(self._root(name), position)
-        self.kept = tuple(keeper)
+        for name in keeper:
+            maker = self._layers[self._makers[name]] if name in self._makers else self.inputs.get(name)
+            self.kept[maker].append(name)
         # The runtime holds a call's results until it has gone back through all that was computed with them.
         kept_outputs = {self._root(name) for name in self._outputs}
         found = []
