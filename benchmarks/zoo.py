@@ -113,7 +113,7 @@ def run(target: str, verify: bool) -> dict[str, Any]:
         found, experts = built(target, meta=not verify)
     except Exception as error:
         return {"status": "not built", "detail": _line(error)}
-    args, kwargs = found.inputs.args, found.inputs.kwargs
+    args, kwargs = found.args, found.kwargs
     reason = forward_error(found.module, args, kwargs)
     if reason:
         return {"status": "not built", "detail": f"its own forward fails: {reason}"}

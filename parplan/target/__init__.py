@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from parplan.target.load import Target, load
+from parplan.target.inputs import Target
+from parplan.target.load import load
 
 __all__ = ["Target", "load"]

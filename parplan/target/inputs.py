@@ -1,4 +1,4 @@
-"""Example inputs: from a file's `example_inputs`, or from shapes on the command line; and their batch.
+"""A target, and its example inputs: from a file, or from shapes on the command line; and their batch.
 
 Planning needs shapes and types, not values, so a batch is one sample's memory seen many times.
 """
@@ -12,12 +12,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parplan.compat import pytree
 from parplan.errors import TargetError
+from parplan.pins import Pin
 
-__all__ = ["DTYPES", "Inputs", "from_example", "from_options", "with_batch"]
+__all__ = ["DTYPES", "Inputs", "Target", "from_example", "from_options", "with_batch"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,6 +30,28 @@ _SEED = 0
 # Elements of one sample, which are made here (4 GiB in fp32), and of all of them, which are only counted.
 _MOST_SAMPLE = 2**30
 _MOST = 2**44
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and one call of it.
+
+    Args:
+        name: the model's class name, or the file's name where the class is one of torch.nn's containers.
+        module: the model.
+        args, kwargs: the example inputs of one training step.
+        pins: what the target itself says of where layers run (`gpu=` in a layer file).
+        gpus: how many logical devices those pins need.
+        notes: what a reader of a plan should know of the target.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    pins: tuple[Pin, ...] = ()
+    gpus: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

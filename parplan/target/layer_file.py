@@ -8,17 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parplan.convnet2 import LayerFile, read
+from parplan.convnet2 import read
 from parplan.errors import TargetError
-from parplan.target.inputs import Inputs, from_options
+from parplan.target.inputs import Inputs, Target, from_options
 
 __all__ = ["layer_file"]
 
 
-def layer_file(
-    target: str, inputs: Sequence[str], layer_params: str | None, batch: int | None
-) -> tuple[LayerFile, tuple[Tensor, ...]]:
-    """The file a command line names, and data and labels of `batch` samples.
+def layer_file(target: str, inputs: Sequence[str], layer_params: str | None, batch: int | None) -> Target:
+    """The network of the file a command line names, and data and labels of `batch` samples.
 
     Args:
         inputs: shapes by dataIdx, which say how large a sample is.
@@ -53,4 +51,4 @@ def layer_file(
         if tuple(tensor.shape[1:]) != data.shape:
             wanted = "x".join(map(str, ("N", *data.shape)))
             raise TargetError(f"--input {'x'.join(map(str, tensor.shape))}: {data.name} needs {wanted}")
-    return found, examples
+    return Target(path.stem, found.network, examples, {}, found.pins, found.gpus, found.notes)

@@ -12,44 +12,18 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from torch import nn
 
 from parplan.errors import TargetError
-from parplan.pins import Pin
 from parplan.target.candidates import build, choose
-from parplan.target.inputs import from_example, from_options, with_batch
+from parplan.target.inputs import Target, from_example, from_options, with_batch
 from parplan.target.layer_file import layer_file
 from parplan.target.model_library import LIBRARIES, library_model
 from parplan.target.trouble import guarded
 
-__all__ = ["Target", "load"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model and one call of it.
-
-    Args:
-        name: the model's class name, or the file's name where the class is one of torch.nn's containers.
-        module: the model.
-        args, kwargs: the example inputs of one training step.
-        pins: what the target itself says of where layers run (`gpu=` in a layer file).
-        gpus: how many logical devices those pins need.
-        notes: what a reader of a plan should know of the target.
-    """
-
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    pins: tuple[Pin, ...] = ()
-    gpus: int | None = None
-    notes: tuple[str, ...] = ()
+__all__ = ["load"]
 
 
 @dataclass(frozen=True)
@@ -98,16 +72,12 @@ def load(
         TargetError: nothing there, several candidates, no inputs, or an exception of the file's own.
     """
     if target.endswith(".cfg"):
-        file, args = layer_file(target, inputs, layer_params, batch)
-        return Target(Path(target).stem, file.network, args, {}, file.pins, file.gpus, file.notes)
+        return layer_file(target, inputs, layer_params, batch)
     if layer_params is not None:
         raise TargetError(f"--layer-params goes with a cuda-convnet2 layer file, and {target} is none; leave it out")
     if target.partition(":")[0] in LIBRARIES:
-        known = library_model(target, batch, sequence, dtype, meta)
-        found_inputs = from_options(inputs) or known.inputs
-        return Target(
-            type(known.module).__name__, known.module, found_inputs.args, found_inputs.kwargs, notes=known.notes
-        )
+        known, instead = library_model(target, batch, sequence, dtype, meta), from_options(inputs)
+        return known if instead is None else replace(known, args=instead.args, kwargs=instead.kwargs)
     for name, value in (("--seq", sequence), ("--dtype", dtype)):
         if value is not None:
             raise TargetError(

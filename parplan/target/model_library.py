@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from parplan.errors import TargetError
-from parplan.target.inputs import DTYPES, Inputs
+from parplan.target.inputs import DTYPES, Target
 from parplan.target.trouble import guarded, trouble
 
-__all__ = ["LIBRARIES", "LibraryModel", "library_model"]
+__all__ = ["LIBRARIES", "library_model"]
 
 LIBRARIES = ("transformers", "timm")
 
@@ -36,15 +36,6 @@ _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_MAPPING",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LibraryModel:
-    """A model of a library with inputs of one training step, and notes on what was assumed."""
-
-    module: nn.Module
-    inputs: Inputs
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,8 +65,8 @@ class _Wanted:
 
 def library_model(
     target: str, batch: int | None = None, sequence: int | None = None, dtype: str | None = None, meta: bool = True
-) -> LibraryModel:
-    """The model that `library:name` names.
+) -> Target:
+    """The model that `library:name` names, with inputs of one training step, and notes on what was assumed.
 
     Args:
         target: `transformers:` with a model type (gpt2), an architecture (GPT2LMHeadModel) or a path to a config.json;
@@ -135,7 +126,7 @@ def _import_failure(target: str, library: str, error: Exception) -> TargetError:
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def _timm(timm: Any, name: str, wanted: _Wanted) -> LibraryModel:
+def _timm(timm: Any, name: str, wanted: _Wanted) -> Target:
     if wanted.sequence is not None:
         raise TargetError(f"--seq {wanted.sequence}: {wanted.target} takes images; leave it out")
     if not timm.is_model(name.split(".")[0]):
@@ -144,10 +135,10 @@ def _timm(timm: Any, name: str, wanted: _Wanted) -> LibraryModel:
     channels, height, width = model.default_cfg["input_size"]  # type: ignore[index]
     images = wanted.tensor(wanted.batch, channels, height, width)
     note = f"{wanted.target}: images of {channels} x {height} x {width}, {_said(wanted)}, no loss"
-    return LibraryModel(model, Inputs((images,), {}), (note,))
+    return Target(type(model).__name__, model, (images,), {}, notes=(note,))
 
 
-def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> LibraryModel:
+def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> Target:
     """A model by configuration; one with a loss is given labels."""
     config, source = _configuration(library, name, wanted.target)
     named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
@@ -163,7 +154,7 @@ def _transformers(library: Any, name: str, wanted: _Wanted, own_dtype: bool) -> 
     model = wanted.built(lambda: kind(config))
     inputs, said = _inputs(model, config, wanted)
     notes = (f"{wanted.target}: {kind.__name__} of {source}, {said}, {_said(wanted)}",)
-    return LibraryModel(model, Inputs((), inputs), notes)
+    return Target(type(model).__name__, model, (), inputs, notes=notes)
 
 
 def _said(wanted: _Wanted) -> str:
