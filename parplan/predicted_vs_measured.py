@@ -157,8 +157,6 @@ def predict_plan(graph: LayerGraph, plan: Plan, cluster: Cluster, costs: CostMod
         update_s=step.update_s,
         overhead_s=step.overhead_s,
         step_s=step.step_s,
-        low_s=step.low_s,
-        high_s=step.high_s,
         spans=_spans(work, cluster),
     )
 

@@ -49,7 +49,6 @@ class Expected:
         update_s: the optimizer's update.
         overhead_s: the runtime's own time.
         step_s: the whole step.
-        low_s, high_s: the range that the step was predicted to be in.
         spans: the predicted step over time, device by device; none where it is not simulated.
     """
 
@@ -60,6 +59,4 @@ class Expected:
     update_s: float = 0.0
     overhead_s: float = 0.0
     step_s: float = 0.0
-    low_s: float = 0.0
-    high_s: float = 0.0
     spans: tuple[TraceSpan, ...] = field(default=(), repr=False, compare=False)
