@@ -16,6 +16,7 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
+from parplan.cost_models.profile.mismatches import mismatches
 from parplan.cost_models.profile.records import SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
@@ -71,7 +72,7 @@ def known_costs(
         if profile.all() or profile.links(backend):
             profiles[busy] = profile
     if not profiles:
-        return KnownCosts(roofline, tuple(stored.mismatches(current_conditions(device, cluster.count))))
+        return KnownCosts(roofline, tuple(mismatches(stored.groups(), current_conditions(device, cluster.count))))
     measured, busiest = [entry.measurement for profile in profiles.values() for entry in profile.all()], max(profiles)
     then = [measurement.reference_s for measurement in measured if measurement.reference_s > 0]
     then_s = median_high(then) if then else 0.0

@@ -15,7 +15,6 @@ from pathlib import Path
 from sqlite3 import Connection, DatabaseError
 from typing import Any
 
-from parplan.cost_models.profile.mismatches import mismatches
 from parplan.cost_models.profile.records import Conditions, Entry, EntryGroup, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS, EntryTable
 from parplan.cost_models.profile.store_file import default_path, open_store, reported, transaction
@@ -74,10 +73,6 @@ class ProfileStore:
     def under(self, conditions: Conditions) -> StoredProfile:
         """The entries measured under exactly these conditions, to read and to add to."""
         return StoredProfile(self, conditions)
-
-    def mismatches(self, conditions: Conditions) -> list[str]:
-        """Notes on stored measurements that are ignored because device, torch, CUDA or flags differ."""
-        return mismatches(self.groups(), conditions)
 
     def groups(self, conditions: Conditions | None = None) -> list[EntryGroup]:
         """All entries, or those under `conditions`, sorted: one moment's, whatever other processes write."""

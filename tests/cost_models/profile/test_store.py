@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from parplan.cost_models.profile.mismatches import mismatches
 from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS
 from parplan.cost_models.profile.store import ProfileStore
@@ -109,7 +110,7 @@ def test_the_conditions_kept_are_counted_and_dated(store: ProfileStore) -> None:
 def test_what_was_not_used_is_told(store: ProfileStore, now: Conditions, notes: list[str]) -> None:
     store.put(group(CPU, part("a"), part("b"), link(1)))
     store.put(group(H200, part("a")))
-    assert store.mismatches(now) == notes
+    assert mismatches(store.groups(), now) == notes
 
 
 @pytest.mark.parametrize(
