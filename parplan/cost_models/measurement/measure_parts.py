@@ -101,7 +101,7 @@ def measure_parts(
             else:
                 try:
                     runnable = LayerPart.of(graph, job.part, device)
-                    runnable.run(runnable.fresh_inputs())
+                    runnable.code(*runnable.fresh_inputs())
                 except (RuntimeError, IndexError, ValueError, TypeError) as error:  # whatever an op says of the inputs
                     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             # A part that one process cannot run none runs, or they would fall out of step.

@@ -88,10 +88,6 @@ class LayerPart:
         new = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors[: self.arriving]]
         return [*new, *self.tensors[self.arriving :]]
 
-    def run(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
-        """The code's results."""
-        return self.code(*inputs)
-
 
 # What tells a batch norm that shares its statistics with other replicas from one by itself: it is other code.
 SHARED = "shared statistics"
