@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -118,16 +119,12 @@ class CheckedModel:
             PlainFailure: the module fails.
         """
         graph = self.captured.graph
-
-        def weigh(results: Sequence[Tensor]) -> list[Tensor]:
-            return batch.whole_weights(graph, results)
-
+        weigh = partial(batch.whole_weights, graph) if self.gradients else None
         for accumulated in (False, True):
             try:
                 alone = isolated(self.module, graph, self.gradients)
                 with self.whole(), with_callers_modes(), alone as constants, double_casts(self.double):
-                    whole, loss = batch.whole.first(None), weigh if self.gradients else None
-                    found = plain_step(self.module, whole, self.training, loss, accumulated)
+                    found = plain_step(self.module, batch.whole.first(None), self.training, weigh, accumulated)
                 unknown |= constants.unknown if constants is not None else set()
                 return found
             except torch.OutOfMemoryError:
@@ -154,7 +151,7 @@ class CheckedModel:
             keep: its executor may serve the step itself.
         """
         graph = self.captured.graph
-        weigh = (lambda results: batch.own_weights(graph, results)) if self.gradients else None
+        weigh = partial(batch.own_weights, graph) if self.gradients else None
         with isolated(self.module, graph, self.gradients) as constants:
             executor = self.programs.checking_executor(self.captured, batch.sizes, keep)
             planned = executed_step(self.module, executor, batch.own.first(None), weigh)
