@@ -70,10 +70,9 @@ class Batch:
             return tuple(leaves)
         return tuple(self._rows(leaf, next(axes)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
-    def own_input(self, position: int, gradient: Tensor) -> Tensor:
-        """This process's rows of an input's gradient."""
-        sampled = self.whole.has_samples(self.whole.leaves[position])
-        return self._rows(gradient, SampleAxis(self.whole.dim, 1) if sampled else None)
+    def own_input(self, gradient: Tensor) -> Tensor:
+        """This process's rows of the gradient of an input with samples."""
+        return self._rows(gradient, SampleAxis(self.whole.dim, 1))
 
     def shares_input(self, position: int) -> bool:
         """Whether several processes hold the same input, so that each has a part of its gradient."""

@@ -175,32 +175,29 @@ class CheckedModel:
         wanted: dict[str, Tensor | None] = {}
         given: dict[str, Tensor | None] = {}
         for path, gradient in plain.gradients.items():
-            region, own = held.get(path), planned.gradients[path]
-            if path in held and region is None:
+            region, own = held.get(path, ()), planned.gradients[path]
+            if region is None:
                 continue
-            wanted[path] = block_values(gradient, region) if gradient is not None and region is not None else gradient
+            wanted[path] = block_values(gradient, region) if gradient is not None else None
             own = local_tensor(own) if own is not None else None
-            cut = own is None or region is None or tuple(own.shape) == shape_of(region)
-            given[path] = own if cut or own is None or region is None else block_values(own, region)
-        positions = {name: int(name.removeprefix("input ")) for name in plain.input_gradients}
-        compared = [name for name, position in positions.items() if not batch.shares_input(position)]
-        wholes = {name: plain.input_gradients[name] for name in compared}
-        wanted_inputs = {n: batch.own_input(positions[n], g) if g is not None else None for n, g in wholes.items()}
+            given[path] = own if own is None or tuple(own.shape) == shape_of(region) else block_values(own, region)
+        own_inputs = [n for n in plain.input_gradients if not batch.shares_input(int(n.removeprefix("input ")))]
+        wholes = {name: plain.input_gradients[name] for name in own_inputs}
+        wanted_inputs = {n: batch.own_input(g) if g is not None else None for n, g in wholes.items()}
         # A process's inputs see its own loss, of which the mean has a share.
         given_inputs = {n: g / batch.processes if g is not None else None for n, g in planned.input_gradients.items()}
-        given_inputs = {name: given_inputs[name] for name in compared}
         sharding = self.programs.sharding
         fresh = dict(sharding.fresh) if sharding is not None else {}
         fresh |= self.programs.fresh_buffers(graph, executor.program)
-        regions = {name: fresh[name].get(rank) if name in fresh else None for name in plain.buffers}
-        buffers = [name for name in plain.buffers if name not in fresh or rank in fresh[name]]
+        up_to_date = [name for name in plain.buffers if name not in fresh or rank in fresh[name]]
+        regions = {name: fresh[name][rank] if name in fresh else () for name in up_to_date}
         expected = StepValues(
             batch.own_results(graph, plain.results), wanted, wanted_inputs,
-            {name: block_values(plain.buffers[name], regions[name] or ()) for name in buffers},
+            {name: block_values(plain.buffers[name], region) for name, region in regions.items()},
         )  # fmt: skip
         found = StepValues(
             planned.results, given, given_inputs,
-            {name: block_values(planned.buffers[name], regions[name] or ()) for name in buffers},
+            {name: block_values(planned.buffers[name], region) for name, region in regions.items()},
         )  # fmt: skip
         return expected, found
 
