@@ -102,8 +102,8 @@ def test_listing(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     assert "`parplan profile TARGET --devices N` measures" in empty
     assert not list(own_cache.iterdir())
     with ProfileStore() as store:
-        store.put(group(CPU, part("a"), part("b"), link(8)))
-        store.put(group(H200, part("a", when="2026-02-03T04:05:06Z")))
+        store.put(CPU, [part("a"), part("b"), link(8)])
+        store.put(H200, [part("a", when="2026-02-03T04:05:06Z")])
     listed = run("profile", capsys)
     assert "  AMD EPYC, 1 thread, torch 2.13.0: 2 parts and 1 link, the last on 2025-06-01\n" in listed
     assert "  h200-sxm, torch 2.11.0, cuda 12.8, tf32 matmul: 1 part, the last on 2026-02-03\n" in listed
@@ -115,7 +115,7 @@ def test_what_is_exported_can_be_imported(
     given = [group(CPU, part("a"), link(8)), group(H200, part("b"))]
     with ProfileStore() as store:
         for one in given:
-            store.put(one)
+            store.put(one.conditions, one.entries)
         here = store.groups()
     file = tmp_path / "mine.json"
     assert run(f"profile --export {file}", capsys) == f"3 entries written to {file}\n"

@@ -47,7 +47,7 @@ def parts(reference_s: float = NOW_S) -> SessionProfile:
 
 
 def keep(store: ProfileStore, conditions: Conditions, profile: SessionProfile, origin: str = "") -> None:
-    store.put(group(conditions, *profile.all(), origin=origin))
+    store.put(conditions, group(conditions, *profile.all(), origin=origin).entries)
 
 
 def known(store: ProfileStore, devices: int = 2, **options: Any) -> KnownCosts:
@@ -70,7 +70,7 @@ def test_an_empty_store_is_estimates_without_a_word(store: ProfileStore) -> None
 
 def test_what_was_measured_is_used_and_said(store: ProfileStore) -> None:
     keep(store, current_conditions(CPU, 2), parts())
-    store.put(group(current_conditions(CPU, 2), link(1 << 20)))
+    store.put(current_conditions(CPU, 2), [link(1 << 20)])
     found = known(store)
     count = len(parts().all())
     assert sources(found) == {Source.MEASURED}
@@ -182,7 +182,7 @@ def test_reading_costs_makes_no_store(own_cache: Path, store: ProfileStore) -> N
 
 def test_what_is_kept_stays_as_it_is(store: ProfileStore) -> None:
     keep(store, current_conditions(CPU, 2), parts())
-    store.put(group(current_conditions(CPU, 2), part("something else")))
+    store.put(current_conditions(CPU, 2), [part("something else")])
     before = store.groups()
     sources(known(store))
     assert store.groups() == before

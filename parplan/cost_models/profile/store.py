@@ -87,15 +87,15 @@ class ProfileStore:
             groups = [_group(connection, each) for each in found]
         return [group for group in groups if group.parts or group.links]
 
-    def put(self, group: EntryGroup) -> None:
-        """Add the entries of `group`, or replace those with the same keys: all of them or none.
+    def put(self, conditions: Conditions, entries: Iterable[PartEntry | LinkEntry]) -> None:
+        """Add entries, or replace those with the same keys: all of them or none.
 
         Raises:
             ProfileError: a figure makes no sense; the file cannot be written.
         """
         with self._writing() as connection:
-            for entry in group.entries:
-                _put(connection, group.conditions, entry)
+            for entry in entries:
+                _put(connection, conditions, entry)
 
     def merge(self, groups: Sequence[EntryGroup]) -> Merged:
         """Add imported entries, all or none; a newer one replaces an older one, unless that was measured here.
@@ -137,9 +137,7 @@ class StoredProfile(SessionProfile):
 
     def put(self, *entries: PartEntry | LinkEntry) -> None:
         """Add or replace entries, all or none: many at once are much faster than one by one."""
-        parts = tuple(entry for entry in entries if isinstance(entry, PartEntry))
-        links = tuple(entry for entry in entries if isinstance(entry, LinkEntry))
-        self._store.put(EntryGroup(self._conditions, parts, links))
+        self._store.put(self._conditions, entries)
         super().put(*entries)
 
 

@@ -63,15 +63,15 @@ def test_entries_outlive_the_store(tmp_path: Path) -> None:
     ],
 )
 def test_entries_made_under_other_conditions_are_never_found(store: ProfileStore, now: Conditions) -> None:
-    store.put(group(CPU, part("relu"), link(10)))
+    store.put(CPU, [part("relu"), link(10)])
     other = store.under(now)
     assert (other.get("relu"), *other.family("relu"), *other.links("gloo")) == (None,)
 
 
 def test_the_conditions_kept_are_counted_and_dated(store: ProfileStore) -> None:
     days = [f"2025-06-0{day}T12:00:00+00:00" for day in (1, 2, 3)]
-    store.put(group(H200, part("undated", when="")))
-    store.put(group(CPU, part("a", when=days[1]), part("b", when=days[2]), part("c", when=""), link(1, when=days[0])))
+    store.put(H200, [part("undated", when="")])
+    store.put(CPU, [part("a", when=days[1]), part("b", when=days[2]), part("c", when=""), link(1, when=days[0])])
     found = [(group.conditions, group.describe(), group.last_when) for group in store.groups()]
     assert found == [(CPU, "3 parts and 1 link", days[2]), (H200, "1 part", "")]
 
@@ -108,8 +108,8 @@ def test_the_conditions_kept_are_counted_and_dated(store: ProfileStore) -> None:
     ],
 )
 def test_what_was_not_used_is_told(store: ProfileStore, now: Conditions, notes: list[str]) -> None:
-    store.put(group(CPU, part("a"), part("b"), link(1)))
-    store.put(group(H200, part("a")))
+    store.put(CPU, [part("a"), part("b"), link(1)])
+    store.put(H200, [part("a")])
     assert mismatches(store.groups(), now) == notes
 
 
@@ -125,13 +125,13 @@ def test_what_was_not_used_is_told(store: ProfileStore, now: Conditions, notes: 
 )
 def test_what_no_measurement_gives_is_refused(store: ProfileStore, entry: PartEntry | LinkEntry, words: str) -> None:
     with pytest.raises(ProfileError, match=words):
-        store.put(group(CPU, part("fine"), entry, link(1)))
+        store.put(CPU, [part("fine"), entry, link(1)])
     assert store.groups() == []
 
 
 def test_an_infinite_spread_is_an_unknown_one(store: ProfileStore) -> None:
     entry = part("noop")
-    store.put(group(CPU, replace(entry, measurement=replace(entry.measurement, spread=float("inf")))))
+    store.put(CPU, [replace(entry, measurement=replace(entry.measurement, spread=float("inf")))])
     assert store.under(CPU).get("noop") == replace(entry, measurement=replace(entry.measurement, spread=1.0))
 
 

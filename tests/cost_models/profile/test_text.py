@@ -73,7 +73,7 @@ def test_an_export_taken_in_elsewhere_is_the_same_store(found: list[EntryGroup],
         file, again = Path(name) / "export.json", Path(name) / "again.json"
         with ProfileStore(Path(name) / "a") as here, ProfileStore(Path(name) / "b") as there:
             for each in shuffled:
-                here.put(each)
+                here.put(each.conditions, each.entries)
             count = export_profile(here, file)
             assert import_profile(there, file) == Merged(added=count)
             assert there.groups() == here.groups() == found
@@ -103,7 +103,7 @@ def test_an_export_that_fails_leaves_the_file(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "out.json").write_text("before")
-    store.put(group(CPU, part("a")))
+    store.put(CPU, [part("a")])
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ParplanError, match=r"cannot write .*out\.json: No space left"):
         export_profile(store, tmp_path / "out.json")
@@ -186,7 +186,7 @@ WRONG: tuple[tuple[Change, str], ...] = (
 
 def refused(store: ProfileStore, file: Path, words: str) -> None:
     """Importing `file` fails with `words`, names the file, and leaves the store's entries as they were."""
-    store.put(group(H200, part("relu 1", 9.0)))
+    store.put(H200, [part("relu 1", 9.0)])
     before = list(store._connection.iterdump())
     with pytest.raises(ProfileError, match=words) as caught:
         import_profile(store, file)
@@ -232,7 +232,7 @@ def test_an_import_that_cannot_be_written_changes_nothing(store: ProfileStore, t
     file = tmp_path / "big.json"
     file.write_text(to_text([group(CPU, *(part(f"a {n} {'x' * 900}") for n in range(100)))]))
     store._connection.execute("PRAGMA max_page_count = 14")
-    store.put(group(H200, part("relu 1", 9.0)))
+    store.put(H200, [part("relu 1", 9.0)])
     with pytest.raises(ProfileError, match="the disk is full"):
         import_profile(store, file)
     assert store.groups() == [group(H200, part("relu 1", 9.0))]
