@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parplan import __version__
-from parplan.cost_models.optimizers import OPTIMIZER_STATES
+from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
 from parplan.errors import ParplanError
 from parplan.planner.option_fields import (
     add_options,
@@ -187,7 +187,7 @@ class RunOptions:
     devices: int | None = option(None, DEVICES, type=device_count, metavar="N")
     processes: bool = option(False, "one process of one thread for each device")
     steps: int = option(20, "steps to record (default: 20)", type=whole_number, metavar="K")
-    optimizer: str = option("adam", "what updates in every step (default: adam)", choices=tuple(OPTIMIZER_STATES))
+    optimizer: str = option("adam", "what updates in every step (default: adam)", choices=tuple(OPTIMIZER_MEMORY))
     learn: bool = option(
         False, "keep what layers took in the profile store, plan again with it, and say whether the choice would change"
     )
@@ -201,7 +201,7 @@ class ProfileOptions:
         None, "how many to plan for later (default: the GPUs that are here, else 1 CPU device)", type=device_count,
         metavar="N",
     )  # fmt: skip
-    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=tuple(OPTIMIZER_STATES))
+    optimizer: str = option("adam", "whose updates are timed (default: adam)", choices=tuple(OPTIMIZER_MEMORY))
     time_limit: float = option(
         600.0, "seconds for the whole command (default: 600); the same command goes on from there", type=positive,
         metavar="S",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from parplan.errors import ParplanError
 
-__all__ = ["OPTIMIZER_STATES", "OptimizerMemory", "optimizer_memory"]
+__all__ = ["OPTIMIZER_MEMORY", "OptimizerMemory", "optimizer_memory"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OptimizerMemory:
 
 
 # Counted in torch/optim (2.13): `_single_tensor_*` and `_multi_tensor_*`, without weight decay.
-_OPTIMIZERS: Mapping[str, OptimizerMemory] = {
+OPTIMIZER_MEMORY: Mapping[str, OptimizerMemory] = {
     "sgd": OptimizerMemory(0),
     "momentum": OptimizerMemory(1),
     "rmsprop": OptimizerMemory(1, 1, 1),
@@ -38,9 +38,6 @@ _OPTIMIZERS: Mapping[str, OptimizerMemory] = {
     "adam": OptimizerMemory(2, 2, 1),
     "adamw": OptimizerMemory(2, 2, 1),
 }
-
-# Tensors of a parameter's size and type that an optimizer keeps beside it.
-OPTIMIZER_STATES: Mapping[str, int] = {name: memory.states for name, memory in _OPTIMIZERS.items()}
 
 
 def optimizer_memory(optimizer: str) -> OptimizerMemory:
@@ -52,12 +49,12 @@ def optimizer_memory(optimizer: str) -> OptimizerMemory:
         ParplanError: unknown optimizer; the text lists those known.
     """
     if optimizer.isdecimal():
-        adam = _OPTIMIZERS["adam"]
+        adam = OPTIMIZER_MEMORY["adam"]
         return OptimizerMemory(int(optimizer), adam.one_by_one, adam.together)
-    if optimizer not in _OPTIMIZERS:
-        known = ", ".join(_OPTIMIZERS)
+    if optimizer not in OPTIMIZER_MEMORY:
+        known = ", ".join(OPTIMIZER_MEMORY)
         raise ParplanError(
             f"the state of optimizer {optimizer!r} is not known; use the closest of {known}, "
             "or the number of tensors it keeps per parameter"
         )
-    return _OPTIMIZERS[optimizer]
+    return OPTIMIZER_MEMORY[optimizer]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parplan.cluster import Cluster
-from parplan.cost_models.optimizers import OPTIMIZER_STATES
+from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
 from parplan.pins import Pin, read_pins
 from parplan.plan import Plan
 from parplan.planner.option_fields import gpu_count, memory_bytes, option, positive, share
@@ -57,7 +57,7 @@ class PlanOptions:
         None, "memory a plan may use on each, in GiB", flag="memory", type=memory_bytes, metavar="GIB"
     )
     precision: str = option("fp32", None, choices=("fp32", "tf32", "fp16", "bf16"))
-    optimizer: str = option("adam", "whose state has to fit in memory (default: adam)", choices=tuple(OPTIMIZER_STATES))
+    optimizer: str = option("adam", "whose state has to fit in memory (default: adam)", choices=tuple(OPTIMIZER_MEMORY))
     rules: str = option(
         "default", "strict: cuda-convnet2's divisibility rules to the letter, no transfer may bend them",
         choices=("default", "strict"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parplan.cost_models.measurement import optimizer_updates as updates
 from parplan.cost_models.measurement.optimizer_updates import OPTIMIZERS, UpdateTimes, measure_updates
-from parplan.cost_models.optimizers import OPTIMIZER_STATES
+from parplan.cost_models.optimizers import OPTIMIZER_MEMORY
 from parplan.cost_models.profile.records import PartEntry, SessionProfile
 from parplan.cost_models.sampling import Measurement
 
@@ -96,4 +96,4 @@ def test_every_optimizer_is_measured_once(optimizer: str, small: list[int]) -> N
 
 
 def test_what_the_command_offers_can_be_measured_and_counted() -> None:
-    assert set(OPTIMIZER_STATES) == set(OPTIMIZERS)
+    assert set(OPTIMIZER_MEMORY) == set(OPTIMIZERS)

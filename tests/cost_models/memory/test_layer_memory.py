@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parplan.cost_models.costs import Moments
 from parplan.cost_models.devices.presets import cluster_preset
 from parplan.cost_models.memory.layer_memory import MemoryModel
-from parplan.cost_models.optimizers import OPTIMIZER_STATES, optimizer_memory
+from parplan.cost_models.optimizers import OPTIMIZER_MEMORY, optimizer_memory
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.errors import ParplanError
 from parplan.graph.capture.capture import capture
@@ -127,7 +127,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 def test_an_unknown_optimizer_is_told_which_are_known() -> None:
     with pytest.raises(ParplanError, match=r"'lion' is not known.*sgd, momentum, .*adamw"):
         optimizer_memory("lion")
-    assert all(states in (0, 1, 2) for states in OPTIMIZER_STATES.values())
+    assert all(memory.states in (0, 1, 2) for memory in OPTIMIZER_MEMORY.values())
 
 
 def test_shards_that_need_an_input_whole_keep_their_gathered_copy() -> None:
