@@ -133,29 +133,26 @@ class SessionProfile:
     """The entries that this process knows, which prices are read from; it begins with those of `group`."""
 
     def __init__(self, group: EntryGroup | None = None) -> None:
-        self._parts = {entry.signature: entry for entry in (group.parts if group is not None else ())}
-        self._links = {entry.key: entry for entry in (group.links if group is not None else ())}
+        self._entries = {entry.key: entry for entry in (group.entries if group is not None else ())}
 
     def get(self, signature: str) -> PartEntry | None:
         """The entry of a part, or None."""
-        return self._parts.get(signature)
+        found = self._entries.get((signature,))
+        return found if isinstance(found, PartEntry) else None
 
     def family(self, family: str) -> Sequence[PartEntry]:
         """All entries of an op class."""
-        return [entry for entry in self._parts.values() if entry.family == family]
+        return [entry for entry in self.all() if entry.family == family]
 
     def all(self) -> Sequence[PartEntry]:
         """All entries of parts."""
-        return list(self._parts.values())
+        return [entry for entry in self._entries.values() if isinstance(entry, PartEntry)]
 
     def links(self, backend: str) -> Sequence[LinkEntry]:
         """All communications measured with `backend`."""
-        return [entry for entry in self._links.values() if entry.backend == backend]
+        links = (entry for entry in self._entries.values() if isinstance(entry, LinkEntry))
+        return [entry for entry in links if entry.backend == backend]
 
     def put(self, *entries: PartEntry | LinkEntry) -> None:
         """Add entries, or replace those with the same keys: all of them or none."""
-        for entry in entries:
-            if isinstance(entry, PartEntry):
-                self._parts[entry.signature] = entry
-            else:
-                self._links[entry.key] = entry
+        self._entries |= {entry.key: entry for entry in entries}
