@@ -68,8 +68,6 @@ def from_example(value: Any, where: str) -> Inputs:
     Raises:
         TargetError: it is something else, with `where` it stood.
     """
-    if isinstance(value, Inputs):
-        return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return Inputs((), dict(value))
     if isinstance(value, tuple | list):
