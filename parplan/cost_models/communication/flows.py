@@ -103,7 +103,14 @@ class ListedFlows(Flows):
 
     @abstractmethod
     def within(self, size: int | None) -> Flow:
-        """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces."""
+        """The pieces between devices of one domain, which begins at every multiple of `size`; None: all pieces, also
+        those with which devices serve themselves."""
+
+    def inside(self, size: int | None) -> Flow:
+        """The same, found once."""
+        if size not in self._inside:
+            self._inside[size] = self.within(size)
+        return self._inside[size]
 
     @cached_property
     def last(self) -> int:
@@ -111,17 +118,7 @@ class ListedFlows(Flows):
 
     @cached_property
     def pieces(self) -> IntArray:
-        return self.takers.most(self.everything.messages_in)
-
-    @cached_property
-    def everything(self) -> Flow:
-        """All pieces, also those with which devices serve themselves."""
-        return self.within(None)
-
-    @cached_property
-    def own(self) -> Flow:
-        """The pieces with which devices serve themselves."""
-        return self.within(1)
+        return self.takers.most(self.inside(None).messages_in)
 
     @property
     def foreign(self) -> Flow:
@@ -143,15 +140,13 @@ class ListedFlows(Flows):
 
     def _between(self, inner: int, outer: int | None) -> Flow:
         if (inner, outer) not in self._found:
-            for size in {inner, outer} - self._inside.keys():
-                self._inside[size] = self.within(size)
-            self._found[inner, outer] = self._inside[outer] - self._inside[inner]
+            self._found[inner, outer] = self.inside(outer) - self.inside(inner)
         return self._found[inner, outer]
 
     @cached_property
     def _inside(self) -> dict[int | None, Flow]:
         """The pieces between devices of one domain, by its size."""
-        return {None: self.everything, 1: self.own}
+        return {}
 
     @cached_property
     def _found(self) -> dict[tuple[int, int | None], Flow]:

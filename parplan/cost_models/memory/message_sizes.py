@@ -52,7 +52,7 @@ def _messages(
     if regular(source, target) and 0 not in shape and all((own == own[:, :1]).all() for own in (held, wanted)):
         piece = np.minimum(held[:, :1], wanted[:, :1])
         flows = RegularFlows([(source, target)])
-        every, own = flows.everything, flows.own
+        every, own = flows.inside(None), flows.inside(1)
         return _alike(every, own, piece, held[:, :1]), _alike(every.back, own.back, piece, wanted[:, :1])
     table = piece_table(shape, source, target, source_rows, target_rows)
     lengths = np.repeat(np.array(shape, dtype=np.int64)[:, None], len(table.takers), axis=1)
