@@ -30,12 +30,12 @@ __all__ = ["Transfers"]
 
 Pairs = Sequence[tuple[Layout, Layout]]
 
-# Kinds of communication that are measured, by the kind of transfer, the most similar first.
+# The kind of communication that is measured and most similar, by the kind of transfer; of others all-to-all.
 _ALIKE = {
-    "copy": ("copy",), "scatter": ("copy",), "gather": ("copy",), "broadcast": ("copy",),
-    "all-gather": ("all-gather",), "reduce-scatter": ("reduce-scatter",), "reduce": ("reduce-scatter",),
-    "all-to-all": ("all-to-all",),
-}  # fmt: skip
+    **dict.fromkeys(("copy", "scatter", "gather", "broadcast"), "copy"),
+    **dict.fromkeys(("reduce-scatter", "reduce"), "reduce-scatter"),
+    "all-gather": "all-gather",
+}
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,12 @@ class Transfers:
                 yield _Price(measured or time, own_received / one.total, kind)
 
     def _measured(self, kind: str, partners: int, busiest: float) -> _Measured | None:
-        """What was measured of this kind, or of the one most like it, among as many devices as one talks to."""
+        """What was measured of the kind most like this one, among as many devices as one talks to."""
         if self.links is None or partners == 0:
             return None
+        like = _ALIKE.get(kind, "all-to-all")
         # One who sends to or gets from several does so one after another: copies, of which only pairs are measured.
-        measured = (
-            self.links.curve(like, 2 if like == "copy" else partners + 1) for like in _ALIKE.get(kind, ("all-to-all",))
-        )
-        curve = next((curve for curve in measured if curve is not None), None)
+        curve = self.links.curve(like, 2 if like == "copy" else partners + 1)
         return _Measured((curve,), busiest) if curve is not None else None
 
     def _all_reduce(self, grid: Grid, held: float) -> _Price:
