@@ -6,7 +6,8 @@ conditions are mentioned in a note and never used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median_high
 
 import torch
@@ -16,14 +17,13 @@ from parplan.cost_models.costs import CostModel
 from parplan.cost_models.measured import profiled_costs
 from parplan.cost_models.measurement.conditions import current_conditions, switches
 from parplan.cost_models.measurement.reference_kernel import Reference
-from parplan.cost_models.profile.mismatches import mismatches
-from parplan.cost_models.profile.records import SessionProfile
+from parplan.cost_models.profile.records import Conditions, EntryGroup, SessionProfile
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.cost_models.roofline import RooflineCosts
 from parplan.fields import counted
 from parplan.graph.layer_graph import LayerGraph
 
-__all__ = ["KnownCosts", "known_costs"]
+__all__ = ["KnownCosts", "known_costs", "mismatches"]
 
 # A device this much faster or slower than when it was measured is worth a warning.
 DRIFT = 0.1
@@ -96,3 +96,35 @@ def known_costs(
         speed = f"{max(ratio, 1 / ratio):.2f} x {'slower' if ratio > 1 else 'faster'}"
         notes.append(f"The reference kernel is {speed} now than when the profile was measured.")
     return KnownCosts(costs, tuple(notes))
+
+
+def mismatches(stored: Sequence[EntryGroup], conditions: Conditions) -> list[str]:
+    """Notes on stored measurements that are ignored because device, torch, CUDA or flags differ from `conditions`.
+
+    Those of the same device one by one, `212 parts of this device were measured with torch 2.11.0, here is 2.13.0:
+    stale, not used; run parplan profile again`; other devices are only named, and only where this one is missing.
+    """
+    same_device = [group for group in stored if group.conditions.device == conditions.device]
+    others = sorted({group.conditions.device for group in stored} - {conditions.device})
+    if others and not same_device:
+        return [f"only profiles of other devices ({', '.join(others)}) are here, none of {conditions.device}"]
+    return [_note(group, conditions) for group in same_device if group.conditions != conditions]
+
+
+def _note(group: EntryGroup, now: Conditions) -> str:
+    then, usual = group.conditions, "torch's default switches"
+    pairs = (
+        (then.torch, now.torch, f"with torch {then.torch}, here is {now.torch}"),
+        (then.cuda, now.cuda, f"with {f'cuda {then.cuda}' if then.cuda else 'no cuda'}, here is {now.cuda or 'none'}"),
+        (
+            then.busy,
+            now.busy,
+            f"with {counted(then.busy, 'device')} at once, here {'is' if now.busy == 1 else 'are'} {now.busy}",
+        ),
+        (then.flags, now.flags, f"with {then.flags or usual}, here with {now.flags or usual}"),
+    )
+    differences = "; ".join(words for old, new, words in pairs if old != new)
+    stale = replace(then, torch=now.torch, cuda=now.cuda) != then
+    verdict = "stale, not used; run parplan profile again" if stale else "not used; run parplan profile as you run now"
+    were = "was" if len(group.entries) == 1 else "were"
+    return f"{group.describe()} of this device {were} measured {differences}: {verdict}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.cost_models.profile.mismatches import mismatches
+from parplan.cost_models.known import mismatches
 from parplan.cost_models.profile.records import Conditions, LinkEntry, PartEntry, SessionProfile
 from parplan.cost_models.profile.schema import CONDITIONS, LINKS, PARTS
 from parplan.cost_models.profile.store import ProfileStore

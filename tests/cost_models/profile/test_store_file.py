@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from parplan.cost_models.known import mismatches
 from parplan.cost_models.profile import store_file
-from parplan.cost_models.profile.mismatches import mismatches
 from parplan.cost_models.profile.store import ProfileStore
 from parplan.errors import ProfileError
 from tests.cost_models.profiles import CPU, link, part
