@@ -22,7 +22,7 @@ from parplan.cost_models.memory.message_sizes import Messages, messages
 from parplan.graph.layer_graph import LayerGraph
 from parplan.graph.local import LocalLayer, local_shape
 from parplan.layout import Grid, IntArray, block_shapes
-from parplan.lowering.program import Code, Compute, Program, Slot, Transfer
+from parplan.lowering.program import Code, Program, Slot, Transfer
 
 __all__ = ["memory_over_step"]
 
@@ -65,16 +65,15 @@ class _Segments:
         self.last: dict[int, int] = {}
         self.readers: dict[str, list[int]] = defaultdict(list)
         self.results: list[str] = []
-        for step in program.forward:
-            if isinstance(step, Compute):
-                layers = [index[name] for name in step.layers]
-                for operand in step.operands:
-                    reading = [index[n] for n in step.layers if operand.name in graph.layers[n].inputs]
-                    self.readers[operand.slot] += reading or layers
-                if step.code is not Code.STATISTICS:
-                    self.first |= dict.fromkeys(layers, layers[0])
-                    self.last |= dict.fromkeys(layers, layers[-1])
-                    self.results += [result.slot for result in step.results]
+        for step in program.computes:
+            layers = [index[name] for name in step.layers]
+            for operand in step.operands:
+                reading = [index[n] for n in step.layers if operand.name in graph.layers[n].inputs]
+                self.readers[operand.slot] += reading or layers
+            if step.code is not Code.STATISTICS:
+                self.first |= dict.fromkeys(layers, layers[0])
+                self.last |= dict.fromkeys(layers, layers[-1])
+                self.results += [result.slot for result in step.results]
         for slot in (*program.outputs, *program.updates.values()):
             self.readers[slot].append(len(index))
         self.stops = {t.source for t in program.transfers} - set(self.readers)

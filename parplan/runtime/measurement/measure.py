@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parplan.compat import pytree
 from parplan.errors import RuntimeFailure
 from parplan.graph.layer_graph import LayerGraph
-from parplan.lowering.program import Compute, Join, Program
+from parplan.lowering.program import Join, Program
 from parplan.runtime.calls import ModelCall
 from parplan.runtime.execution.executor import Executor
 from parplan.runtime.execution.timeline import REST, ActivityKind, StepActivity, StepTimeline, StepTimes
@@ -221,12 +221,11 @@ def _labels(graph: LayerGraph, program: Program, slots: dict[str, set[str]]) -> 
     joins = [step for step in program.forward if isinstance(step, Join)]
     moved |= {join.target for join in joins if not moved.isdisjoint(join.sources)}
     readers: dict[str, dict[str, None]] = defaultdict(dict)
-    for step in program.forward:
-        if isinstance(step, Compute):
-            for slot in moved.intersection(step.reads):
-                value = program.slots[slot].value
-                reading = [n for n in step.layers if value in graph.layers[n].inputs or value not in graph.values]
-                readers[value] |= dict.fromkeys(reading)
+    for step in program.computes:
+        for slot in moved.intersection(step.reads):
+            value = program.slots[slot].value
+            reading = [n for n in step.layers if value in graph.layers[n].inputs or value not in graph.values]
+            readers[value] |= dict.fromkeys(reading)
     for slot in (*program.outputs, *program.updates.values()):
         if slot in moved:
             readers[program.slots[slot].value][RESULTS] = None
