@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -43,18 +43,9 @@ from parplan.planner.solver.reductions.presolve import (
 )
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, relax
 
-__all__ = ["Crowd", "crowd", "explain", "overfull", "without_costs"]
+__all__ = ["crowd", "explain", "overfull", "without_costs"]
 
 ROUNDS, STEPS = 6, 15
-
-
-@dataclass(frozen=True)
-class Crowd:
-    """The fullest moment: the least bytes all nodes hold of all memories together, and each node's part."""
-
-    time: int
-    least: int
-    held: Counter[str]
 
 
 def without_costs(problem: Problem) -> Problem:
@@ -75,7 +66,7 @@ def overfull(problem: Problem, deadline: float, offer: Callable[[list[int]], obj
     `offer` is given the choices met on the way, each after local search on the limits.
     """
     free = drop_dominated(without_costs(problem), deadline)
-    rows = rows_at(free.problem, crowd(free.problem).time)
+    rows = rows_at(free.problem, crowd(free.problem)[0])
     prices = np.ones(len(rows))
     for _ in range(ROUNDS):
         relaxation = relax(free.problem, rows) if rows else None
@@ -110,8 +101,8 @@ def _priced(relaxation: Relaxation, weights: FloatArray, deadline: float) -> Pri
     return best
 
 
-def crowd(problem: Problem) -> Crowd:
-    """The moment when all memories together are fullest, each node at its least (in sum over the memories)."""
+def crowd(problem: Problem) -> tuple[int, Counter[str]]:
+    """The moment when all memories together are fullest, each node at its least (in sum over them), and these bytes."""
     change: Counter[int] = Counter()
     for node in problem.nodes:
         for start, end in pairwise(sorted({point for u in node.usages for point in (u.start, u.end)})):
@@ -120,8 +111,7 @@ def crowd(problem: Problem) -> Crowd:
             change[end] -= least
     times = sorted(change)
     moment = times[int(np.cumsum([change[point] for point in times]).argmax())] if times else 0
-    held = Counter({node.name: _least(node, moment) for node in problem.nodes})
-    return Crowd(moment, held.total(), held)
+    return moment, Counter({node.name: _least(node, moment) for node in problem.nodes})
 
 
 def _least(node: Node, moment: int) -> int:
@@ -204,17 +194,17 @@ def _linear(problem: Problem, rows: tuple[Linear, ...], deadline: float, workers
 
 def _crowded(problem: Problem) -> Infeasibility | None:
     """Several memories that are too small together, whatever goes where."""
-    full, limit = crowd(problem), float(sum(problem.limits))
-    if len(problem.limits) < 2 or full.least <= limit:
+    (moment, held), limit = crowd(problem), float(sum(problem.limits))
+    if len(problem.limits) < 2 or held.total() <= limit:
         return None
-    missing, largest = full.least - limit, full.held.most_common(MOST_NAMES)
+    missing, largest = held.total() - limit, held.most_common(MOST_NAMES)
     text = (
-        f"at time point {full.time} at least {full.least} bytes are needed in all, and {len(problem.limits)} memories "
+        f"at time point {moment} at least {held.total()} bytes are needed in all, and {len(problem.limits)} memories "
         f"({problem.resource_name(0)}, ...) hold {limit:.0f}: {missing:.0f} are missing; largest there: "
         f"{', '.join(f'{name} {amount}' for name, amount in largest)}; raise the limits or lower what these hold"
     )
     amounts = tuple(float(amount) for _, amount in largest)
-    return Infeasibility(Cause.MEMORY, tuple(n for n, _ in largest), text, amounts, None, full.time, missing)
+    return Infeasibility(Cause.MEMORY, tuple(n for n, _ in largest), text, amounts, None, moment, missing)
 
 
 def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:
