@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
-from parplan.planner.solver.cpsat import resolution, search
+from parplan.planner.solver.cpsat import Progress, resolution, search
 from parplan.planner.solver.elimination import followed
 from parplan.planner.solver.infeasible import explain, overfull
 from parplan.planner.solver.limits import broken_rows, count_terms, some_rows
@@ -32,7 +33,7 @@ from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, climb,
 from parplan.planner.solver.rows import least, without_rows
 from parplan.planner.solver.wide.search import improve
 
-__all__ = ["GAP", "Progress", "solve"]
+__all__ = ["GAP", "solve"]
 
 GAP = 1e-6
 """Relative gap below which a solution is called OPTIMAL."""
@@ -65,8 +66,6 @@ EXPLAIN_S = 5.0
 LISTED, TRIED = 1e12, 200
 """Combinations of strategies up to which all choices below the cutoff are listed, and how many of them are tried: the
 search would branch long on maxima of nearly equal rows."""
-
-Progress = Callable[[float, float], None]
 
 
 def solve(
@@ -165,15 +164,11 @@ class _Run:
             return True
         rest = self.tighten(reduced, brief=self.below)
         if rest is not None and self.choice is None and not self.below:
-            if self.overfull(rest):
+            until = time.monotonic() + SHARE * self.left()
+            if overfull(rest.problem, until, partial(self.improve, rest)):  # prices on the limits alone prove it
                 return False
             rest = self.tighten(rest) if np.isfinite(self.objective) else rest
         return (rest is not None and self.search(rest)) or self.choice is not None
-
-    def overfull(self, reduced: Reduced) -> bool:
-        """Whether prices on the limits alone prove that memory is too small."""
-        until = time.monotonic() + SHARE * self.left()
-        return overfull(reduced.problem, until, lambda choice: self.improve(reduced, choice))
 
     def improve(self, reduced: Reduced, choice: Sequence[int]) -> None:
         """Offer what local search makes of a choice."""
