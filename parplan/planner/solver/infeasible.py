@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -34,13 +35,8 @@ from parplan.planner.solver.problem import (
     Reduced,
     Status,
 )
-from parplan.planner.solver.reductions.presolve import (
-    drop_dominated,
-    drop_forbidden,
-    merge_parallel_edges,
-    pair_linear,
-    presolve,
-)
+from parplan.planner.solver.reductions.dominance import drop_dominated
+from parplan.planner.solver.reductions.presolve import drop_forbidden, merge_parallel_edges, pair_linear, presolve
 from parplan.planner.solver.relaxation import Priced, Prices, Relaxation, relax
 
 __all__ = ["crowd", "explain", "overfull", "without_costs"]
@@ -209,10 +205,9 @@ def _crowded(problem: Problem) -> Infeasibility | None:
 
 def _memory(problem: Problem, deadline: float, workers: int) -> Infeasibility | None:
     """The least possible excess, or the least found in time."""
-    allowed = Reduced(replace(problem, limits=(np.inf,) * len(problem.limits))).then(pair_linear)
-    allowed = allowed and allowed.then(merge_parallel_edges)
-    allowed = allowed and allowed.then(drop_forbidden)
-    allowed = allowed and allowed.then(lambda problem: drop_dominated(problem, deadline))
+    allowed: Reduced | None = Reduced(replace(problem, limits=(np.inf,) * len(problem.limits)))
+    for step in (pair_linear, merge_parallel_edges, drop_forbidden, partial(drop_dominated, deadline=deadline)):
+        allowed = allowed and allowed.then(step)
     if allowed is None:
         return None
     limited = replace(allowed.problem, limits=problem.limits)

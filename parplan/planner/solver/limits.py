@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parplan.planner.solver.problem import FloatArray, Mask, Problem
+from parplan.planner.solver.problem import FloatArray, Mask, Problem, Reduced
 
 __all__ = [
-    "LimitRow", "Live", "Timeline", "broken_rows", "count_terms", "drop_loose_linear", "drop_loose_memory",
-    "limit_allowed", "memory_rows", "peak_rows", "rows_at", "some_rows", "timeline",
+    "LimitRow", "Live", "Timeline", "broken_rows", "count_terms", "drop_loose", "limit_allowed", "memory_rows",
+    "peak_rows", "rows_at", "some_rows", "timeline",
 ]  # fmt: skip
 
 
@@ -99,32 +99,27 @@ def limit_allowed(problem: Problem, masks: list[Mask]) -> bool:
     return sum(int(mask.sum()) for mask in masks) < before
 
 
-def drop_loose_memory(problem: Problem) -> Problem:
-    """Without usages that are only live while even the largest strategies together fit."""
+def drop_loose(problem: Problem) -> Reduced:
+    """Without linear constraints that every choice meets, and usages only live while even the largest together fit."""
     loose: set[tuple[int, int]] = set()
     for resource, limit in enumerate(problem.limits):
         line = timeline(problem, resource)
         full = line.loads(lambda item: float(item.amounts.max())) > limit
         loose |= {(item.node, item.place) for item in line.live if not full[item.first : item.last].any()}
-    if not loose:
-        return problem
     nodes = list(problem.nodes)
     for v, node in enumerate(nodes):
         kept = tuple(u for i, u in enumerate(node.usages) if (v, i) not in loose and u.start < u.end)
         if len(kept) < len(node.usages):
             nodes[v] = replace(node, usages=kept)
-    return replace(problem, nodes=tuple(nodes))
-
-
-def drop_loose_linear(problem: Problem) -> Problem:
-    """Without linear constraints that every choice meets."""
-    kept = []
+    linear = []
     for row in problem.linear:
         least = sum(float(values.min()) for values in row.terms.values())
         most = sum(float(values.max()) for values in row.terms.values())
         if least < row.low or most > row.high:
-            kept.append(row)
-    return problem if len(kept) == len(problem.linear) else replace(problem, linear=tuple(kept))
+            linear.append(row)
+    if not loose and len(linear) == len(problem.linear):
+        return Reduced(problem)
+    return Reduced(replace(problem, nodes=tuple(nodes), linear=tuple(linear)))
 
 
 def memory_rows(problem: Problem) -> list[LimitRow]:

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.solver.problem import FloatArray, Mask, Problem
+from parplan.planner.solver.problem import FloatArray, Mask, Problem, Reduced, restrict
 from parplan.planner.solver.reductions.signatures import Signatures
 from parplan.planner.solver.rows import Terms, row_table
 
-__all__ = ["undominated"]
+__all__ = ["drop_dominated"]
 
 MAX_COMPARISONS = 4_000_000
 """Pairs of strategies times neighbours' strategies above which a node is left alone."""
 
 
-def undominated(problem: Problem, deadline: float = np.inf) -> list[Mask]:
-    """Per node, which strategies to keep; of equals, the first. Nothing more goes after `deadline`."""
+def drop_dominated(problem: Problem, deadline: float = np.inf) -> Reduced:
+    """Without strategies that another one can replace; of equals, the first stays. None goes after `deadline`."""
     if time.monotonic() > deadline:
-        return [np.ones(node.size, dtype=np.bool_) for node in problem.nodes]
+        return Reduced(problem)
     search = _Search(problem)
     queue = deque(range(len(problem.nodes)))
     waiting = set(queue)
@@ -39,7 +39,7 @@ def undominated(problem: Problem, deadline: float = np.inf) -> list[Mask]:
             again = sorted(search.neighbours(v) - waiting)
             queue.extend(again)
             waiting.update(again)
-    return search.keep
+    return restrict(problem, search.keep)
 
 
 class _Search:

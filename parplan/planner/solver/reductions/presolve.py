@@ -7,14 +7,15 @@ an optimum of the problem it came from) and is tested alone against brute force.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from parplan.planner.solver.limits import drop_loose_linear, drop_loose_memory, limit_allowed
+from parplan.planner.solver.limits import drop_loose, limit_allowed
 from parplan.planner.solver.problem import Edge, FloatArray, Mask, Problem, Reduced, restrict
-from parplan.planner.solver.reductions.dominance import undominated
+from parplan.planner.solver.reductions.dominance import drop_dominated
 from parplan.planner.solver.reductions.folding import fold
 from parplan.planner.solver.reductions.joins import join
 from parplan.planner.solver.reductions.normal import normalise
@@ -41,17 +42,14 @@ def presolve(problem: Problem, deadline: float = np.inf, brief: bool = False) ->
     Args:
         brief: only the first, which take little time.
     """
-    steps = [pair_linear, join, merge_parallel_edges, drop_forbidden]
+    undominated, normal = partial(drop_dominated, deadline=deadline), partial(normalise, deadline=deadline)
+    steps: list[Callable[[Problem], Reduced | None]] = [pair_linear, join, merge_parallel_edges, drop_forbidden]
     if not brief:
-        steps += [normalise, drop_loose, drop_dominated, drop_loose, normalise, fold]
-        steps += [merge_parallel_edges, drop_forbidden, drop_dominated, join]
+        steps += [normal, drop_loose, undominated, drop_loose, normal, fold]
+        steps += [merge_parallel_edges, drop_forbidden, undominated, join]
     reduced: Reduced | None = Reduced(problem)
     for step in steps:
-        if step is drop_dominated:
-            reduced = reduced and reduced.then(lambda problem: drop_dominated(problem, deadline))
-        elif step is normalise:
-            reduced = reduced and reduced.then(lambda problem: normalise(problem, deadline))
-        elif step is not fold or time.monotonic() < deadline:
+        if step is not fold or time.monotonic() < deadline:
             reduced = reduced and reduced.then(step)
     return reduced
 
@@ -129,13 +127,3 @@ def drop_forbidden(problem: Problem) -> Reduced | None:
             masks[edge.target] = target & allowed[source].any(axis=0)
             changed |= bool((masks[edge.source] != source).any() or (masks[edge.target] != target).any())
     return restrict(problem, masks)
-
-
-def drop_loose(problem: Problem) -> Reduced:
-    """Without usages and linear constraints that no choice can break."""
-    return Reduced(drop_loose_linear(drop_loose_memory(problem)))
-
-
-def drop_dominated(problem: Problem, deadline: float = np.inf) -> Reduced:
-    """Without strategies that another one of the same node can always replace at no cost (see dominance.py)."""
-    return restrict(problem, undominated(problem, deadline))
